@@ -1,0 +1,1 @@
+"""Offline SVD compression of a checkpoint."""

@@ -1,0 +1,1 @@
+"""Generation, benchmark and evaluation."""

@@ -1,0 +1,118 @@
+"""The dispatch table: what the ops are, who implements them, and which implementation serves a call.
+
+Callers name an op and, if they must, an implementation; they never branch on hardware themselves. ``auto``
+takes the fastest implementation that can serve the call and may fall back. A named implementation that
+cannot serve raises :class:`KernelError` and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class KernelError(RuntimeError):
+    """A named implementation does not exist or cannot serve the call; the message says why."""
+
+
+class LowRank(NamedTuple):
+    """One factorised linear ``y = B (A x) + bias``.
+
+    Dimensions: ``A`` [r, in], ``B`` [out, r], ``bias`` [out] or None; one dtype and device.
+    """
+
+    A: Tensor
+    B: Tensor
+    bias: Tensor | None = None
+
+
+class Op(str, Enum):
+    """The ops every target implements."""
+
+    LINEAR = "low_rank_linear"
+    SWIGLU = "low_rank_swiglu"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute one op.
+
+    ``refuses(x, *factors)`` returns None when the call can be served, else the reason it cannot.
+    ``priority`` orders the automatic choice, highest first; below zero is never chosen automatically.
+    """
+
+    op: Op
+    name: str
+    run: Callable[..., Tensor]
+    refuses: Callable[..., str | None]
+    priority: int
+
+
+_TABLE: dict[tuple[Op, str], Implementation] = {}
+
+
+def register(op: Op, name: str, *, refuses: Callable[..., str | None], priority: int) -> Callable[[Callable], Callable]:
+    """Decorator: enter a function ``run(x, *factors) -> Tensor`` in the table."""
+
+    def enter(run: Callable) -> Callable:
+        if (op, name) in _TABLE:
+            raise ValueError(f"{op.value} already has an implementation named {name!r}")
+        _TABLE[op, name] = Implementation(op, name, run, refuses, priority)
+        return run
+
+    return enter
+
+
+def implementations(op: Op) -> list[Implementation]:
+    """All implementations of ``op``, in the order the automatic choice tries them."""
+    return sorted((i for i in _TABLE.values() if i.op is op), key=lambda i: -i.priority)
+
+
+def choose(op: Op, impl: str, x: Tensor, *factors: LowRank) -> Implementation:
+    """The implementation that serves this call.
+
+    Raises:
+        KernelError: ``impl`` names no implementation, or one that cannot serve these tensors.
+    """
+    if impl == "auto":
+        return next(i for i in implementations(op) if i.priority >= 0 and i.refuses(x, *factors) is None)
+    found = _TABLE.get((op, impl))
+    if found is None:
+        known = ", ".join(i.name for i in implementations(op))
+        raise KernelError(f"{op.value} has no implementation named {impl!r}; there are: auto, {known}")
+    reason = found.refuses(x, *factors)
+    if reason is not None:
+        raise KernelError(f"{op.value} cannot run on {impl!r}: {reason}")
+    return found
+
+
+def low_rank_linear(x: Tensor, A: Tensor, B: Tensor, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+    """``y = B (A x) + bias``, the paper's XUV (arXiv 2510.25977) with U = A^T and V = B^T.
+
+    Dimensions: ``x`` [..., in], ``A`` [r, in], ``B`` [out, r], result [..., out], all of one dtype and device.
+
+    Raises:
+        KernelError: a named ``impl`` cannot serve the call.
+    """
+    factors = LowRank(A, B, bias)
+    return choose(Op.LINEAR, impl, x, factors).run(x, factors)
+
+
+def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, impl: str = "auto") -> Tensor:
+    """``down(silu(gate(x)) * up(x))`` with three factorised linears.
+
+    Dimensions: ``x`` [..., hidden]; gate and up: hidden -> intermediate, down: intermediate -> hidden, each with
+    a rank of its own; result [..., hidden].
+
+    Raises:
+        KernelError: a named ``impl`` cannot serve the call.
+    """
+    return choose(Op.SWIGLU, impl, x, gate, up, down).run(x, gate, up, down)
+
+
+# The implementations enter themselves in the table; they need the names above, so the imports come last.
+from neuronmm.kernels import plain, reference  # noqa: E402, F401

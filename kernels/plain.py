@@ -1,0 +1,63 @@
+"""Plain torch on any device: ``naive`` is the two-GEMM baseline, ``torch`` fuses as far as torch's ops reach.
+
+``torch`` runs the A factors of gate and up as one product where they lie stacked in memory (``stack`` puts them
+there without a second copy of the weights) and evaluates SwiGLU in place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from neuronmm.kernels.ops import LowRank, Op, register
+
+
+def stack(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy ``a`` [r1, in] and ``b`` [r2, in] into one buffer; return two views of it, adjacent in memory."""
+    both = torch.cat([a, b])
+    return both[: len(a)], both[len(a) :]
+
+
+def _stacked(a: Tensor, b: Tensor) -> Tensor | None:
+    """One [r1 + r2, in] view over two row-adjacent tensors, or None if they are not adjacent."""
+    adjacent = (
+        a.is_contiguous()
+        and b.is_contiguous()
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and b.storage_offset() == a.storage_offset() + a.numel()
+    )
+    return a.as_strided((len(a) + len(b), a.shape[1]), a.stride()) if adjacent else None
+
+
+def _naive_linear(x: Tensor, factors: LowRank) -> Tensor:
+    return linear(linear(x, factors.A), factors.B, factors.bias)
+
+
+@register(Op.LINEAR, "naive", refuses=lambda *_: None, priority=-1)
+def naive_linear(x: Tensor, factors: LowRank) -> Tensor:
+    """Two GEMMs, the rank-r intermediate through memory: the baseline a fused kernel has to beat."""
+    return _naive_linear(x, factors)
+
+
+@register(Op.SWIGLU, "naive", refuses=lambda *_: None, priority=-1)
+def naive_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
+    """Six GEMMs and two elementwise passes, every intermediate through memory."""
+    return _naive_linear(silu(_naive_linear(x, gate)) * _naive_linear(x, up), down)
+
+
+@register(Op.LINEAR, "torch", refuses=lambda *_: None, priority=0)
+def torch_linear(x: Tensor, factors: LowRank) -> Tensor:
+    """Torch has nothing to fuse in a single low-rank linear: the same two GEMMs."""
+    return _naive_linear(x, factors)
+
+
+@register(Op.SWIGLU, "torch", refuses=lambda *_: None, priority=0)
+def torch_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
+    """Five GEMMs where the A factors of gate and up are stacked, SwiGLU in place (out of place under autograd)."""
+    both = _stacked(gate.A, up.A)
+    if both is None or torch.is_grad_enabled():
+        return naive_swiglu(x, gate, up, down)
+    g, u = linear(x, both).split([len(gate.A), len(up.A)], dim=-1)
+    hidden = silu(linear(g, gate.B, gate.bias), inplace=True).mul_(linear(u, up.B, up.bias))
+    return _naive_linear(hidden, down)

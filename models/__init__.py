@@ -1,0 +1,19 @@
+"""Low-rank modules, family tables, the patch verb, and the bridge to transformers."""
+
+from neuronmm.models.errors import UserError
+from neuronmm.models.families import FAMILIES, Family, family_of
+from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
+from neuronmm.models.patch import fuse, patch
+from neuronmm.models.spec import CompressionSpec
+
+__all__ = [
+    "FAMILIES",
+    "CompressionSpec",
+    "Family",
+    "LowRankLinear",
+    "LowRankSwiGLU",
+    "UserError",
+    "family_of",
+    "fuse",
+    "patch",
+]

@@ -1,0 +1,61 @@
+"""The supported model families, as data. Nothing here is code per model.
+
+All three families share one block layout, so a family is its name, what people call its members, and the
+reasons one of its configurations has to be refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from neuronmm.models.errors import UserError
+
+
+@dataclass(frozen=True)
+class Family:
+    """A transformers ``model_type`` this project can compress and run."""
+
+    model_type: str
+    architecture: str
+    members: str
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", "Llama 2, Llama 3.x, SmolLM2"),
+        Family("qwen2", "Qwen2ForCausalLM", "Qwen2, Qwen2.5"),
+        Family("qwen3", "Qwen3ForCausalLM", "Qwen3"),
+    )
+}
+
+LAYERS = "model.layers"
+"""Where the decoder layers live in every supported architecture."""
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    "attention": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+}
+TARGETS["all"] = TARGETS["attention"] + TARGETS["mlp"]
+"""Names of the linears inside one decoder layer, by the word the command line uses for them."""
+
+
+def family_of(config: dict[str, Any], where: str) -> Family:
+    """The family of a config.json's content.
+
+    Raises:
+        UserError: the architecture is not supported, or uses a feature the engine does not implement.
+    """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    architectures = config.get("architectures") or []
+    if family is None or (architectures and family.architecture not in architectures):
+        supported = "; ".join(f"{f.architecture} ({f.members})" for f in FAMILIES.values())
+        found = ", ".join(architectures) or f"model_type {model_type!r}"
+        raise UserError(f"{where}: architecture {found} is not supported; supported are {supported}")
+    if config.get("use_sliding_window"):
+        raise UserError(f"{where}: sliding-window attention (use_sliding_window) is not supported; set it to false")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{where}: the MLP activation is {config['hidden_act']!r}; only silu (SwiGLU) is supported")
+    return family

@@ -1,0 +1,60 @@
+"""The two modules a compressed model is made of.
+
+Both keep ordinary ``nn.Linear`` children, so their parameters are named ``<linear>.A.weight`` and
+``<linear>.B.weight``, load from safetensors, move with ``device_map`` and take LoRA adapters like any other linear.
+With ``impl`` None they call those children (hooks and adapters see every product); with an implementation's name
+they hand the weights to :mod:`neuronmm.kernels`. ``fuse`` sets it, for inference.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from neuronmm.kernels import LowRank, low_rank_linear, low_rank_swiglu
+
+
+class LowRankLinear(nn.Module):
+    """``y = B (A x) + bias`` in place of an ``nn.Linear``.
+
+    Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank].
+    """
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool, **where: object) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.A = nn.Linear(in_features, rank, bias=False, **where)
+        self.B = nn.Linear(rank, out_features, bias=bias, **where)
+        self.impl: str | None = None
+
+    @property
+    def factors(self) -> LowRank:
+        """The weights as the kernels take them."""
+        return LowRank(self.A.weight, self.B.weight, self.B.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.impl is None:
+            return self.B(self.A(x))
+        return low_rank_linear(x, *self.factors, impl=self.impl)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+
+
+class LowRankSwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` over three low-rank linears, in place of a dense SwiGLU MLP.
+
+    Dimensions: x [..., hidden] -> [..., hidden].
+    """
+
+    def __init__(self, gate_proj: LowRankLinear, up_proj: LowRankLinear, down_proj: LowRankLinear) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self.act_fn = nn.SiLU()
+        self.impl: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.impl is None:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return low_rank_swiglu(
+            x, self.gate_proj.factors, self.up_proj.factors, self.down_proj.factors, impl=self.impl
+        )

@@ -1,0 +1,32 @@
+"""neuronmm: compress Llama and Qwen checkpoints by SVD, run them with fused low-rank kernels, measure honestly.
+
+``import neuronmm`` registers the checkpoint format with transformers, so that afterwards a plain
+``AutoModelForCausalLM.from_pretrained(folder)`` gives the compressed model.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from neuronmm.models.hf import register as _register
+
+__version__ = version("neuronmm")
+__all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch"]
+
+_HOMES = {
+    "benchmark": "neuronmm.engine.benchmark",
+    "compress": "neuronmm.compression.pipeline",
+    "evaluate": "neuronmm.engine.evaluate",
+    "fuse": "neuronmm.models.patch",
+    "load": "neuronmm.engine.engine",
+    "patch": "neuronmm.models.patch",
+}
+
+_register()
+
+
+def __getattr__(name: str) -> Any:
+    """The public verbs are imported when first used: ``import neuronmm`` stays light."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'neuronmm' has no attribute {name!r}")
