@@ -1,0 +1,46 @@
+"""Checkpoint folders that read the same on transformers 4.4x (the Trainium hosts) and on 5.x.
+
+transformers 5 renamed entries of config.json and of the tokenizer's files; an older version then falls back to its
+defaults without a word (a wrong RoPE base, for one). The functions here write the entries under both names.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def portable_config(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` (config.json's content) with its RoPE and dtype entries under the old names and the new ones."""
+    config = dict(config)
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        config["rope_scaling"] = scaling if scaling.get("rope_type", "default") != "default" else None
+    for new, old in (("dtype", "torch_dtype"), ("torch_dtype", "dtype")):
+        if old in config:
+            config.setdefault(new, config[old])
+    return config
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write ``content`` as indented UTF-8 JSON."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def make_portable(folder: Path) -> None:
+    """Rewrite ``folder``'s config.json and tokenizer_config.json in place so that old and new versions read them."""
+    config = folder / "config.json"
+    write_json(config, portable_config(json.loads(config.read_text(encoding="utf-8"))))
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        tokenizer.setdefault("chat_template", template.read_text(encoding="utf-8"))
+    write_json(path, tokenizer)
