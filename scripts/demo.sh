@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The whole way on one model: compress its MLPs by a fifth, let dense and compressed write, measure both side by side.
+#
+# Usage: scripts/demo.sh MODEL [OUT]       MODEL: a Hugging Face folder, a GGUF file or a hub id; OUT: the compressed folder
+set -euo pipefail
+
+model=${1:?usage: scripts/demo.sh MODEL [OUT]}
+out=${2:-out/demo}
+prompt="Explain in two sentences why the sky is blue."
+
+run() {
+    printf '\n\033[1m$ neuronmm %s\033[0m\n' "$*"
+    neuronmm "$@"
+}
+
+if [ -d "$out" ]; then
+    echo "$out is there already: not compressing again"
+else
+    run compress "$model" -o "$out" --ratio 0.2 --targets mlp
+fi
+run generate "$model" --chat --prompt "$prompt" --max-new-tokens 80
+run generate "$out" --chat --prompt "$prompt" --max-new-tokens 80
+run benchmark "$out" --baseline "$model" --prompt-lengths 32,512 --new-tokens 64 --batch 1 --runs 3

@@ -1,0 +1,116 @@
+"""Tiny random models and compressed checkpoints, written by hand, that every folder's tests share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import neuronmm
+from neuronmm.models import CompressionSpec, LowRankLinear, patch
+from neuronmm.models.families import LAYERS, TARGETS
+from neuronmm.models.load import DTYPE
+
+LAYER_COUNT = 2
+RANKS = {"mlp.gate_proj": 12, "mlp.up_proj": 16, "mlp.down_proj": 8, "self_attn.q_proj": 8, "self_attn.k_proj": 4}
+"""A rank for every linear of a tiny model that a test may factorise; ``v_proj`` and ``o_proj`` always stay dense."""
+
+
+def make_tiny(model_type: str = "llama", *, tied: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random two-layer model in eval mode; the weights are large enough for greedy tokens to differ by prompt."""
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYER_COUNT,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model
+
+
+def make_spec(ranks: dict[str, int], **changes: object) -> CompressionSpec:
+    """A valid spec of these ranks; its figures are made up."""
+    block = {
+        "ranks": ranks,
+        "method": "svd",
+        "targets": "mlp",
+        "asked_ratio": 0.2,
+        "realised_ratio": 0.19,
+        "model_ratio": 0.1,
+        "align": 4,
+        "version": neuronmm.__version__,
+    }
+    return CompressionSpec.parse({**block, **changes}, "test")
+
+
+def layer_ranks(linears: tuple[str, ...] = TARGETS["mlp"], layers: int = LAYER_COUNT) -> dict[str, int]:
+    """Full linear name -> rank for the named linears of every layer."""
+    return {f"{LAYERS}.{i}.{linear}": RANKS[linear] for i in range(layers) for linear in linears}
+
+
+def compress_tiny(model: PreTrainedModel, ranks: dict[str, int]) -> CompressionSpec:
+    """Patch ``model`` in place and fill each factor pair with the linear's truncated SVD."""
+    dense = {name: model.get_submodule(name) for name in ranks}
+    spec = make_spec(ranks)
+    patch(model, spec)
+    for name, linear in dense.items():
+        low_rank = model.get_submodule(name)
+        assert isinstance(low_rank, LowRankLinear)
+        u, s, vt = torch.linalg.svd(linear.weight.detach().float(), full_matrices=False)
+        root = s[: low_rank.rank].sqrt()
+        with torch.no_grad():
+            low_rank.B.weight.copy_(u[:, : low_rank.rank] * root)
+            low_rank.A.weight.copy_(root[:, None] * vt[: low_rank.rank])
+            if linear.bias is not None:
+                low_rank.B.bias.copy_(linear.bias)
+    return spec
+
+
+def write_checkpoint(model: PreTrainedModel, spec: CompressionSpec, folder: Path, **kwargs: object) -> Path:
+    """Save a patched model the way the format is specified: plain tensors, and the block inside config.json."""
+    model.save_pretrained(folder, **kwargs)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": spec.model_dump()}))
+    return folder
+
+
+def load_plain(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: object) -> PreTrainedModel:
+    """transformers' own ``from_pretrained``, nothing of ours but the registered quantizer."""
+    return AutoModelForCausalLM.from_pretrained(folder, **{DTYPE: dtype}, **kwargs).eval()
+
+
+def tiny_checkpoint(
+    folder: Path,
+    model_type: str = "llama",
+    linears: tuple[str, ...] = TARGETS["mlp"],
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Write a compressed checkpoint to ``folder`` and return the patched model it was saved from."""
+    model = make_tiny(model_type, tied=tied, dtype=dtype)
+    spec = compress_tiny(model, layer_ranks(linears))
+    write_checkpoint(model, spec, folder)
+    return model
+
+
+def make_tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
+    """Token ids [batch, length], none of them special."""
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(7))
