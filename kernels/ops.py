@@ -7,9 +7,11 @@ cannot serve raises :class:`KernelError` and says why.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -53,6 +55,8 @@ class Implementation:
 
 
 _TABLE: dict[tuple[Op, str], Implementation] = {}
+_FELL_BACK: set[tuple[Op, str]] = set()
+_log = logging.getLogger(__name__)
 
 
 def register(op: Op, name: str, *, refuses: Callable[..., str | None], priority: int) -> Callable[[Callable], Callable]:
@@ -62,14 +66,16 @@ def register(op: Op, name: str, *, refuses: Callable[..., str | None], priority:
         if (op, name) in _TABLE:
             raise ValueError(f"{op.value} already has an implementation named {name!r}")
         _TABLE[op, name] = Implementation(op, name, run, refuses, priority)
+        implementations.cache_clear()
         return run
 
     return enter
 
 
-def implementations(op: Op) -> list[Implementation]:
+@cache
+def implementations(op: Op) -> tuple[Implementation, ...]:
     """All implementations of ``op``, in the order the automatic choice tries them."""
-    return sorted((i for i in _TABLE.values() if i.op is op), key=lambda i: -i.priority)
+    return tuple(sorted((i for i in _TABLE.values() if i.op is op), key=lambda i: -i.priority))
 
 
 def choose(op: Op, impl: str, x: Tensor, *factors: LowRank) -> Implementation:
@@ -79,7 +85,7 @@ def choose(op: Op, impl: str, x: Tensor, *factors: LowRank) -> Implementation:
         KernelError: ``impl`` names no implementation, or one that cannot serve these tensors.
     """
     if impl == "auto":
-        return next(i for i in implementations(op) if i.priority >= 0 and i.refuses(x, *factors) is None)
+        return _first_that_serves(op, x, *factors)
     found = _TABLE.get((op, impl))
     if found is None:
         known = ", ".join(i.name for i in implementations(op))
@@ -88,6 +94,20 @@ def choose(op: Op, impl: str, x: Tensor, *factors: LowRank) -> Implementation:
     if reason is not None:
         raise KernelError(f"{op.value} cannot run on {impl!r}: {reason}")
     return found
+
+
+def _first_that_serves(op: Op, x: Tensor, *factors: LowRank) -> Implementation:
+    """The automatic choice; what it passes over is logged, once for each implementation."""
+    for candidate in implementations(op):
+        if candidate.priority < 0:
+            break
+        reason = candidate.refuses(x, *factors)
+        if reason is None:
+            return candidate
+        if (op, candidate.name) not in _FELL_BACK:
+            _FELL_BACK.add((op, candidate.name))
+            _log.warning("%s falls back from %s: %s", op.value, candidate.name, reason)
+    raise KernelError(f"no implementation of {op.value} can serve this call")
 
 
 def low_rank_linear(x: Tensor, A: Tensor, B: Tensor, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:

@@ -24,6 +24,7 @@ def _stacked(a: Tensor, b: Tensor) -> Tensor | None:
     adjacent = (
         a.is_contiguous()
         and b.is_contiguous()
+        and a.shape[1] == b.shape[1]
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
         and b.storage_offset() == a.storage_offset() + a.numel()
     )

@@ -6,14 +6,17 @@ Source: https://huggingface.co/docs/transformers/main/en/quantization/contribute
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-from torch import nn
+from safetensors import safe_open
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from neuronmm.models.errors import UserError
+from neuronmm.models.families import LAYERS
 from neuronmm.models.patch import patch
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
@@ -26,6 +29,8 @@ class _Method(str, Enum):
 
 class NeuronMMConfig(QuantizationConfigMixin):
     """config.json's ``quantization_config`` block, validated, in the form transformers wants."""
+
+    quant_method: Any
 
     def __init__(self, **block: Any) -> None:
         block.pop("quant_method", None)
@@ -44,17 +49,33 @@ class NeuronMMConfig(QuantizationConfigMixin):
 
 
 class NeuronMMQuantizer(HfQuantizer):
-    """Patches the empty model before its weights load; everything after that is ordinary transformers."""
+    """Patches the empty model before its weights load; everything after that is ordinary transformers.
+
+    transformers fills a weight that the checkpoint lacks with random numbers and goes on with a warning. A compressed
+    model would then babble, so a weight missing from the decoder layers is an error here. transformers 5 shows a
+    quantizer the files, 4.x the list of missing keys.
+    """
 
     requires_calibration = True
     requires_parameters_quantization = False
     required_packages = None
     quantization_config: NeuronMMConfig
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        return patch(model, self.quantization_config.spec)
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
+        patch(model, self.quantization_config.spec)
+        held: set[str] = set()
+        for file in checkpoint_files or ():
+            with safe_open(file, framework="pt") as tensors:
+                held.update(tensors.keys())
+        if held:
+            _refuse_missing(name for name in model.state_dict() if name not in held)
+        return model
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
+        _refuse_missing(missing_keys)
+        return missing_keys
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # The factors are ordinary floating-point weights: .half(), .to(dtype) and training stay allowed.
         model.is_quantized = False
         return model
@@ -69,6 +90,13 @@ class NeuronMMQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _refuse_missing(names: Iterable[str]) -> None:
+    """Raise if a weight of the decoder layers is among the ``names`` that the checkpoint lacks."""
+    for name in names:
+        if LAYERS in name:
+            raise UserError(f"config.json and weights disagree: {name} is in no shard; compress the model again")
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ they hand the weights to :mod:`neuronmm.kernels`. ``fuse`` sets it, for inferenc
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from neuronmm.kernels import LowRank, low_rank_linear, low_rank_swiglu
@@ -19,11 +20,19 @@ class LowRankLinear(nn.Module):
     Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank].
     """
 
-    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool, **where: object) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        bias: bool,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
-        self.A = nn.Linear(in_features, rank, bias=False, **where)
-        self.B = nn.Linear(rank, out_features, bias=bias, **where)
+        self.A = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
+        self.B = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
         self.impl: str | None = None
 
     @property
@@ -55,6 +64,4 @@ class LowRankSwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.impl is None:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return low_rank_swiglu(
-            x, self.gate_proj.factors, self.up_proj.factors, self.down_proj.factors, impl=self.impl
-        )
+        return low_rank_swiglu(x, self.gate_proj.factors, self.up_proj.factors, self.down_proj.factors, impl=self.impl)

@@ -17,38 +17,63 @@ _MLP = tuple(name.removeprefix("mlp.") for name in TARGETS["mlp"])
 def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
     """Swap every linear that ``spec.ranks`` names for a :class:`LowRankLinear`, in place.
 
-    The factors are left uninitialised (on the linear's device, in its dtype): the checkpoint fills them. An MLP whose
-    three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not change.
+    The factors hold no meaningful values yet (they are on the linear's device, in its dtype): the checkpoint fills
+    them. A SwiGLU MLP whose three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not
+    change.
 
     Raises:
-        UserError: a name is no linear of this model, or a rank does not fit its shape.
+        UserError: a name is no linear of this model, or a rank does not fit its shape; the model is then untouched.
     """
-    for name, rank in spec.ranks.items():
-        parent_name, _, child = name.rpartition(".")
-        try:
-            parent = model.get_submodule(parent_name)
-            linear = getattr(parent, child)
-        except AttributeError:
-            raise UserError(f"the compressed linear {name!r} is not in this model; config.json is wrong") from None
-        if not isinstance(linear, nn.Linear) or not 0 < rank <= min(linear.in_features, linear.out_features):
-            raise UserError(f"{name!r} ({linear}) cannot have rank {rank}; config.json is wrong")
-        where = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        sizes = (linear.in_features, linear.out_features, rank, linear.bias is not None)
-        setattr(parent, child, LowRankLinear(*sizes, **where))
+    linears = {name: _linear(model, name, rank) for name, rank in spec.ranks.items()}
+    for name, linear in linears.items():
+        low_rank = LowRankLinear(
+            linear.in_features,
+            linear.out_features,
+            spec.ranks[name],
+            linear.bias is not None,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+        )
+        model.set_submodule(name, low_rank.train(linear.training))
+    if getattr(getattr(model, "config", None), "hidden_act", "silu") != "silu":
+        return model  # another activation: the MLPs keep their own module around the low-rank linears
     for name, module in list(model.named_modules()):
-        parts = [getattr(module, part, None) for part in _MLP]
-        if all(isinstance(part, LowRankLinear) for part in parts):
-            parent_name, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent_name), child, LowRankSwiGLU(*parts).train(module.training))
+        parts = [
+            linear for linear in (getattr(module, part, None) for part in _MLP) if isinstance(linear, LowRankLinear)
+        ]
+        if len(parts) == len(_MLP) and not isinstance(module, LowRankSwiGLU):
+            model.set_submodule(name, LowRankSwiGLU(*parts).train(module.training))
     return model
+
+
+def _linear(model: nn.Module, name: str, rank: int) -> nn.Linear:
+    """The dense linear ``name``, able to take ``rank``."""
+    try:
+        linear = model.get_submodule(name)
+    except AttributeError:
+        kind = type(model).__name__
+        raise UserError(f"the compressed linear {name!r} is not in this {kind}; config.json is wrong") from None
+    if not isinstance(linear, nn.Linear) or not 0 < rank <= min(linear.in_features, linear.out_features):
+        raise UserError(f"{name!r} ({linear}) cannot have rank {rank}; config.json is wrong")
+    return linear
 
 
 def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     """Make every low-rank module of ``model`` call the kernel ``impl``, in place, for inference only.
 
     The A factors of gate and up are laid out back to back (no second copy stays), which lets a kernel read them as
-    one matrix. Hooks and adapters on the inner linears are bypassed: merge adapters first.
+    one matrix. The kernels read the weights themselves, past any hook or adapter on the inner linears.
+
+    Raises:
+        UserError: an adapter sits on a factor, or a factor's weights are offloaded; the model is then untouched.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, LowRankLinear):
+            for factor in (module.A, module.B):
+                if type(factor) is not nn.Linear:
+                    raise UserError(f"{name} carries an adapter, which fusing would bypass; merge it first")
+                if factor.weight.is_meta:
+                    raise UserError(f"{name} has no weights in memory (offloaded?); fuse a model loaded whole")
     for module in model.modules():
         if isinstance(module, LowRankSwiGLU):
             gate, up = module.gate_proj.A, module.up_proj.A

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from neuronmm.models.errors import UserError
 
 QUANT_METHOD = "neuronmm"
-FORMAT = 1
+FORMAT: Final = 1
 
 
 class CompressionSpec(BaseModel):
@@ -24,23 +24,29 @@ class CompressionSpec(BaseModel):
 
     quant_method: Literal["neuronmm"] = "neuronmm"
     format: Literal[1] = FORMAT
-    ranks: dict[str, int] = Field(min_length=1)
+    ranks: dict[str, PositiveInt] = Field(min_length=1)
     method: str
     targets: str
     asked_ratio: float
     realised_ratio: float
     model_ratio: float
-    align: int
+    align: PositiveInt
     calibration: dict[str, Any] | None = None
     version: str
 
     @classmethod
-    def parse(cls, block: dict[str, Any], where: str) -> CompressionSpec:
-        """Validate a ``quantization_config`` block.
+    def parse(cls, block: Any, where: str) -> CompressionSpec:
+        """Validate a ``quantization_config`` block as it was read from JSON.
 
         Raises:
-            UserError: a field is missing, unknown or malformed, or the format is newer than this code.
+            UserError: it is another method's block, its format is newer than this code, or a field is missing, unknown
+                or malformed.
         """
+        if not isinstance(block, dict):
+            raise UserError(f"{where}: quantization_config is not a JSON object; compress the model again")
+        method = block.get("quant_method", QUANT_METHOD)
+        if method != QUANT_METHOD:
+            raise UserError(f"{where}: the weights are quantised by {method!r}; use the checkpoint they were made from")
         if block.get("format", FORMAT) != FORMAT:
             raise UserError(
                 f"{where}: checkpoint format {block['format']} is not format {FORMAT}, the one this neuronmm reads; "
