@@ -1,1 +1,1 @@
-"""Offline SVD compression of a checkpoint."""
+"""Offline SVD compression of a checkpoint: calibrate, allocate ranks, factorise, write."""

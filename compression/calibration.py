@@ -1,0 +1,152 @@
+"""The text a compression is fitted to: rows of token ids, from a file or sampled from the model itself.
+
+``self`` needs no data set: the model writes its own text, as in data-free distillation. Base models start from BOS;
+of an instruction-tuned model's rows, every second one starts from the opening of its chat template, so that the model
+writes a user's question and then its answer (Magpie, arXiv 2406.08464).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedTokenizerBase
+
+from neuronmm.compression.streaming import StreamedModel, run_layer
+from neuronmm.models.errors import UserError
+from neuronmm.models.load import quiet
+
+SELF = "self"
+_CACHE_BYTES = 1 << 30  # KV cache of the rows sampled together
+_MARK = "\u241fcontent\u241f"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How much calibration text: ``count`` rows of ``length`` tokens each."""
+
+    count: int
+    length: int
+    seed: int
+
+
+def from_file(path: Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Tensor:
+    """Up to ``rows.count`` rows [count, length] of token ids from a text or .jsonl file, in a seeded order.
+
+    A .jsonl row holds ``text``, or ``messages`` for the chat template. Documents are tokenised with the special tokens
+    the model expects, laid end to end, and each row starts with BOS where the tokenizer has the habit of adding it.
+
+    Raises:
+        UserError: the file is missing, empty, not text, malformed, or shorter than one row.
+    """
+    ids: list[int] = []
+    for document in _documents(path, tokenizer):
+        ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+    bos = _automatic_bos(tokenizer)
+    body = rows.length - len(bos)
+    available = len(ids) // body
+    if available == 0:
+        raise UserError(f"{path}: {len(ids)} tokens are fewer than one row of {body}; give a longer calibration file")
+    packed = torch.tensor(ids[: available * body]).reshape(available, body)
+    order = torch.randperm(available, generator=torch.Generator().manual_seed(rows.seed))[: rows.count]
+    return torch.cat([torch.tensor([bos], dtype=torch.long).expand(len(order), -1), packed[order]], dim=1)
+
+
+def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such calibration file; give a text or .jsonl file, or 'self'") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text; give a text or .jsonl file") from None
+    if path.suffix != ".jsonl":
+        return [text]
+    documents = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            documents.append(
+                row["text"] if "text" in row else tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            )
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise UserError(f"{path}:{number}: not a JSON object with 'text' or 'messages'") from None
+    return documents
+
+
+def _automatic_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """[BOS] if the tokenizer puts it before every text by itself, else []."""
+    first = tokenizer("a", verbose=False)["input_ids"][:1]
+    return first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
+
+
+def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The token sequences sampled rows start from, used in turn: BOS, and the chat template up to the user's words.
+
+    A tokenizer without BOS (Qwen) starts from its end-of-text token, which separated documents in its training.
+    """
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    found = [[start if start is not None else 0]]
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": _MARK}]
+        opening = str(tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
+        found.append(tokenizer(opening, add_special_tokens=False)["input_ids"])
+    return found
+
+
+@torch.inference_mode()
+def from_model(
+    model: StreamedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows, advance: Callable[[float], None]
+) -> Tensor:
+    """Sample ``rows.count`` rows [count, length] from the model at temperature 1, seeded, layer by layer from disk.
+
+    ``advance`` is called with the share done (the increments add up to 1).
+    """
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_row = 2 * len(model) * config.num_key_value_heads * head_dim * rows.length * model.dtype.itemsize
+    together = max(1, min(rows.count, _CACHE_BYTES // per_row))
+    generator = torch.Generator().manual_seed(rows.seed)
+    starts = prefixes(tokenizer)
+    done: list[Tensor] = []
+    for first in range(0, rows.count, together):
+        members = range(first, min(first + together, rows.count))
+        openings = [starts[index % len(starts)][: rows.length] for index in members]
+        share = len(openings) / rows.count / rows.length
+        done.append(_sample(model, openings, rows.length, generator, lambda share=share: advance(share)))
+    return torch.cat(done)
+
+
+def _sample(
+    model: StreamedModel, openings: list[list[int]], length: int, generator: torch.Generator, step: Callable[[], None]
+) -> Tensor:
+    """Extend each opening to ``length`` tokens: [rows, length]. One token a step for all rows; openings are forced."""
+    tokens = torch.zeros(len(openings), length, dtype=torch.long)
+    for row, opening in enumerate(openings):
+        tokens[row, : len(opening)] = torch.tensor(opening)
+    forced = torch.tensor([len(opening) for opening in openings])
+    with quiet():
+        cache = DynamicCache()
+    for position in range(length - 1):
+        hidden = model.embed(tokens[:, position : position + 1])
+        rotary = model.rotary(hidden, torch.tensor([[position]]))
+        for index in range(len(model)):
+            with model.layer(index) as layer:
+                hidden = run_layer(layer, hidden, rotary, **{_cache_argument(layer): cache}, use_cache=True)
+        probabilities = model.logits(hidden[:, -1]).softmax(dim=-1)
+        drawn = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        tokens[:, position + 1] = torch.where(position + 1 < forced, tokens[:, position + 1], drawn)
+        step()
+    step()
+    return tokens
+
+
+def _cache_argument(layer: torch.nn.Module) -> str:
+    """transformers renamed the layers' ``past_key_value`` in 4.56."""
+    return "past_key_values" if "past_key_values" in inspect.signature(layer.forward).parameters else "past_key_value"

@@ -1,0 +1,95 @@
+"""Tile-aligned ranks that together hit the asked ratio.
+
+Paper (arXiv 2510.25977 v4, Eq. 5): ``r = floor(K N (1 - ratio) / ((K + N) b) + 0.5) b``. One aligned rank for every
+layer cannot hit a ratio: Llama-3.2-1B at 0.05 comes out at 6.25 %. So each matrix may take the tile below or the tile
+above its exact rank (or stay dense where that tile passes break-even), and the choice that keeps the running total
+nearest to the asked share is taken, matrix by matrix. Low and high ranks then alternate evenly over the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from neuronmm.models.errors import UserError
+
+MIN_RATIO, MAX_RATIO = 0.05, 0.6
+TILE = 128
+"""Width of Trainium's tensor engine: the tile ranks are aligned to where matrices are large enough."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A targeted linear: its full name and its weight's shape [out, in]."""
+
+    name: str
+    out_features: int
+    in_features: int
+
+    @property
+    def dense(self) -> int:
+        """Parameters of the dense weight (the bias, which both forms keep, is not counted)."""
+        return self.out_features * self.in_features
+
+    @property
+    def break_even(self) -> float:
+        """The rank at which the two factors hold as many parameters as the dense weight."""
+        return self.dense / (self.out_features + self.in_features)
+
+    def kept(self, rank: int | None) -> int:
+        """Parameters at ``rank``; None is dense."""
+        return self.dense if rank is None else rank * (self.out_features + self.in_features)
+
+
+def auto_align(linears: Sequence[Linear]) -> int:
+    """The widest power-of-two tile, at most 128, that leaves the smallest matrix eight ranks to choose from.
+
+    128 for every published Llama and Qwen from 1B up; 32 for SmolLM2-135M's MLP.
+    """
+    widest = min(linear.break_even for linear in linears) / 8
+    tile = TILE
+    while tile > 1 and tile > widest:
+        tile //= 2
+    return tile
+
+
+def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, int | None]:
+    """The rank of each linear, a multiple of ``align``, or None where it stays dense.
+
+    Args:
+        linears: the targeted linears, in the order of the model's layers.
+        ratio: share of their parameters to remove, 0.05 to 0.6.
+        align: the tile, in ranks.
+
+    Raises:
+        UserError: the ratio is out of range, or the tile is so wide that no matrix can be compressed.
+    """
+    if not MIN_RATIO <= ratio <= MAX_RATIO:
+        raise UserError(
+            f"--ratio {ratio:g}: must lie between {MIN_RATIO} and {MAX_RATIO} (share of parameters removed)"
+        )
+    if align < 1:
+        raise UserError(f"--align {align}: must be a positive number of ranks, or auto")
+    ranks: dict[str, int | None] = {}
+    wanted = kept = 0.0
+    for linear in linears:
+        wanted += (1 - ratio) * linear.dense
+        choices = _choices(linear, ratio, align)
+        rank = min(choices, key=lambda choice: abs(kept + linear.kept(choice) - wanted))
+        ranks[linear.name] = rank
+        kept += linear.kept(rank)
+    if all(rank is None for rank in ranks.values()):
+        raise UserError(f"--align {align}: at ratio {ratio:g} no aligned rank is below break-even; use a smaller tile")
+    return ranks
+
+
+def _choices(linear: Linear, ratio: float, align: int) -> list[int | None]:
+    """The aligned ranks on both sides of the exact one; None (dense) for a rank at or past break-even."""
+    below = int(linear.break_even * (1 - ratio) // align) * align
+    ranks = [rank for rank in (below, below + align) if rank > 0]
+    return [rank if rank < linear.break_even else None for rank in ranks]
+
+
+def realised(linears: Sequence[Linear], ranks: dict[str, int | None]) -> float:
+    """Share of the linears' parameters that ``ranks`` removes, 0 to 1."""
+    return 1 - sum(linear.kept(ranks[linear.name]) for linear in linears) / sum(linear.dense for linear in linears)

@@ -1,0 +1,78 @@
+"""Reading a checkpoint tensor by tensor: never more than one shard is mapped into memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from neuronmm.models.errors import UserError
+from neuronmm.models.load import weight_files
+
+_ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+class Reader:
+    """The tensors of a checkpoint folder by name. Tensors are views of the mapped shard: copy what has to stay.
+
+    Raises:
+        UserError: a shard is missing or corrupt, or a tensor does not exist.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, Path] | None = None) -> None:
+        self.folder = folder
+        self._files = weight_files(folder) if files is None else files
+        self._open: tuple[Path, Any] | None = None
+
+    @classmethod
+    def of_file(cls, file: Path) -> Reader:
+        """A reader of one safetensors file by itself."""
+        with safe_open(file, framework="pt") as tensors:
+            return cls(file.parent, dict.fromkeys(tensors.keys(), file))
+
+    def close(self) -> None:
+        """Unmap the shard; reading a tensor maps it again."""
+        self._open = None
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor name, in the order of the shards."""
+        return list(self._files)
+
+    def total_bytes(self) -> int:
+        """Size of all shards on disk, in bytes."""
+        return sum(file.stat().st_size for file in set(self._files.values()))
+
+    def under(self, prefix: str) -> list[str]:
+        """The tensor names that start with ``prefix``."""
+        return [name for name in self._files if name.startswith(prefix)]
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, read from the shard's header."""
+        return self._shard(name).get_slice(name).get_shape()
+
+    def nbytes(self, name: str) -> int:
+        """The size of a tensor in bytes, read from the shard's header."""
+        part = self._shard(name).get_slice(name)
+        return math.prod(part.get_shape()) * _ITEMSIZE[part.get_dtype()]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self._shard(name).get_tensor(name)
+        except SafetensorError as error:
+            raise UserError(f"{self._files[name]}: corrupt shard ({error}); download the checkpoint again") from None
+
+    def _shard(self, name: str) -> Any:
+        file = self._files.get(name)
+        if file is None:
+            raise UserError(f"{self.folder}: tensor {name} is missing; config.json and weights disagree")
+        if self._open is None or self._open[0] != file:
+            self._open = None  # unmap the old shard before the new one is mapped
+            self._open = (file, safe_open(file, framework="pt"))
+        return self._open[1]

@@ -1,0 +1,58 @@
+"""What a compression did: one JSON document for machines, one Markdown table for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypedDict
+
+
+class Matrix(TypedDict):
+    """One targeted linear. ``rank`` is None where it stayed dense; errors are relative to the dense output's norm."""
+
+    name: str
+    shape: list[int]
+    rank: int | None
+    dense_parameters: int
+    kept_parameters: int
+    asked_ratio: float
+    realised_ratio: float
+    relative_error: float
+
+
+def as_json(report: dict[str, Any]) -> str:
+    """The document kept as compression_report.json."""
+    return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+
+
+def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The report's headline as (what, value) pairs."""
+    calibration = report["calibration"]
+    text = "none (plain SVD)"
+    if calibration:
+        size = f"{calibration['rows']} x {calibration['length']} tokens"
+        text = f"{calibration['source']}, {size}, seed {calibration['seed']}"
+    return [
+        ("model", report["model"]),
+        ("method, targets", f"{report['method']}, {report['targets']}"),
+        ("ratio asked", f"{report['asked_ratio']:.2%} of the targeted weights removed"),
+        ("ratio realised", f"{report['realised_ratio']:.2%} (ranks in multiples of {report['align']})"),
+        ("whole model", f"{report['parameters']['dense']:,} -> {report['parameters']['compressed']:,} parameters "
+                        f"({report['model_ratio']:.2%} removed)"),
+        ("calibration", text),
+        ("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised linear's output, on that text)"
+         if calibration else f"{report['mean_relative_error']:.4f} (of a factorised weight)"),
+        ("time, peak memory", f"{report['seconds']:.0f} s, {report['peak_rss_bytes'] / 2**30:.2f} GiB resident"),
+    ]  # fmt: skip
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The table kept as compression_report.md: the headline, then a line a matrix."""
+    lines = ["# Compression report", ""]
+    lines += [f"- {what}: {value}" for what, value in summary(report)]
+    lines += ["", "| linear | out x in | rank | removed | relative error |", "|---|---|---:|---:|---:|"]
+    for matrix in report["matrices"]:
+        rank = matrix["rank"] or "dense"
+        shape = " x ".join(map(str, matrix["shape"]))
+        removed, error = matrix["realised_ratio"], matrix["relative_error"]
+        lines.append(f"| {matrix['name']} | {shape} | {rank} | {removed:.2%} | {error:.4f} |")
+    return "\n".join(lines) + "\n"

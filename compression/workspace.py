@@ -1,0 +1,156 @@
+"""The folder ``OUT.partial`` a run works in: every step lands in it atomically, and OUT appears only when complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from neuronmm.compression.reader import Reader
+from neuronmm.models.errors import UserError
+from neuronmm.models.portable import make_portable, write_json
+
+_SHARD_BYTES = 2_000_000_000
+_COPIED = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
+    "generation_config.json",
+)  # fmt: skip
+
+
+class Workspace:
+    """Parts of one run, one file a layer, and the finished checkpoint made of them.
+
+    Raises:
+        UserError: OUT exists, an interrupted run is in the way, or the run to resume was started otherwise.
+    """
+
+    def __init__(self, out: Path, run: dict[str, Any], resume: bool, force: bool) -> None:
+        self.out = out
+        self.folder = out.with_name(out.name + ".partial")
+        if out.exists() and not force:
+            raise UserError(f"{out}: exists already; give another -o, or --force to replace it")
+        plan = self.folder / "run.json"
+        if self.folder.exists() and resume:
+            self._check(plan, run)
+            return
+        if self.folder.exists() and not force:
+            raise UserError(f"{self.folder}: an interrupted run is there; --resume continues it, --force starts over")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        write_json(plan, run)
+
+    def _check(self, plan: Path, run: dict[str, Any]) -> None:
+        try:
+            before = json.loads(plan.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            raise UserError(
+                f"{self.folder}: cannot be resumed ({plan.name} is unreadable); --force starts over"
+            ) from None
+        changed = [key for key in run if before.get(key) != run[key]]
+        if changed:
+            raise UserError(
+                f"{self.folder}: was started with another {changed[0]} ({before.get(changed[0])!r}, now "
+                f"{run[changed[0]]!r}); repeat that command with --resume, or --force starts over"
+            )
+
+    def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+        """Write ``name``.safetensors; it exists complete or not at all."""
+        path = self.folder / f"{name}.safetensors"
+        partial = path.with_suffix(".writing")
+        save_file(tensors, partial, metadata={"format": "pt", **(metadata or {})})
+        os.replace(partial, path)
+
+    def load(self, name: str) -> dict[str, Tensor] | None:
+        """The tensors of ``name``.safetensors, or None if it was not written."""
+        path = self.folder / f"{name}.safetensors"
+        return load_file(path) if path.is_file() else None
+
+    def drop(self, name: str) -> None:
+        """Remove ``name``.safetensors if it is there."""
+        (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
+
+    def layers_done(self) -> int:
+        """How many layers, from the first on, are complete."""
+        count = 0
+        while self._part(count).is_file():
+            count += 1
+        return count
+
+    def save_layer(self, index: int, tensors: dict[str, Tensor], matrices: list[dict[str, Any]]) -> None:
+        """Write one finished layer, with its lines of the report."""
+        self.save(self._part(index).stem, tensors, {"matrices": json.dumps(matrices)})
+
+    def matrices(self, layers: int) -> list[dict[str, Any]]:
+        """The report's lines of all finished layers, in order."""
+        lines: list[dict[str, Any]] = []
+        for index in range(layers):
+            with safe_open(self._part(index), framework="pt") as part:
+                lines += json.loads(part.metadata()["matrices"])
+        return lines
+
+    def _part(self, index: int) -> Path:
+        return self.folder / f"layer-{index:05d}.safetensors"
+
+    def finish(
+        self, source: Reader, others: list[str], layers: int, config: dict[str, Any], texts: dict[str, str]
+    ) -> None:
+        """Assemble the checkpoint and move it to OUT.
+
+        Args:
+            source: the dense checkpoint; its tokenizer and generation files are copied.
+            others: the tensors outside the decoder layers, copied as they are.
+            layers: number of layer parts.
+            config: the new config.json.
+            texts: further files by name.
+        """
+        final = self.folder / "final"
+        shutil.rmtree(final, ignore_errors=True)
+        final.mkdir()
+        self._write_shards(final, source, others, layers)
+        for pattern in _COPIED:
+            for file in source.folder.glob(pattern):
+                shutil.copyfile(file, final / file.name)
+        write_json(final / "config.json", config)
+        make_portable(final)
+        for name, text in texts.items():
+            (final / name).write_text(text, encoding="utf-8")
+        old = self.out.with_name(self.out.name + ".replaced")
+        if self.out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self.out, old)
+        os.replace(final, self.out)
+        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self.folder)
+
+    def _write_shards(self, final: Path, source: Reader, others: list[str], layers: int) -> None:
+        """Safetensors shards of at most 2 GB with an index, or one file where everything fits."""
+        readers = {name: source for name in others}
+        for index in range(layers):
+            part = Reader.of_file(self._part(index))
+            readers.update(dict.fromkeys(part.names, part))
+        shards: list[list[str]] = [[]]
+        sizes = [0]
+        for name, reader in readers.items():
+            size = reader.nbytes(name)
+            if shards[-1] and sizes[-1] + size > _SHARD_BYTES:
+                shards.append([])
+                sizes.append(0)
+            shards[-1].append(name)
+            sizes[-1] += size
+        where: dict[str, str] = {}
+        for number, names in enumerate(shards, start=1):
+            single = len(shards) == 1
+            file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            save_file({name: readers[name][name] for name in names}, final / file, metadata={"format": "pt"})
+            where.update(dict.fromkeys(names, file))
+            for reader in {id(readers[name]): readers[name] for name in names}.values():
+                reader.close()
+        if len(shards) > 1:
+            index_content = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
+            write_json(final / "model.safetensors.index.json", index_content)

@@ -1,0 +1,95 @@
+"""compress a checkpoint by SVD into a low-rank checkpoint
+
+examples:
+  neuronmm compress meta-llama/Llama-3.2-1B -o llama-1b-low --ratio 0.2
+  neuronmm compress ./Qwen3-4B -o qwen3-low --ratio 0.3 --targets all --calibration wiki.txt
+  neuronmm compress SmolLM2.gguf -o smol-low --method svd --json
+  neuronmm compress ./Llama-3.1-8B -o llama-8b-low --recipe configs/default.yaml --resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder (safetensors), GGUF file, or hub id")
+    parser.add_argument(
+        "-o", "--out", required=True, metavar="OUT", help="folder to write; complete or absent, never half"
+    )
+    parser.add_argument(
+        "--ratio", type=float, help="share of the targeted weights to remove, 0.05 to 0.6 (default 0.2)"
+    )
+    parser.add_argument(
+        "--targets", choices=("mlp", "attention", "all"), help="which linears to factorise (default mlp)"
+    )
+    parser.add_argument(
+        "--method", choices=("svd", "whitened"), help="plain or activation-aware SVD (default whitened)"
+    )
+    parser.add_argument(
+        "--align", metavar="auto|N", help="ranks are multiples of this tile (default auto: 128, less for small models)"
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE|self",
+        help="text or .jsonl file, or text sampled from the model itself (default self)",
+    )
+    parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings from a file; options given here win")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON document instead of a table")
+
+
+def run(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Table
+
+    from neuronmm.compression.config import CompressionConfig
+    from neuronmm.compression.pipeline import compress
+    from neuronmm.compression.report import summary
+    from neuronmm.models import UserError
+
+    align: str | int | None = args.align
+    if align is not None and align != "auto":
+        if not align.isdigit():
+            raise UserError(f"--align {align}: must be a positive number of ranks, or auto")
+        align = int(align)
+    config = CompressionConfig.build(
+        args.recipe,
+        ratio=args.ratio,
+        targets=args.targets,
+        method=args.method,
+        align=align,
+        calibration=args.calibration,
+    )
+    columns = (TextColumn("{task.description:>14}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    stages: dict[str, TaskID] = {}
+    with Progress(*columns, *times, console=Console(file=sys.stderr)) as bar:
+
+        def progress(stage: str, share: float) -> None:
+            if stage not in stages:
+                stages[stage] = bar.add_task(stage, total=1.0)
+            bar.advance(stages[stage], share)
+
+        try:
+            report = compress(args.model, args.out, config, resume=args.resume, force=args.force, progress=progress)
+        except KeyboardInterrupt:
+            bar.stop()
+            print(
+                f"interrupted; the work so far is in {args.out}.partial: repeat the command with --resume",
+                file=sys.stderr,
+            )
+            raise
+    if args.json:
+        print(json.dumps(report))
+        return
+    table = Table(title=f"{args.out}", show_header=False, title_justify="left")
+    for what, value in summary(report):
+        table.add_row(what, value)
+    table.add_row("every matrix", f"{args.out}/compression_report.md")
+    Console().print(table)
