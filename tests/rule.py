@@ -1,0 +1,46 @@
+"""The accuracy rule of every kernel test: at most twice the error of plain torch in the same precision.
+
+The rule is scale-free: no tolerance is chosen by hand. Errors are Frobenius norms over the whole result. Plain torch
+may be right by luck on a few numbers, so small results are pooled over several draws of the inputs, and its error
+counts for no less than one rounding of the exact result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+POOL = 512
+"""Numbers a judgement should rest on, at least."""
+MOST_DRAWS = 32
+
+
+def draws(numbers: int) -> int:
+    """How many draws of a result of that many numbers to pool."""
+    return max(1, min(MOST_DRAWS, POOL // max(numbers, 1)))
+
+
+def assert_twice_plain(
+    cases: Iterable[Any],
+    run: Callable[[Any], Tensor],
+    plain: Callable[[Any], Tensor],
+    exact: Callable[[Any], Tensor],
+) -> None:
+    """Assert ``|run - exact| <= 2 |plain - exact|`` over all ``cases`` together.
+
+    ``run`` is the kernel, ``plain`` the same sum in plain torch in the same precision, ``exact`` the reference in a
+    higher one. Each takes a case and returns a tensor of one shape; ``run`` and ``plain`` of one dtype.
+    """
+    error = plain_error = rounding = 0.0
+    for case in cases:
+        got, easy, want = run(case), plain(case), exact(case)
+        assert got.shape == easy.shape == want.shape and got.dtype == easy.dtype
+        assert torch.isfinite(got).all()
+        error += (got.double() - want.double()).square().sum().item()
+        plain_error += (easy.double() - want.double()).square().sum().item()
+        rounding += (torch.finfo(got.dtype).eps / 2 * want.double()).square().sum().item()
+    allowed = max(plain_error, rounding)
+    assert error <= 4 * allowed, f"error is {(error / allowed) ** 0.5:.3g} times plain torch's; 2 is allowed"
