@@ -1,0 +1,126 @@
+"""The decode loop's inner half: tokens in, next-token logits out, over a transformers model's own modules.
+
+Nothing of a model family is written here. Embedding, norms, projections, RoPE and MLP are the modules of the loaded
+model, called in the order that Llama and Qwen share; what this file adds is the static KV cache and the attention over
+it. It uses none of transformers' cache classes, which differ from version to version.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from neuronmm.engine.kv_cache import KVCache
+
+
+class Decoder(Protocol):
+    """What the generation loop needs of a backend: a batch's state, advanced one step at a time.
+
+    Dimensions: input_ids, attention_mask [batch, prompt] (left-padded, 1 = token); token_ids [batch]; logits
+    [batch, vocab] in the model's dtype, of the last position only. The state holds at most ``max_len`` positions.
+    """
+
+    batch: int
+    max_len: int
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Forget everything, read the prompts, return the logits that follow them."""
+        ...
+
+    def decode(self, token_ids: Tensor) -> Tensor:
+        """Append one token to every row and return the logits that follow it."""
+        ...
+
+
+class TorchDecoder:
+    """The decoder in torch, on any device. Reusable: every ``prefill`` starts over in the same cache.
+
+    Raises:
+        ValueError: more positions are asked for than ``max_len``.
+    """
+
+    def __init__(self, model: Any, batch: int, max_len: int) -> None:
+        config, attention = model.config, model.model.layers[0].self_attn
+        self.batch, self.max_len = batch, max_len
+        self._model, self._layers = model.model, list(model.model.layers)
+        self._head: nn.Module = model.lm_head
+        self._head_dim: int = attention.head_dim
+        self._kv_heads: int = config.num_key_value_heads
+        self._groups = config.num_attention_heads // config.num_key_value_heads
+        self._qk_norm = hasattr(attention, "q_norm")
+        weight = model.model.embed_tokens.weight
+        self.cache = KVCache(
+            len(self._layers), batch, self._kv_heads, max_len, self._head_dim, weight.dtype, weight.device
+        )
+        self._positions = torch.zeros(batch, dtype=torch.long, device=weight.device)
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """See :class:`Decoder`."""
+        self.cache.reset(attention_mask)
+        positions = (attention_mask.cumsum(-1) - 1).clamp_(min=0)
+        self._positions = positions[:, -1] + 1
+        mask = None
+        if self.cache.padded:
+            length = input_ids.shape[1]
+            causal = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril_()
+            # A padding position sees at least itself: a softmax over nothing would be NaN.
+            diagonal = torch.eye(length, dtype=torch.bool, device=input_ids.device)
+            mask = (causal & self.cache.valid[:, None, None, :length]) | diagonal
+        return self._step(input_ids, positions, mask)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor) -> Tensor:
+        """See :class:`Decoder`."""
+        positions = self._positions[:, None]
+        self._positions = self._positions + 1
+        mask = self.cache.valid[:, None, None, : self.cache.length + 1] if self.cache.padded else None
+        return self._step(token_ids[:, None], positions, mask)
+
+    def _step(self, input_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Dimensions: input_ids, positions [batch, n]; mask [batch, 1, n or 1, filled] or None -> [batch, vocab]."""
+        cache, end = self.cache, self.cache.length + input_ids.shape[1]
+        if end > self.max_len or len(input_ids) != self.batch:
+            raise ValueError(f"{len(input_ids)} rows of {end} positions do not fit [{self.batch}, {self.max_len}]")
+        x = self._model.embed_tokens(input_ids)
+        cos, sin = (table.unsqueeze(1) for table in self._model.rotary_emb(x, positions))
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            attention = layer.self_attn
+            hidden = layer.input_layernorm(x)
+            q, k, v = (
+                self._heads(projection(hidden)) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if self._qk_norm:
+                q, k = attention.q_norm(q), attention.k_norm(k)
+            keys[:, :, cache.length : end] = _rotate(k, cos, sin)
+            values[:, :, cache.length : end] = v
+            attended = self._attend(_rotate(q, cos, sin), keys[:, :, :end], values[:, :, :end], mask)
+            x = x + attention.o_proj(attended)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        cache.length = end
+        return self._head(self._model.norm(x[:, -1]))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[batch, n, heads * head_dim] -> [batch, heads, n, head_dim]."""
+        return x.view(*x.shape[:2], -1, self._head_dim).transpose(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Dimensions: q [batch, heads, n, head_dim]; k, v [batch, kv_heads, filled, head_dim] -> [batch, n, hidden]."""
+        batch, _, n, _ = q.shape
+        if n == 1:
+            # The query heads of one KV head become its query rows: far faster than enable_gqa for one position.
+            out = scaled_dot_product_attention(q.view(batch, self._kv_heads, self._groups, -1), k, v, attn_mask=mask)
+            return out.reshape(batch, 1, -1)
+        if self._groups > 1:
+            k, v = (t[:, :, None].expand(-1, -1, self._groups, -1, -1).flatten(1, 2) for t in (k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return out.transpose(1, 2).reshape(batch, n, -1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE, half-split as in transformers: x [batch, heads, n, head_dim]; cos, sin [batch, 1, n, head_dim]."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin

@@ -1,0 +1,166 @@
+"""The engine: a model, its tokenizer and a backend behind two verbs, ``generate`` and ``stream``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from neuronmm.engine.backends import Host, choose
+from neuronmm.engine.loop import Generation, Row, run
+from neuronmm.engine.sampling import SamplingParams
+from neuronmm.engine.text import TextStream
+from neuronmm.models.errors import UserError
+from neuronmm.models.load import load_config, load_tokenizer
+from neuronmm.models.source import read_config, resolve
+
+MAX_BATCH = 8
+"""Rows that run at once; more prompts than that run in groups of similar length."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Engine:
+    """A loaded model that turns prompts into text, the same on every backend.
+
+    Of the checkpoint's generation config only the end-of-sequence tokens are used: sampling is what
+    :class:`SamplingParams` says, greedy unless told otherwise.
+    """
+
+    def __init__(self, host: Host, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], context: int) -> None:
+        self.host, self.tokenizer = host, tokenizer
+        self.eos, self.context = eos, context
+
+    def encode(self, prompt: str, chat: bool = False) -> list[int]:
+        """The token ids of a prompt, special tokens as the tokenizer adds them; ``chat``: as one user message.
+
+        Raises:
+            UserError: there is no chat template, nothing to encode, or no room to answer in the model's context.
+        """
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise UserError("this model's tokenizer has no chat template; leave out --chat")
+            message = [{"role": "user", "content": prompt}]
+            text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        else:
+            ids = self.tokenizer(prompt).input_ids
+        if not ids and self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id]
+        if not ids:
+            raise UserError("the prompt is empty and the model has no beginning-of-sequence token; give it a word")
+        if len(ids) >= self.context:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, but prompt and answer have to fit the model's context of "
+                f"{self.context} tokens; shorten the prompt"
+            )
+        return list(ids)
+
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams | None = None, *, chat: bool = False
+    ) -> list[Generation]:
+        """Continue every prompt; the results come in the order of the prompts.
+
+        Prompts run in left-padded batches of up to 8, similar lengths together. Where prompt and
+        ``max_new_tokens`` exceed the model's context, generation ends when the context is full and the
+        ``finish_reason`` is ``context``.
+
+        Raises:
+            UserError: a prompt does not fit the model's context.
+        """
+        params = params or SamplingParams()
+        rows = self._rows(prompts, params, chat)
+        by_length = sorted(rows, key=lambda row: len(row.prompt_ids))
+        for start in range(0, len(rows), MAX_BATCH):
+            for _ in self._run(by_length[start : start + MAX_BATCH], params):
+                pass
+        return [row.result for row in rows]
+
+    def stream(self, prompt: str, params: SamplingParams | None = None, *, chat: bool = False) -> Stream:
+        """Continue one prompt, giving the text as it comes; the same text as :meth:`generate`.
+
+        Raises:
+            UserError: the prompt does not fit the model's context.
+        """
+        params = params or SamplingParams()
+        (row,) = self._rows([prompt], params, chat)
+        return Stream((piece for _, piece in self._run([row], params)), row.result)
+
+    def _rows(self, prompts: Sequence[str], params: SamplingParams, chat: bool) -> list[Row]:
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        rows = []
+        for index, prompt in enumerate(prompts):
+            ids = self.encode(prompt, chat)
+            room = self.context - len(ids)
+            limit, reason = min((params.max_new_tokens, "length"), (room, "context"))
+            stream = TextStream(self.tokenizer, ids, params.stop)
+            rows.append(Row(ids, limit, reason, seed + index, stream, Generation(prompt, len(ids))))
+        return rows
+
+    def _run(self, rows: list[Row], params: SamplingParams) -> Iterator[tuple[Row, str]]:
+        longest = max(len(row.prompt_ids) for row in rows)
+        decoder = self.host.decoder(len(rows), longest + max(row.limit for row in rows))
+        eos = frozenset() if params.ignore_eos else self.eos
+        return run(decoder, rows, params, eos, self.host.device)
+
+
+class Stream:
+    """The text of one generation as it comes; ``result`` is complete once the iteration has ended."""
+
+    def __init__(self, pieces: Iterator[str], result: Generation) -> None:
+        self._pieces = pieces
+        self.result = result
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+
+def load(model: str | Path, *, backend: str = "auto", dtype: str = "auto", impl: str = "auto") -> Engine:
+    """Load a checkpoint, dense or compressed, ready to generate.
+
+    Args:
+        model: a folder, a GGUF file or a hub id.
+        backend: ``auto`` (CUDA where there is one, else the CPU), ``cpu``, ``cuda`` or ``neuron``.
+        dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is bf16 for a checkpoint in bf16 or fp16, else fp32.
+        impl: the low-rank kernel; ``auto`` is the fastest that serves each call.
+
+    Raises:
+        UserError: no such model, a checkpoint that disagrees with its config, or a backend that cannot run here.
+    """
+    chosen = choose(backend)
+    folder = resolve(model)
+    host = chosen.load(folder, pick_dtype(folder, dtype), impl)
+    tokenizer = load_tokenizer(folder)
+    config = load_config(folder)
+    return Engine(host, tokenizer, end_tokens(folder, config, tokenizer), config.max_position_embeddings)
+
+
+def pick_dtype(folder: Path, name: str) -> torch.dtype:
+    """The dtype called ``name``; ``auto`` follows the checkpoint, bf16 standing in for fp16.
+
+    Raises:
+        UserError: there is no such dtype here.
+    """
+    if name == "auto":
+        config = read_config(folder)
+        stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        return torch.bfloat16 if stored in ("bfloat16", "float16") else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"unknown dtype {name!r}; there are: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def end_tokens(folder: Path, config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end a sequence: the generation config's, else the model config's, else the tokenizer's."""
+    found = None
+    if (folder / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    for fallback in (config.eos_token_id, tokenizer.eos_token_id):
+        found = fallback if found is None else found
+    if found is None:
+        return frozenset()
+    return frozenset(found) if isinstance(found, (list, tuple)) else frozenset((found,))

@@ -1,0 +1,62 @@
+"""A transformers model on a torch device, made ready to decode."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from neuronmm.engine.decoder import Decoder, TorchDecoder
+from neuronmm.kernels.ops import Op, choose, implementations
+from neuronmm.models.errors import UserError
+from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
+from neuronmm.models.patch import fuse
+
+
+class TorchHost:
+    """A loaded model whose low-rank modules run the kernel ``impl`` (``auto``: the fastest that serves each call).
+
+    Raises:
+        UserError: no kernel is called ``impl``.
+    """
+
+    def __init__(self, model: Any, impl: str = "auto") -> None:
+        known = {"auto", *(entry.name for op in Op for entry in implementations(op))}
+        if impl not in known:
+            raise UserError(f"unknown kernel implementation {impl!r}; there are: {', '.join(sorted(known))}")
+        self.model = fuse(model, impl)
+        self.impl = impl
+        weight = model.get_input_embeddings().weight
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = weight.dtype
+
+    @property
+    def compressed(self) -> bool:
+        """Whether any linear is factorised."""
+        return any(isinstance(module, LowRankLinear) for module in self.model.modules())
+
+    @property
+    def path(self) -> str:
+        """The kernels that serve a decode step, by op."""
+        chosen = {}
+        for module in self.model.modules():
+            if isinstance(module, LowRankSwiGLU):
+                parts = (module.gate_proj, module.up_proj, module.down_proj)
+                x = torch.empty(1, parts[0].in_features, dtype=self.dtype, device=self.device)
+                chosen[Op.SWIGLU] = choose(Op.SWIGLU, self.impl, x, *(part.factors for part in parts)).name
+            elif isinstance(module, LowRankLinear):
+                x = torch.empty(1, module.in_features, dtype=self.dtype, device=self.device)
+                chosen[Op.LINEAR] = choose(Op.LINEAR, self.impl, x, module.factors).name
+        if not chosen:
+            return "dense, torch"
+        return ", ".join(f"{op.value}={name}" for op, name in sorted(chosen.items()))
+
+    def decoder(self, batch: int, max_len: int) -> Decoder:
+        """A decoder for ``batch`` rows of at most ``max_len`` positions."""
+        return TorchDecoder(self.model, batch, max_len)
+
+    def sibling(self, impl: str) -> TorchHost:
+        """The same weights, not copied, under another kernel."""
+        shared = (*self.model.parameters(), *self.model.buffers())
+        return TorchHost(copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared}), impl)

@@ -1,0 +1,49 @@
+"""The static KV cache: allocated once, filled in place, read up to the filled length.
+
+One contiguous tensor a layer for the keys and one for the values, so that a decode step written in another language
+can work on the same memory through plain pointers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every layer, and which of their slots hold a token.
+
+    Dimensions: ``keys[layer]`` and ``values[layer]`` [batch, kv_heads, max_len, head_dim]; ``valid`` [batch, max_len],
+    False where a slot holds padding. Slots from ``length`` on are not filled yet.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (batch, kv_heads, max_len, head_dim)
+        # Writing zeros touches every page now, so that no page fault falls into a decode step.
+        self.keys = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(layers)]
+        self.valid = torch.ones(batch, max_len, dtype=torch.bool, device=device)
+        self.max_len = max_len
+        self.length = 0
+        self.padded = False
+
+    def reset(self, attention_mask: Tensor) -> None:
+        """Begin anew with prompts of ``attention_mask`` [batch, prompt]: zero marks left padding."""
+        self.length = 0
+        self.valid.fill_(True)
+        self.valid[:, : attention_mask.shape[1]] = attention_mask.bool()
+        self.padded = not bool(attention_mask.all())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))

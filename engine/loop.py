@@ -1,0 +1,104 @@
+"""The generation loop: a batch of prompts through prefill, then one token a row and step until every row has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from neuronmm.engine.decoder import Decoder
+from neuronmm.engine.sampling import Sampler, SamplingParams
+from neuronmm.engine.text import TextStream
+
+
+@dataclass
+class Generation:
+    """What came of one prompt.
+
+    ``token_ids`` are the generated tokens, an end-of-sequence token included; ``text`` is the text they add to the
+    prompt, special tokens left out, cut before a stop string. ``finish_reason``: ``eos``, ``stop``, ``length``
+    (max_new_tokens reached) or ``context`` (the model's context is full). ``ttft`` and ``decode_seconds`` are wall
+    seconds of the whole batch this prompt ran in: until its first token, and from there to this row's last.
+    """
+
+    prompt: str
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    ttft: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decode speed: later tokens by later seconds, prompt and first token left out; None for a single token."""
+        later = len(self.token_ids) - 1
+        return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; times are measured seconds."""
+        return {**vars(self), "tokens_per_second": self.tokens_per_second}
+
+
+@dataclass
+class Row:
+    """One sequence on its way through a batch."""
+
+    prompt_ids: list[int]
+    limit: int
+    limit_reason: str
+    seed: int
+    stream: TextStream
+    result: Generation
+
+
+def run(
+    decoder: Decoder, rows: list[Row], params: SamplingParams, eos: frozenset[int], device: torch.device
+) -> Iterator[tuple[Row, str]]:
+    """Generate for all rows at once, yielding each piece of text as soon as it is certain.
+
+    The rows' results are complete when the iterator is exhausted.
+    """
+    start = time.perf_counter()
+    longest = max(len(row.prompt_ids) for row in rows)
+    # Padding is written as a copy of the row's first token, masked out: a repetition penalty then meets no stranger.
+    padded = [[row.prompt_ids[0]] * (longest - len(row.prompt_ids)) + row.prompt_ids for row in rows]
+    masks = [[0] * (longest - len(row.prompt_ids)) + [1] * len(row.prompt_ids) for row in rows]
+    seen = torch.tensor(padded, device=device)
+    sampler = Sampler(params, [row.seed for row in rows], device)
+    logits = decoder.prefill(seen, torch.tensor(masks, device=device))
+    while True:
+        tokens = sampler(seen, logits)
+        values = tokens.tolist()
+        elapsed = time.perf_counter() - start
+        for row, token in zip(rows, values, strict=True):
+            if not row.result.finish_reason:
+                yield from ((row, piece) for piece in _advance(row, token, elapsed, eos) if piece)
+        if all(row.result.finish_reason for row in rows):
+            return
+        if params.repetition_penalty != 1:
+            seen = torch.cat([seen, tokens[:, None]], dim=1)
+        logits = decoder.decode(tokens)
+
+
+def _advance(row: Row, token: int, elapsed: float, eos: frozenset[int]) -> Iterator[str]:
+    """Enter one token into a row's result; yield the text it makes certain."""
+    result = row.result
+    result.token_ids.append(token)
+    if len(result.token_ids) == 1:
+        result.ttft = elapsed
+    result.decode_seconds = elapsed - result.ttft
+    if token in eos:
+        result.finish_reason = "eos"
+    else:
+        yield row.stream.push(token)
+        if row.stream.stopped:
+            result.finish_reason = "stop"
+        elif len(result.token_ids) == row.limit:
+            result.finish_reason = row.limit_reason
+    if result.finish_reason:
+        yield row.stream.finish()
+    result.text = row.stream.text

@@ -1,0 +1,98 @@
+"""Generate text from a model, compressed or dense, streaming it to the terminal.
+
+examples:
+  neuronmm generate OUT --prompt "The capital of France is"
+  neuronmm generate OUT --chat --prompt "Name three rivers." --temperature 0.7 --top-p 0.9 --seed 1
+  neuronmm generate OUT --prompt "1, 2, 3," --max-new-tokens 40 --stop "10" --json
+  neuronmm generate OUT --batch-file prompts.txt > answers.jsonl
+
+The text goes to stdout; which backend and kernels ran, TTFT (time to the first token) and decode tokens/s (prompt
+tokens and the first token not counted) go to stderr. A batch file holds one prompt a line, or, when its name ends in
+.jsonl, one object with a "prompt" a line; its results are JSON lines in the same order. Greedy unless --temperature is
+above 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
+    parser.add_argument("model", metavar="OUT", help="a model folder (compressed or dense), a GGUF file or a hub id")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the text to continue")
+    source.add_argument("--batch-file", type=Path, metavar="FILE", help="many prompts; results as JSON lines")
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 (default) all"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; 1 (default) is off")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 (default) is off")
+    parser.add_argument("--seed", type=int, help="make sampling reproducible")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
+    parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
+    parser.add_argument("--impl", default="auto", help="low-rank kernel: auto (default), naive, torch, reference, ...")
+    parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of streaming text")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, generate, report."""
+    from neuronmm.engine.engine import load
+    from neuronmm.engine.sampling import SamplingParams
+
+    params = SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )
+    prompts = read_prompts(args.batch_file) if args.batch_file else [args.prompt]
+    engine = load(args.model, backend=args.backend, dtype=args.dtype, impl=args.impl)
+    dtype = str(engine.host.dtype).removeprefix("torch.")
+    print(f"backend {engine.host.device.type}, {dtype}, kernels: {engine.host.path}", file=sys.stderr)
+    if args.batch_file or args.json:
+        results = engine.generate(prompts, params, chat=args.chat)
+        for result in results:
+            print(json.dumps(result.to_dict(), ensure_ascii=False))
+        return
+    stream = engine.stream(prompts[0], params, chat=args.chat)
+    for piece in stream:
+        print(piece, end="", flush=True)
+    print(flush=True)
+    result = stream.result
+    speed = f"{result.tokens_per_second:.1f} tokens/s" if result.tokens_per_second else "a single token"
+    print(
+        f"measured: {result.prompt_tokens} prompt tokens, TTFT {result.ttft * 1e3:.0f} ms; "
+        f"{len(result.token_ids)} new tokens ({result.finish_reason}), decode {speed}",
+        file=sys.stderr,
+    )
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a batch file; blank lines are skipped.
+
+    Raises:
+        UserError: the file is missing, empty, or a line of a .jsonl file is no object with a "prompt".
+    """
+    from neuronmm.models import UserError
+
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f'{path}: every line has to be UTF-8 JSON like {{"prompt": "..."}}') from None
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(f"{path}: no prompts there, or one that is not a string")
+    return prompts
