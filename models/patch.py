@@ -53,8 +53,11 @@ def _linear(model: nn.Module, name: str, rank: int) -> nn.Linear:
     except AttributeError:
         kind = type(model).__name__
         raise UserError(f"the compressed linear {name!r} is not in this {kind}; config.json is wrong") from None
-    if not isinstance(linear, nn.Linear) or not 0 < rank <= min(linear.in_features, linear.out_features):
-        raise UserError(f"{name!r} ({linear}) cannot have rank {rank}; config.json is wrong")
+    if not isinstance(linear, nn.Linear):
+        raise UserError(f"{name!r} is a {type(linear).__name__}, not a dense linear; config.json is wrong")
+    if not 0 < rank <= min(linear.in_features, linear.out_features):
+        shape = f"{linear.in_features} -> {linear.out_features}"
+        raise UserError(f"{name!r} ({shape}) cannot have rank {rank}; config.json is wrong")
     return linear
 
 

@@ -1,0 +1,65 @@
+"""The self-describing block: what it accepts, and one clear line for what it does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neuronmm.models import CompressionSpec, UserError
+from neuronmm.models.hf import NeuronMMConfig
+from tiny import make_spec
+
+GOOD = make_spec({"model.layers.0.mlp.up_proj": 8}, calibration={"source": "self", "tokens": 4096}).model_dump()
+
+
+def test_a_block_survives_json_and_transformers() -> None:
+    block = json.loads(json.dumps(GOOD))
+    spec = CompressionSpec.parse(block, "config.json")
+    assert spec.model_dump() == GOOD
+    config = NeuronMMConfig.from_dict(block)
+    assert config.spec == spec
+    assert json.loads(config.to_json_string(use_diff=False)) == GOOD
+    assert "up_proj" in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "format 2 is not format 1.*install the version that wrote it"),
+        ({"format": "1"}, "format"),
+        ({"quant_method": "gptq"}, "quantised by 'gptq'"),
+        ({"ranks": {}}, r"quantization_config\.ranks"),
+        ({"ranks": {"a.b": 0}}, r"quantization_config\.ranks\.a\.b: .*greater than 0"),
+        ({"ranks": {"a.b": -4}}, r"ranks\.a\.b"),
+        ({"ranks": {"a.b": 3.5}}, r"ranks\.a\.b"),
+        ({"ranks": ["a.b"]}, "ranks"),
+        ({"ranks": None}, "ranks"),
+        ({"align": 0}, "align"),
+        ({"asked_ratio": "many"}, "asked_ratio"),
+        ({"colour": "red"}, "colour: Extra inputs"),
+    ],
+)
+def test_a_bad_block_is_one_clear_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        CompressionSpec.parse({**GOOD, **change}, "here/config.json")
+    assert str(caught.value).startswith("here/config.json: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", sorted(GOOD.keys() - {"quant_method", "format", "calibration"}))
+def test_a_missing_field_is_named(field: str) -> None:
+    with pytest.raises(UserError, match=rf"quantization_config\.{field}: Field required"):
+        CompressionSpec.parse({key: value for key, value in GOOD.items() if key != field}, "config.json")
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
+    )
+)
+def test_any_json_is_either_a_spec_or_a_user_error(block: Any) -> None:
+    with pytest.raises(UserError):
+        CompressionSpec.parse(block, "config.json")
