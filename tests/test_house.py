@@ -1,0 +1,133 @@
+"""This repository keeps the rules of the house; and each rule, shown a tree that breaks it, says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import house
+
+ROOT = Path(__file__).parent.parent
+RULES = [
+    house.import_problems,
+    house.op_problems,
+    house.length_problems,
+    house.docstring_problems,
+    house.leftover_problems,
+]
+SOUND = {
+    "kernels/__init__.py": '"""Ops."""\n',
+    "kernels/ops.py": '"""Table."""\nfrom enum import Enum\n\nclass Op(str, Enum):\n    ADD = "add"\n',
+    "kernels/hardware.py": '"""Figures."""\n',
+    "kernels/reference.py": (
+        '"""Reference."""\nfrom neuronmm.kernels.ops import Op, register\n\n'
+        '@register(Op.ADD, "reference")\ndef add():\n    return 1\n'
+    ),
+    "models/patch.py": '"""Patch."""\nimport torch\nfrom neuronmm.kernels import ops\n',
+    "emulator/timing.py": '"""Timing."""\nfrom neuronmm.kernels.hardware import CORE\n',
+    "neuronmm/__init__.py": '"""Door."""\nfrom neuronmm.models.patch import patch\nfrom neuronmm.kernels import ops\n',
+    "neuronmm/commands/compress.py": '"""compress\n\nexamples:\n  neuronmm compress A -o B\n"""\n',
+    "tests/kernels/test_ops.py": "CASES = {Op.ADD: 1}\n",
+    "docs/guide.md": "Models live under `/models/`.\n",
+}
+
+
+def plant(root: Path, tree: dict[str, str]) -> Path:
+    for name, text in tree.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_this_repository_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
+    assert rule(ROOT) == []
+
+
+def test_the_checks_read_this_repository() -> None:
+    seen = {path.relative_to(ROOT).parts[0] for path, _ in house.modules(ROOT)}
+    assert seen == {folder for folder in house.FOLDERS if (ROOT / folder).is_dir()} >= {"neuronmm", "models", "kernels"}
+    assert Path(__file__) in set(house.files(ROOT, {".py"}))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_sound_tree_has_no_problems(rule: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    assert rule(plant(tmp_path, SOUND)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "problem"),
+    [
+        ("kernels/fast.py", "from neuronmm.models import patch", "kernels may not import neuronmm.models.patch"),
+        ("kernels/fast.py", "import neuronmm.emulator.nki", "kernels may not import neuronmm.emulator.nki"),
+        ("kernels/fast.py", "from ..models import patch", "kernels may not import neuronmm.models.patch"),
+        ("kernels/cpu/fast.py", "from ... import models", "kernels may not import neuronmm.models"),
+        ("kernels/fast.py", "def f():\n    import neuronmm.engine", "kernels may not import neuronmm.engine"),
+        ("models/a.py", "from neuronmm.compression import b", "models may not import neuronmm.compression.b"),
+        ("models/a.py", "from neuronmm import compress", "models may not import neuronmm.compress"),
+        ("models/a.py", "import neuronmm", "models may not import neuronmm"),
+        ("models/a.py", "import_module('neuronmm.engine')", "models may not import neuronmm.engine"),
+        ("models/neuronx/a.py", "from neuronmm.engine import b", "models may not import neuronmm.engine.b"),
+        ("compression/a.py", "from neuronmm.engine import b", "compression may not import neuronmm.engine.b"),
+        ("engine/a.py", "from neuronmm.compression import b", "engine may not import neuronmm.compression.b"),
+        ("engine/a.py", "from neuronmm.cli import main", "engine may not import neuronmm.cli.main"),
+        ("emulator/a.py", "from neuronmm.kernels import ops", "emulator may not import neuronmm.kernels.ops"),
+        ("emulator/a.py", "from neuronmm.models import x", "emulator may not import neuronmm.models.x"),
+        ("engine/a.py", "from models.patch import patch", "models.patch.patch is not installed under that name"),
+        ("neuronmm/a.py", "import kernels", "kernels is not installed under that name"),
+    ],
+)
+def test_a_wrong_import_is_found(name: str, line: str, problem: str, tmp_path: Path) -> None:
+    plant(tmp_path, {**SOUND, name: f'"""Doc."""\n{line}\n'})
+    (found,) = house.import_problems(tmp_path)
+    assert found.startswith(f"{name}:") and problem in found
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("engine/a.py", "from neuronmm.emulator.nki import trace"),
+        ("engine/b.py", "from neuronmm.engine import a"),
+        ("emulator/a.py", "from neuronmm.kernels import hardware"),
+        ("kernels/cpu/a.py", "from ..ops import Op"),
+        ("neuronmm/cli.py", "from neuronmm.engine import a"),
+    ],
+)
+def test_an_allowed_import_is_let_through(name: str, line: str, tmp_path: Path) -> None:
+    assert house.import_problems(plant(tmp_path, {name: f'"""Doc."""\n{line}\n'})) == []
+
+
+def test_an_op_without_a_reference_or_a_test_is_found(tmp_path: Path) -> None:
+    ops = SOUND["kernels/ops.py"] + '    MUL = "mul"\n'
+    assert house.op_problems(plant(tmp_path, {**SOUND, "kernels/ops.py": ops})) == [
+        "kernels: Op.MUL has no implementation named 'reference'",
+        "kernels: Op.MUL is in no test of tests/kernels",
+    ]
+
+
+@pytest.mark.parametrize("name", ["models/long.py", "kernels/cpu/long.cpp", "tests/test_long.py", "scripts/long.sh"])
+def test_a_long_file_is_found(name: str, tmp_path: Path) -> None:
+    plant(tmp_path, {**SOUND, name: "\n" * 400, "docs/long.md": "\n" * 999, ".venv/long.py": "\n" * 999})
+    assert house.length_problems(tmp_path) == []
+    plant(tmp_path, {name: "\n" * 401})
+    assert house.length_problems(tmp_path) == [f"{name}: 401 lines, more than 400"]
+
+
+def test_a_silent_module_and_a_command_without_example_are_found(tmp_path: Path) -> None:
+    plant(tmp_path, {"models/a.py": "x = 1\n", "neuronmm/commands/fry.py": '"""fry\n\n  neuronmm frying A\n"""\n'})
+    assert house.docstring_problems(tmp_path) == [
+        "models/a.py: no module docstring",
+        "neuronmm/commands/fry.py: the docstring shows no example of `neuronmm fry`",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["# TO" + "DO: later", "x = 1  # FIX" + "ME", 'P = "/' + 'work/x"', "see /" + "root/x"]
+)
+def test_a_leftover_is_found(line: str, tmp_path: Path) -> None:
+    plant(tmp_path, {**SOUND, "models/a.py": f'"""Doc."""\n{line}\n'})
+    (found,) = house.leftover_problems(tmp_path)
+    assert found.startswith("models/a.py:2: leftover")

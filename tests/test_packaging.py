@@ -1,0 +1,109 @@
+"""The wheel and the source distribution hold everything, nothing else, and the installed package works on its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("engine", "models", "compression", "kernels", "emulator", "configs")
+
+
+def tracked(*suffixes: str) -> set[str]:
+    """Files of the source tree that git knows, relative to its root; without git, those on disk."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    if listed.returncode or not names:
+        pytest.skip("not a git checkout: nothing to compare the distributions with")
+    return {name for name in names if name.endswith(suffixes)}
+
+
+def installed_names(suffixes: tuple[str, ...]) -> set[str]:
+    """Where those files go in an installation."""
+    names = {PurePosixPath(name) for name in tracked(*suffixes)}
+    inside = {str(p) for p in names if p.parts[0] == "neuronmm"}
+    return inside | {f"neuronmm/{p}" for p in names if p.parts[0] in FOLDERS}
+
+
+@pytest.fixture(scope="module")
+def dists(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, wheel): the sdist is built from a copy of the tracked files, the wheel from the sdist, as on an index."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in tracked(""):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=out)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
+
+
+def wheel_names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_every_module_recipe_and_the_type_marker(dists: tuple[Path, Path]) -> None:
+    names = wheel_names(dists[1])
+    expected = installed_names((".py", ".yaml"))
+    assert {"neuronmm/py.typed", "neuronmm/models/patch.py", "neuronmm/kernels/ops.py"} <= expected | {
+        "neuronmm/py.typed"
+    }
+    assert expected | {"neuronmm/py.typed"} <= names
+
+
+def test_the_wheel_puts_only_neuronmm_at_the_top(dists: tuple[Path, Path]) -> None:
+    tops = {name.split("/")[0] for name in wheel_names(dists[1])}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"neuronmm"}
+    assert not any("test" in PurePosixPath(name).name for name in wheel_names(dists[1]))
+
+
+def test_the_wheel_carries_the_licence(dists: tuple[Path, Path]) -> None:
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names(dists[1]))
+
+
+def test_the_sdist_holds_all_sources(dists: tuple[Path, Path]) -> None:
+    with tarfile.open(dists[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    missing = tracked(".py", ".yaml", ".cpp", ".h", ".md", ".sh", ".toml", "LICENSE", "Makefile", "py.typed") - names
+    assert not missing
+
+
+def test_the_installed_package_works_without_the_source_tree(dists: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    with zipfile.ZipFile(dists[1]) as archive:
+        archive.extractall(target)
+    code = """
+import importlib, pathlib, pkgutil, sys
+import neuronmm
+root = pathlib.Path(neuronmm.__file__).parent
+assert root == pathlib.Path(sys.argv[1]) / "neuronmm", root
+import neuronmm.commands, neuronmm.compression, neuronmm.configs, neuronmm.engine, neuronmm.kernels, neuronmm.models
+for package in (neuronmm.models, neuronmm.kernels, neuronmm.engine, neuronmm.compression, neuronmm.commands):
+    assert root in pathlib.Path(package.__file__).parents, package
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if "triton" not in module.name and "nki" not in module.name:
+            importlib.import_module(module.name)
+for verb in neuronmm.__all__:
+    getattr(neuronmm, verb)
+from neuronmm.cli import main
+assert main(["--version"]) == 0
+"""
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(target)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()[0].isdigit()
