@@ -1,0 +1,56 @@
+// The blocks a decoder layer is made of, run by a team: each worker takes its share of the weight rows.
+#pragma once
+
+#include <cstdlib>
+#include <initializer_list>
+#include <memory>
+
+#include "team.h"
+
+namespace neuronmm {
+
+// fp32 rows that a phase writes and the next one reads: row b begins at data + b * stride.
+struct Rows {
+    float* data;
+    size_t stride;
+
+    float* row(int b) const { return data + b * stride; }
+};
+
+// Memory for one call, kept for the next one of the same thread. Only grows.
+class Scratch {
+public:
+    // Room for `floats` values in all; forgets what was taken before.
+    void reserve(size_t floats);
+    // batch rows of n values, every row on a cache line of its own.
+    Rows take(int batch, int n);
+    // Values that `take` uses for batch rows of n.
+    static size_t size(int batch, int n) { return static_cast<size_t>(batch) * ((n + 15) / 16 * 16); }
+
+private:
+    std::unique_ptr<float, decltype(&std::free)> memory_{nullptr, &std::free};
+    size_t capacity_ = 0, used_ = 0;
+};
+
+// The largest rank of these linears; 0 when all are dense.
+int max_rank(std::initializer_list<const Linear*> linears);
+
+// One linear of a group that shares its input, its rank-r intermediate and its result.
+struct Projection {
+    const Linear& linear;
+    Rows middle, y;
+};
+
+// y = linear(x) for every projection of the group: all A factors, one barrier, then all B factors and dense weights.
+// `add` adds to y. There is no barrier at the end.
+void project(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add = false);
+
+// y (+)= down(silu(gate(x)) * up(x)). Gate and up run as one pass over blocks of rows that stay in the first-level
+// cache; `hidden` takes the product. One barrier before each phase that needs another's rows, none at the end.
+struct SwiGLU {
+    const Linear &gate, &up, &down;
+    Rows gate_middle, up_middle, hidden, down_middle;
+};
+void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, bool add);
+
+}  // namespace neuronmm

@@ -1,0 +1,76 @@
+// The C interface of the CPU core. Plain structs and pointers: the Python side describes them with ctypes.
+//
+// Every function works on row-major matrices, keeps activations in fp32 and accumulates in fp32. Nothing here
+// allocates weights or frees what a caller gave.
+#pragma once
+
+#include <cstdint>
+
+#define NEURONMM_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace neuronmm {
+
+constexpr int kMaxBatch = 8;  // rows one call takes; more of them are a GEMM, which other libraries do better
+
+enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+
+// A matrix [rows, cols], contiguous. An int8 matrix means data[i][j] * scale[i].
+struct Matrix {
+    const void* data;
+    const float* scale;  // [rows], int8 only
+    int32_t rows, cols;
+    int32_t type;
+};
+
+// y = a x + bias, or y = b (a x) + bias where b.data is not null.
+struct Linear {
+    Matrix a, b;
+    const float* bias;  // [out] or null
+
+    bool low_rank() const { return b.data != nullptr; }
+    const Matrix& last() const { return low_rank() ? b : a; }
+};
+
+// One decoder layer. keys and values are this layer's cache [batch, kv_heads, max_len, head_dim].
+struct Layer {
+    const float *input_norm, *post_norm;  // [hidden]
+    const float *q_norm, *k_norm;         // [head_dim] or null
+    Linear q, k, v, o, gate, up, down;
+    void *keys, *values;
+};
+
+// A decoder with its cache. cos and sin are tables [max_len, head_dim], the two halves of a row alike.
+struct Model {
+    int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
+    int32_t batch, max_len, cache_type;
+    float eps;
+    Matrix embedding;
+    Linear head;
+    const float* final_norm;
+    const float *cos, *sin;
+    const Layer* layer;
+};
+
+}  // namespace neuronmm
+
+// "avx512", "avx2" or "portable": what this processor runs. Setting it (for tests) takes a name, null for the best;
+// the result is 0, or -1 where the processor or the build lacks it.
+NEURONMM_EXPORT const char* neuronmm_isa();
+NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
+
+// Whether the core was built with threads.
+NEURONMM_EXPORT int neuronmm_threaded();
+
+// x [batch, in] -> y [batch, out], both of x_type; bias in the linears is fp32.
+NEURONMM_EXPORT void neuronmm_low_rank_linear(const neuronmm::Linear* linear, const void* x, int32_t type,
+                                              int32_t batch, void* y, int32_t threads);
+
+// x [batch, hidden] -> y [batch, hidden] = down(silu(gate(x)) * up(x)).
+NEURONMM_EXPORT void neuronmm_low_rank_swiglu(const neuronmm::Linear* gate, const neuronmm::Linear* up,
+                                              const neuronmm::Linear* down, const void* x, int32_t type,
+                                              int32_t batch, void* y, int32_t threads);
+
+// One token a row: tokens [batch] are written to slot `slot` of the cache, of which row i begins at starts[i];
+// logits [batch, vocab] follow it.
+NEURONMM_EXPORT void neuronmm_decode_step(const neuronmm::Model* model, const int64_t* tokens, const int32_t* starts,
+                                          int32_t slot, float* logits, int32_t threads);

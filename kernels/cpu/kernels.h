@@ -1,0 +1,38 @@
+// What one instruction set provides, and the choice among the sets.
+#pragma once
+
+#include <cstddef>
+
+#include "core.h"
+
+namespace neuronmm {
+
+// y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end; `add` adds it to what is there.
+using RowsFn = void (*)(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y,
+                        size_t ldy, const float* bias, bool add);
+
+struct Kernels {
+    const char* name;
+    RowsFn rows;
+    // gate[i] = silu(gate[i]) * up[i]
+    void (*swiglu)(float* gate, const float* up, int n);
+    // scores[i] = softmax(scores * scale)[i]
+    void (*softmax)(float* scores, int n, float scale);
+    // out[j] = sum over i of weights[i] * m[i][j]
+    void (*weighted_sum)(const Matrix& m, const float* weights, float* out);
+    // out[i] = x[i] * weight[i] / rms(x)
+    void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+    // Element type to fp32 and back, to the nearest even.
+    void (*widen)(const void* from, int type, int n, float* to);
+    void (*narrow)(const float* from, int type, int n, void* to);
+};
+
+// One each per translation unit; null where it was not built for.
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx2();
+const Kernels* kernels_portable();
+
+// The kernels in use.
+const Kernels& active();
+
+}  // namespace neuronmm

@@ -1,0 +1,14 @@
+// The kernels for avx512; the build gives this file, and no other, the flags for it.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#define NEURONMM_LANES 16
+#include "kernels_impl.h"
+
+const neuronmm::Kernels* neuronmm::kernels_avx512() {
+    static constexpr Kernels kernels = table("avx512");
+    return &kernels;
+}
+#else
+const neuronmm::Kernels* neuronmm::kernels_avx512() { return nullptr; }
+#endif

@@ -1,0 +1,258 @@
+// The kernels, written once with the compiler's vector types and compiled once for each instruction set.
+//
+// The including file defines NEURONMM_LANES (fp32 lanes of a vector) and is compiled with the flags of its
+// instruction set. Everything is in an anonymous namespace and no standard template is used, so that the linker
+// cannot pick code of a wider instruction set for a narrower one.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+namespace neuronmm {
+namespace {
+
+constexpr int L = NEURONMM_LANES;
+typedef float Vec __attribute__((vector_size(4 * L)));
+typedef int32_t IVec __attribute__((vector_size(4 * L)));
+typedef uint32_t UVec __attribute__((vector_size(4 * L)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * L)));
+typedef int8_t ByteVec __attribute__((vector_size(L)));
+
+inline Vec splat(float value) { return value - Vec{}; }
+
+inline Vec load(const float* p) {
+    Vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline Vec load(const uint16_t* p) {  // bf16 is the upper half of an fp32
+    HalfVec h;
+    memcpy(&h, p, sizeof h);
+    return (Vec)(__builtin_convertvector(h, UVec) << 16);
+}
+
+inline Vec load(const int8_t* p) {
+    ByteVec b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, IVec), Vec);
+}
+
+inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+inline void store(uint16_t* p, Vec v) {  // round to nearest even; NaN stays NaN
+    const UVec bits = (UVec)v;
+    const UVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const UVec nan = (UVec)(v != v);
+    const HalfVec h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), HalfVec);
+    memcpy(p, &h, sizeof h);
+}
+
+// The first n < L elements, zeros behind them.
+template <class T>
+inline Vec load_part(const T* p, int n) {
+    T buffer[L] = {};
+    memcpy(buffer, p, n * sizeof(T));
+    return load(buffer);
+}
+
+template <class T>
+inline void store_part(T* p, Vec v, int n) {
+    T buffer[L];
+    store(buffer, v);
+    memcpy(p, buffer, n * sizeof(T));
+}
+
+inline float sum(Vec v) {
+    float lanes[L];
+    store(lanes, v);
+    for (int half = L / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+inline float max_lane(Vec v) {
+    float best = v[0];
+    for (int i = 1; i < L; i++) best = v[i] > best ? v[i] : best;
+    return best;
+}
+
+// e^x by range reduction to |r| <= ln 2 / 2 and the Taylor polynomial of degree 7, relative error below 2e-7.
+// Arguments are clamped to where the result is a normal number.
+inline Vec exp(Vec x) {
+    x = x < 88.0f ? x : splat(88.0f);
+    x = x > -87.0f ? x : splat(-87.0f);
+    const Vec shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec n = (x * 1.44269504f + shifter) - shifter;
+    const Vec r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+    Vec p = splat(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * (Vec)((__builtin_convertvector(n, IVec) + 127) << 23);
+}
+
+// One weight row at a time, in address order: that is what the hardware prefetchers follow. Several accumulators
+// along the row hide the latency of the additions; a batch has enough of them by itself.
+template <class T, int B>
+void rows_of(const Matrix& m, int begin, int end, const float* x, size_t ldx, float* y, size_t ldy,
+             const float* bias, bool add) {
+    constexpr int U = B == 1 ? 4 : B <= 4 ? 2 : 1;
+    const int cols = m.cols;
+    for (int i = begin; i < end; i++) {
+        const T* w = static_cast<const T*>(m.data) + static_cast<size_t>(i) * cols;
+        Vec acc[B][U] = {};
+        int j = 0;
+        for (; j + U * L <= cols; j += U * L)
+            for (int u = 0; u < U; u++) {
+                const Vec wide = load(w + j + u * L);
+                for (int b = 0; b < B; b++) acc[b][u] += wide * load(x + b * ldx + j + u * L);
+            }
+        for (; j + L <= cols; j += L) {
+            const Vec wide = load(w + j);
+            for (int b = 0; b < B; b++) acc[b][0] += wide * load(x + b * ldx + j);
+        }
+        if (j < cols) {
+            const Vec wide = load_part(w + j, cols - j);
+            for (int b = 0; b < B; b++) acc[b][0] += wide * load_part(x + b * ldx + j, cols - j);
+        }
+        for (int b = 0; b < B; b++) {
+            Vec total = acc[b][0];
+            for (int u = 1; u < U; u++) total += acc[b][u];
+            float value = sum(total);
+            if (m.scale) value *= m.scale[i];
+            if (bias) value += bias[i];
+            y[b * ldy + i] = add ? y[b * ldy + i] + value : value;
+        }
+    }
+}
+
+template <class T>
+void rows_typed(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y, size_t ldy,
+                const float* bias, bool add) {
+    switch (batch) {
+        case 1: return rows_of<T, 1>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 2: return rows_of<T, 2>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 3: return rows_of<T, 3>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 4: return rows_of<T, 4>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 5: return rows_of<T, 5>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 6: return rows_of<T, 6>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 7: return rows_of<T, 7>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 8: return rows_of<T, 8>(m, begin, end, x, ldx, y, ldy, bias, add);
+    }
+}
+
+void rows(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y, size_t ldy,
+          const float* bias, bool add) {
+    switch (m.type) {
+        case kFloat32: return rows_typed<float>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
+        case kBFloat16: return rows_typed<uint16_t>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
+        case kInt8: return rows_typed<int8_t>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
+    }
+}
+
+void swiglu(float* gate, const float* up, int n) {
+    int i = 0;
+    for (; i + L <= n; i += L) {
+        const Vec g = load(gate + i);
+        store(gate + i, g / (exp(-g) + 1.0f) * load(up + i));
+    }
+    if (i < n) {
+        const Vec g = load_part(gate + i, n - i);
+        store_part(gate + i, g / (exp(-g) + 1.0f) * load_part(up + i, n - i), n - i);
+    }
+}
+
+void softmax(float* scores, int n, float scale) {
+    float best = scores[0];
+    int i = 0;
+    if (n >= L) {
+        Vec top = load(scores);
+        for (i = L; i + L <= n; i += L) {
+            const Vec v = load(scores + i);
+            top = v > top ? v : top;
+        }
+        best = max_lane(top);
+    }
+    for (; i < n; i++) best = scores[i] > best ? scores[i] : best;
+    Vec total = {};
+    for (i = 0; i + L <= n; i += L) {
+        const Vec e = exp((load(scores + i) - best) * scale);
+        store(scores + i, e);
+        total += e;
+    }
+    float rest = 0.0f;
+    if (i < n) {
+        store_part(scores + i, exp((load_part(scores + i, n - i) - best) * scale), n - i);
+        for (int j = i; j < n; j++) rest += scores[j];
+    }
+    const float inverse = 1.0f / (sum(total) + rest);
+    for (i = 0; i < n; i++) scores[i] *= inverse;
+}
+
+template <class T>
+void weighted_sum_of(const Matrix& m, const float* weights, float* out) {
+    const T* data = static_cast<const T*>(m.data);
+    int j = 0;
+    for (; j + 4 * L <= m.cols; j += 4 * L) {
+        Vec acc[4] = {};
+        for (int i = 0; i < m.rows; i++)
+            for (int u = 0; u < 4; u++) acc[u] += load(data + static_cast<size_t>(i) * m.cols + j + u * L) * weights[i];
+        for (int u = 0; u < 4; u++) store(out + j + u * L, acc[u]);
+    }
+    for (; j < m.cols; j += L) {
+        const int n = m.cols - j < L ? m.cols - j : L;
+        Vec acc = {};
+        for (int i = 0; i < m.rows; i++) acc += load_part(data + static_cast<size_t>(i) * m.cols + j, n) * weights[i];
+        store_part(out + j, acc, n);
+    }
+}
+
+void weighted_sum(const Matrix& m, const float* weights, float* out) {
+    if (m.type == kFloat32) return weighted_sum_of<float>(m, weights, out);
+    weighted_sum_of<uint16_t>(m, weights, out);
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
+    Vec squares = {};
+    int i = 0;
+    for (; i + L <= n; i += L) squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < n; i++) total += x[i] * x[i];
+    const float inverse = 1.0f / sqrtf(total / n + eps);
+    for (i = 0; i + L <= n; i += L) store(out + i, load(x + i) * inverse * load(weight + i));
+    for (; i < n; i++) out[i] = x[i] * inverse * weight[i];
+}
+
+template <class T, class U>
+void convert(const T* from, int n, U* to) {
+    int i = 0;
+    for (; i + L <= n; i += L) store(to + i, load(from + i));
+    if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
+}
+
+void widen(const void* from, int type, int n, float* to) {
+    switch (type) {
+        case kFloat32: return convert(static_cast<const float*>(from), n, to);
+        case kBFloat16: return convert(static_cast<const uint16_t*>(from), n, to);
+        case kInt8: return convert(static_cast<const int8_t*>(from), n, to);
+    }
+}
+
+void narrow(const float* from, int type, int n, void* to) {
+    if (type == kFloat32) return convert(from, n, static_cast<float*>(to));
+    convert(from, n, static_cast<uint16_t*>(to));
+}
+
+constexpr Kernels table(const char* name) {
+    return {name, rows, swiglu, softmax, weighted_sum, rms_norm, widen, narrow};
+}
+
+}  // namespace
+}  // namespace neuronmm

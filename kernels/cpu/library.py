@@ -1,0 +1,81 @@
+"""The C++ core as ctypes sees it: finding the shared object, its structs, and plain facts about the build.
+
+The core has no Python in it; it is loaded after torch, so that both use the same OpenMP threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MAX_BATCH = 8
+"""Rows that one call takes."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""The core's number for each element type."""
+
+NOT_BUILT = "the C++ core is not built; install a C++17 compiler and reinstall neuronmm"
+
+
+class Matrix(ctypes.Structure):
+    """Mirrors ``Matrix`` in core.h: a contiguous matrix [rows, cols]."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("cols", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    )
+
+    @classmethod
+    def of(cls, weight: Tensor, scale: Tensor | None = None) -> Matrix:
+        """Point at ``weight`` [rows, cols] and, for int8, at its fp32 row scales; the caller keeps both alive."""
+        rows, cols = weight.shape
+        return cls(weight.data_ptr(), None if scale is None else scale.data_ptr(), rows, cols, TYPES[weight.dtype])
+
+
+class Linear(ctypes.Structure):
+    """Mirrors ``Linear`` in core.h: ``a x + bias``, or ``b (a x) + bias`` where b is set."""
+
+    _fields_ = (("a", Matrix), ("b", Matrix), ("bias", ctypes.c_void_p))
+
+
+@cache
+def core() -> ctypes.CDLL | None:
+    """The loaded core, or None where it was not built or cannot be loaded."""
+    for file in sorted(Path(__file__).parent.glob("_core*.so")):
+        try:
+            library = ctypes.CDLL(str(file))
+        except OSError:
+            continue
+        library.neuronmm_isa.restype = ctypes.c_char_p
+        return library
+    return None
+
+
+def require() -> ctypes.CDLL:
+    """The loaded core.
+
+    Raises:
+        RuntimeError: it is not built.
+    """
+    library = core()
+    if library is None:
+        raise RuntimeError(NOT_BUILT)
+    return library
+
+
+def isa() -> str | None:
+    """The instruction set in use: ``avx512``, ``avx2`` or ``portable``; None without the core."""
+    library = core()
+    return None if library is None else library.neuronmm_isa().decode()
+
+
+def set_isa(name: str | None) -> bool:
+    """Use the named instruction set from now on, None for the best; False where the processor lacks it."""
+    return require().neuronmm_set_isa(None if name is None else name.encode()) == 0

@@ -1,0 +1,69 @@
+"""The ``cpu`` implementation of the low-rank ops: fused C++ kernels for a few rows, as decoding has.
+
+Both factors run in one call with one barrier between them; the rank-r intermediate stays in cache and in fp32, so the
+result is rounded once, at the end. More rows than the core takes are left to torch, whose GEMMs are better there.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, c_void_p
+
+import torch
+from torch import Tensor
+
+from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, TYPES, Linear, Matrix, core
+from neuronmm.kernels.ops import LowRank, Op, register
+
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+def _refuses(x: Tensor, *factors: LowRank) -> str | None:
+    """Why the core cannot serve this call, or None."""
+    if core() is None:
+        return NOT_BUILT
+    tensors = [tensor for factor in factors for tensor in factor if tensor is not None]
+    if any(tensor.device.type != "cpu" for tensor in (x, *tensors)):
+        return "a tensor is not in main memory"
+    if x.dtype not in _FLOATS or any(tensor.dtype != x.dtype for tensor in tensors):
+        return "it takes float32 or bfloat16, the same for all tensors"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
+        return "it has no backward; use torch.inference_mode()"
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return "a weight is not contiguous"
+    rows = x.numel() // x.shape[-1]
+    if not 1 <= rows <= MAX_BATCH:
+        return f"it takes 1 to {MAX_BATCH} rows, here are {rows}"
+    return None
+
+
+def _linear(factors: LowRank, keep: list[Tensor]) -> Linear:
+    """Describe a factorised linear; ``keep`` receives what has to stay alive during the call."""
+    bias = None if factors.bias is None else factors.bias.float()
+    if bias is not None:
+        keep.append(bias)
+    return Linear(Matrix.of(factors.A), Matrix.of(factors.B), None if bias is None else bias.data_ptr())
+
+
+def _run(function: str, x: Tensor, linears: list[Linear], out: int) -> Tensor:
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], out)
+    rows = x.numel() // x.shape[-1]
+    threads = torch.get_num_threads()
+    run = getattr(core(), function)
+    run(*map(byref, linears), c_void_p(x.data_ptr()), TYPES[x.dtype], rows, c_void_p(y.data_ptr()), threads)
+    return y
+
+
+@register(Op.LINEAR, "cpu", refuses=_refuses, priority=10)
+def low_rank_linear(x: Tensor, factors: LowRank) -> Tensor:
+    """``x`` [..., in] -> [..., out]; 1 to 8 rows."""
+    keep: list[Tensor] = []
+    return _run("neuronmm_low_rank_linear", x, [_linear(factors, keep)], len(factors.B))
+
+
+@register(Op.SWIGLU, "cpu", refuses=_refuses, priority=10)
+def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
+    """``x`` [..., hidden] -> [..., hidden]; 1 to 8 rows."""
+    keep: list[Tensor] = []
+    linears = [_linear(part, keep) for part in (gate, up, down)]
+    return _run("neuronmm_low_rank_swiglu", x, linears, len(down.B))
