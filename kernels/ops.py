@@ -135,4 +135,4 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, imp
 
 
 # The implementations enter themselves in the table; they need the names above, so the imports come last.
-from neuronmm.kernels import plain, reference  # noqa: E402, F401
+from neuronmm.kernels import cpu, plain, reference  # noqa: E402, F401
