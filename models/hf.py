@@ -62,18 +62,21 @@ class NeuronMMQuantizer(HfQuantizer):
     quantization_config: NeuronMMConfig
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
-        patch(model, self.quantization_config.spec)
+        try:
+            patch(model, self.quantization_config.spec)
+        except UserError as error:
+            raise UserError(f"{model.name_or_path}: {error}") from None
         held: set[str] = set()
         for file in checkpoint_files or ():
             with safe_open(file, framework="pt") as tensors:
                 held.update(tensors.keys())
         if held:
-            _refuse_missing(name for name in model.state_dict() if name not in held)
+            _refuse_missing(model, (name for name in model.state_dict() if name not in held))
         return model
 
     def update_expected_keys(self, model: Any, expected_keys: list[str], loaded_keys: list[str]) -> list[str]:
         # Not update_missing_keys: 4.47 takes two weights of one size for tied and then leaves one out of that list.
-        _refuse_missing(sorted(set(expected_keys) - set(loaded_keys)))
+        _refuse_missing(model, sorted(set(expected_keys) - set(loaded_keys)))
         return expected_keys
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -93,11 +96,12 @@ class NeuronMMQuantizer(HfQuantizer):
         return True
 
 
-def _refuse_missing(names: Iterable[str]) -> None:
+def _refuse_missing(model: Any, names: Iterable[str]) -> None:
     """Raise if a weight of the decoder layers is among the ``names`` that the checkpoint lacks."""
     for name in names:
         if LAYERS in name:
-            raise UserError(f"config.json and weights disagree: {name} is in no shard; compress the model again")
+            where = f"{model.name_or_path}: config.json and weights disagree"
+            raise UserError(f"{where}: {name} is in no shard; compress the model again")
 
 
 def register() -> None:

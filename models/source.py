@@ -115,7 +115,7 @@ def _write_gguf(file: Path, folder: Path) -> None:
             config = AutoConfig.from_pretrained(**where)
             loaded = AutoModelForCausalLM.from_pretrained(**where, **{DTYPE: torch.float32})
             tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (OSError, ValueError, LookupError, NotImplementedError) as error:
         raise UserError(f"{file}: transformers cannot read this GGUF file ({str(error).splitlines()[0]})") from None
     # transformers marks the model as GGUF-quantised and then refuses to save it: rebuild it from a clean config.
     values = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "dtype", "torch_dtype")}

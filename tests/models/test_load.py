@@ -1,0 +1,160 @@
+"""``load_pretrained``: every weight accounted for, or one clear line that says which is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from neuronmm.models import LowRankSwiGLU, UserError
+from neuronmm.models.load import load_pretrained, load_tokenizer, quiet, weight_files
+from tiny import compress_tiny, layer_ranks, make_tiny, make_tokens, tiny_checkpoint, write_checkpoint
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A compressed checkpoint in several shards."""
+    model = make_tiny()
+    spec = compress_tiny(model, layer_ranks())
+    return write_checkpoint(model, spec, tmp_path / "out", max_shard_size="10KB")
+
+
+def test_a_compressed_folder_loads_in_eval_mode(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "out", "qwen2", tied=True)
+    loaded = load_pretrained(tmp_path / "out", torch.float32)
+    assert not loaded.training and isinstance(loaded.model.layers[0].mlp, LowRankSwiGLU)
+    with torch.no_grad():
+        assert torch.equal(loaded(make_tokens()).logits, model(make_tokens()).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_dtype_is_the_asked_one(dtype: torch.dtype, tmp_path: Path) -> None:
+    make_tiny().save_pretrained(tmp_path / "dense")
+    assert {p.dtype for p in load_pretrained(tmp_path / "dense", dtype).parameters()} == {dtype}
+
+
+def test_weight_files_maps_every_tensor_to_its_shard(sharded: Path) -> None:
+    held = weight_files(sharded)
+    assert len(set(held.values())) > 3
+    assert all(name in load_file(file) for name, file in held.items())
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def cut_a_shard(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def drop_a_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def garble_a_header(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(b"\0" * 64)
+
+
+def break_the_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+def empty_the_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
+
+
+def list_the_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+
+
+def drop_a_tensor(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        shard = weight_files(folder)[name]
+        tensors = load_file(shard)
+        del tensors[name]
+        save_file(tensors, shard, metadata={"format": "pt"})
+
+    return change
+
+
+def promise(**ranks: int) -> Callable[[Path], None]:
+    named = {f"model.layers.0.{name}": rank for name, rank in ranks.items()}
+    return lambda folder: edit(folder / "config.json", lambda c: c["quantization_config"]["ranks"].update(named))
+
+
+def break_the_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "lla')
+
+
+def list_the_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def deny_compression(folder: Path) -> None:
+    edit(folder / "config.json", lambda c: c.pop("quantization_config"))
+
+
+def set_config(**values: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "config.json", lambda c: c.update(values))
+
+
+DAMAGES = [
+    (cut_a_shard, "corrupt shard"),
+    (garble_a_header, "corrupt shard"),
+    (drop_a_shard, "named in model.safetensors.index.json but missing"),
+    (break_the_index, "not a safetensors index"),
+    (empty_the_index, "not a safetensors index"),
+    (list_the_index, "not a safetensors index"),
+    (drop_a_tensor("model.layers.0.mlp.up_proj.B.weight"), r"up_proj\.B\.weight"),
+    (drop_a_tensor("model.layers.1.input_layernorm.weight"), r"input_layernorm\.weight"),
+    (drop_a_tensor("model.norm.weight"), r"model\.norm\.weight"),
+    (promise(**{"mlp.up_proj": 7}), r"up_proj\.A\.weight has shape \[16, 32\] but rank 7 is promised"),
+    (promise(**{"self_attn.o_proj": 7}), r"o_proj\.A\.weight is missing"),
+    (promise(**{"mlp.nothing": 7}), r"mlp\.nothing"),
+    (break_the_config, "not valid JSON"),
+    (list_the_config, "not a JSON object"),
+    (deny_compression, "disagree"),
+    (set_config(quantization_config=[]), "quantization_config is not a JSON object"),
+    (set_config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised by 'gptq'"),
+    (set_config(model_type="mistral", architectures=["MistralForCausalLM"]), "MistralForCausalLM is not supported"),
+    (set_config(hidden_size=64), "disagree"),
+    (set_config(num_hidden_layers=1), "is not in this LlamaForCausalLM; config.json is wrong"),
+    (set_config(num_hidden_layers=3), "disagree"),
+    (set_config(vocab_size=99), "disagree"),
+]
+
+
+def name_of(value: object) -> str | None:
+    return getattr(value, "__qualname__", None) if callable(value) else None
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=name_of)
+def test_damage_is_one_clear_line(damage: Callable[[Path], None], message: str, sharded: Path) -> None:
+    damage(sharded)
+    with pytest.raises(UserError, match=message) as caught:
+        load_pretrained(sharded, torch.float32)
+    assert "\n" not in str(caught.value) and str(sharded) in str(caught.value)
+
+
+def test_a_folder_without_tokenizer_is_one_clear_line(sharded: Path) -> None:
+    with pytest.raises(UserError, match="no usable tokenizer") as caught:
+        load_tokenizer(sharded)
+    assert "\n" not in str(caught.value)
+
+
+def test_quiet_gives_the_settings_back_even_after_an_error() -> None:
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with pytest.raises(KeyError), quiet():
+        assert not logging.is_progress_bar_enabled()
+        raise KeyError
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before

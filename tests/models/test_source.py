@@ -1,0 +1,102 @@
+"""Where a model may come from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuronmm.models import UserError
+from neuronmm.models.load import load_pretrained, load_tokenizer
+from neuronmm.models.source import cache_folder, read_config, resolve
+from tiny import make_tiny
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    make_tiny().save_pretrained(tmp_path / "m")
+    assert resolve(tmp_path / "m") == resolve(str(tmp_path / "m")) == tmp_path / "m"
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "nowhere.gguf", "no where"])
+def test_a_missing_path_is_one_clear_line(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(name)
+    assert name.removeprefix("~").strip("./") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unreachable_hub_id_is_one_clear_line() -> None:
+    with pytest.raises(UserError, match="the hub did not give it") as caught:
+        resolve("nobody/nothing-of-the-sort")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_config_or_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        resolve(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="the weights are missing"):
+        resolve(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"pytorch_model\.bin, a pickle"):
+        resolve(tmp_path)
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGML....")
+    with pytest.raises(UserError, match="neither a model folder nor a GGUF file"):
+        resolve(tmp_path / "m.gguf")
+
+
+def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURONMM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + b"\3\0\0\0" + b"\xff" * 64)
+    with pytest.raises(UserError, match="cannot read this GGUF file"):
+        resolve(tmp_path / "m.gguf")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_read_config_gives_the_content_or_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert read_config(tmp_path) == {"a": 1}
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_config(tmp_path)
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NEURONMM_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    monkeypatch.delenv("NEURONMM_CACHE")
+    assert cache_folder() == Path.home() / ".cache" / "neuronmm"
+
+
+def test_the_real_gguf_unpacks_once_to_an_ordinary_folder(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NEURONMM_CACHE", str(tmp_path))
+    folder = resolve(smollm2)
+    config = read_config(folder)
+    assert (config["model_type"], config["num_hidden_layers"], config["tie_word_embeddings"]) == ("llama", 30, True)
+    assert config["rms_norm_eps"] == 1e-5 and "quantization_config" not in config
+    assert config["rope_theta"] == 100000
+    model = load_pretrained(folder, torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer("The sky is blue.")["input_ids"]) == "The sky is blue."
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>assistant\n")
+    with torch.no_grad():
+        best = model(tokenizer("The capital of France is", return_tensors="pt")["input_ids"]).logits[0, -1].argmax()
+    assert tokenizer.decode(best) == " Paris"
+    stamp = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve(smollm2) == folder and (folder / "model.safetensors").stat().st_mtime_ns == stamp
+    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
