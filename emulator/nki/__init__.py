@@ -1,1 +1,7 @@
 """NKI on a CPU: runs kernel functions of both dialects, enforces the hardware's limits, records what they did."""
+
+from neuronmm.emulator.nki.errors import NkiError
+from neuronmm.emulator.nki.modules import nki_modules
+from neuronmm.emulator.nki.run import Run, TensorSpec, run
+
+__all__ = ["NkiError", "Run", "TensorSpec", "nki_modules", "run"]

@@ -1,0 +1,44 @@
+"""NKI's element types as NumPy dtypes; the narrow floats come from ml_dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+NAMES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "tfloat32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+    "int16": np.dtype(np.int16),
+    "int32": np.dtype(np.int32),
+    "uint8": np.dtype(np.uint8),
+    "uint16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
+    "bool_": np.dtype(np.bool_),
+}
+"""Name in ``nki.language`` -> dtype. tfloat32 computes as float32 here."""
+
+FLOAT32 = NAMES["float32"]
+_FLOATS = frozenset(d for name, d in NAMES.items() if "float" in name)
+
+
+def as_dtype(value: Any) -> np.dtype:
+    """A NumPy dtype for anything a kernel may name one by: a dtype, a scalar type, or a name of ``NAMES``."""
+    return NAMES[value] if isinstance(value, str) and value in NAMES else np.dtype(value)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    return dtype in _FLOATS
+
+
+def unwritten(count: int, dtype: np.dtype) -> np.ndarray:
+    """Memory nobody wrote: NaN, or the smallest integer where the type has no NaN (False for booleans)."""
+    if is_float(dtype):
+        return np.full(count, np.nan, dtype)
+    return np.full(count, False if dtype.kind == "b" else np.iinfo(dtype).min, dtype)

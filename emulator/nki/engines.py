@@ -1,0 +1,344 @@
+"""The instructions: operand rules, the record, and the arithmetic. Both dialects' ISA modules call these.
+
+Every function writes into a destination tile. With data it computes in float32 and rounds once, into the
+destination's dtype; without data it does the same checks and leaves the same record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
+from neuronmm.emulator.nki.index import Affine
+from neuronmm.emulator.nki.machine import Machine, current
+from neuronmm.emulator.nki.ops import OPS, Op
+from neuronmm.emulator.nki.tile import Mask, Tile, declare
+from neuronmm.emulator.nki.trace import Engine, Region, Space
+
+_MOST_PARTITIONS = {0: 128, 32: 32, 64: 64, 96: 32}
+"""Start partition -> partitions an engine can then reach (architecture guide, "SBUF/PSUM access")."""
+
+
+def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], mask: Mask = None) -> Region:
+    """Check one on-chip operand of a compute engine; return its region."""
+    if not isinstance(tile, Tile):
+        machine.fail("operand", f"{role} must be a tile, not {type(tile).__name__}")
+    if tile.space not in spaces:
+        allowed = " or ".join(s.value for s in spaces)
+        machine.fail("operand space", f"{role} must be in {allowed}", allowed, tile.space.value)
+    if tile.beyond is not None:
+        tile.inside(mask)
+        region = Region(
+            tile.storage.record.id, 0, tile.storage.record.partitions, 0, tile.storage.record.bytes_per_partition
+        )
+    else:
+        region = tile.region()
+    reach = _MOST_PARTITIONS.get(region.first)
+    if reach is None:
+        machine.fail(
+            "start partition", f"{role} starts at a partition engines cannot start at", (0, 32, 64, 96), region.first
+        )
+    if region.last - region.first > reach:
+        machine.fail("start partition", f"{role} starts at partition {region.first}", reach, region.last - region.first)
+    return region
+
+
+def _no_overlap(machine: Machine, dst: Tile) -> None:
+    """Refuse a destination that names an element twice."""
+    axes = sorted((s, n) for s, n in zip(dst.strides, dst.shape, strict=True) if n > 1)
+    reach = 0
+    for stride, n in axes:
+        if stride <= reach:
+            machine.fail("overlapping write", f"the destination view {dst.shape} names an element twice")
+        reach += stride * (n - 1)
+
+
+def _no_hazard(machine: Machine, dst: Tile, written: Region, src: Any, read: Region) -> None:
+    """Refuse a destination that overlaps a source without being exactly it."""
+    if not written.overlaps(read) or (dst.offset, dst.shape, dst.strides) == (src.offset, src.shape, src.strides):
+        return
+    places = [Affine(t.shape, t.strides, t.offset).values() for t in (dst, src)]
+    if np.intersect1d(*places).size:
+        machine.fail("overlapping write", "the destination overlaps a source and is not the same view")
+
+
+def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, transpose: bool = False) -> None:
+    """``dst (+)= stationary^T moving`` on the tensor engine.
+
+    Dimensions: stationary [K <= 128, M <= 128] and moving [K, N <= 512] in SBUF, dst [M, N] in one PSUM bank.
+    ``accumulate`` None: the first product into a PSUM location overwrites, later ones add. ``transpose`` records the
+    product with an identity as what it is; its dst has the operands' dtype.
+    """
+    machine = current()
+    core = machine.core
+    reads = (
+        _operand(machine, moving, "moving", (Space.SBUF,)),
+        _operand(machine, stationary, "stationary", (Space.SBUF,)),
+    )
+    written = _operand(machine, dst, "the result of a matrix product", (Space.PSUM,))
+    (k, m), n = (stationary.shape[0], stationary.elements), moving.elements
+    if moving.shape[0] != k:
+        machine.fail("contraction", "stationary and moving differ in partitions", k, moving.shape[0])
+    if m > core.stationary_columns:
+        machine.fail("stationary size", "stationary has too many columns", core.stationary_columns, m)
+    if n > core.moving_columns:
+        machine.fail("moving size", "moving has too many columns", core.moving_columns, n)
+    if (dst.shape[0], dst.elements) != (m, n):
+        machine.fail(
+            "result shape", "the result has another shape than the product", (m, n), (dst.shape[0], dst.elements)
+        )
+    if dst.dtype != (stationary.dtype if transpose else FLOAT32):
+        machine.fail("result dtype", "a matrix product accumulates in float32", "float32", dst.dtype.name)
+    if (stationary.dtype == FLOAT32) != (moving.dtype == FLOAT32):
+        machine.fail("operand dtype", "float32 multiplies only float32", stationary.dtype.name, moving.dtype.name)
+    bank = core.psum_bank_bytes
+    if written.low // bank != (written.high - 1) // bank:
+        machine.fail("psum bank", "the result crosses a PSUM bank", bank, written.high - written.low)
+    _no_overlap(machine, dst)
+    adds = _joins(machine, dst, written, accumulate)
+    op = "transpose" if transpose else "matmul"
+    machine.emit(
+        Engine.TENSOR, op, reads, (written,), dtype=stationary.dtype.name, k=k, m=m, n=n, accumulate=adds
+    )  # fmt: skip
+    if machine.data:
+        with np.errstate(invalid="ignore", over="ignore"):
+            a = stationary.read().reshape(k, m).astype(np.float32)
+            product = (a.T @ moving.read().reshape(k, n).astype(np.float32)).reshape(dst.shape)
+            total = dst.read(accumulating=True) + product if adds else product
+        dst.write(total, accumulating=adds)
+
+
+def _joins(machine: Machine, dst: Tile, written: Region, accumulate: bool | None) -> bool:
+    """Whether this product adds to what is there, and note who wrote the location."""
+    groups = dst.storage.groups
+    assert groups is not None
+    key = written[1:]
+    before = groups.get(key)
+    if before is None:
+        touching = [g for g in groups if written.overlaps(Region(written.buffer, *g))]
+        if touching and accumulate is None:
+            machine.fail(
+                "accumulation group", "the product covers part of another product's location", touching[0], key
+            )
+        adds = bool(accumulate)
+        if adds and not dst.storage.zeroed and not touching:
+            machine.fail("accumulate", "the product accumulates on PSUM that no product wrote")
+        before = groups[touching[0]] if touching else None
+    else:
+        adds = accumulate is not False
+    if adds and before not in (None, Engine.TENSOR):
+        machine.fail("accumulate", f"the product accumulates on PSUM that the {before.value} engine wrote")
+    groups[key] = Engine.TENSOR
+    return adds and (before is not None or not dst.storage.zeroed)
+
+
+def _mark(dst: Tile, written: Region, engine: Engine) -> None:
+    if dst.storage.groups is not None:
+        dst.storage.groups[written[1:]] = engine
+
+
+def _fit(values: np.ndarray, tile: Tile, shape: tuple[int, ...]) -> np.ndarray:
+    """Bring a source's values to the destination's shape: same elements a partition, or one broadcast."""
+    if values.shape == shape:
+        return values
+    if values.size == int(np.prod(shape)):
+        return values.reshape(shape)
+    if values.ndim < len(shape):
+        values = values.reshape(values.shape + (1,) * (len(shape) - values.ndim))
+    return np.broadcast_to(values, shape)
+
+
+def _fits(source: Tile, shape: tuple[int, ...]) -> bool:
+    partitions, elements = shape[0], int(np.prod(shape[1:]))
+    if source.shape[0] != partitions:
+        return False
+    padded = source.shape + (1,) * (len(shape) - source.ndim)
+    return source.elements in (1, elements) or all(a in (1, b) for a, b in zip(padded, shape, strict=False))
+
+
+def elementwise(
+    engine: Engine,
+    op: str,
+    dst: Tile,
+    sources: Sequence[Any],
+    function: Callable[..., np.ndarray],
+    mask: Mask = None,
+    shape: tuple[int, ...] | None = None,
+    adds: bool = False,
+) -> None:
+    """``dst = function(*sources)`` on one of the elementwise engines; sources are tiles or numbers.
+
+    ``shape`` is that of the largest source where it is not the destination's (reductions).
+    """
+    machine = current()
+    spaces = (Space.SBUF,) if engine is Engine.GPSIMD else (Space.SBUF, Space.PSUM)
+    written = _operand(machine, dst, f"the result of {op}", spaces, mask)
+    _no_overlap(machine, dst)
+    reads = []
+    shape = dst.shape if shape is None else shape
+    for source in sources:
+        if isinstance(source, Tile):
+            region = _operand(machine, source, f"an operand of {op}", spaces, mask)
+            if not _fits(source, shape):
+                machine.fail("shape", f"an operand of {op} does not fit the result", shape, source.shape)
+            _no_hazard(machine, dst, written, source, region)
+            reads.append(region)
+        elif isinstance(source, np.ndarray) and source.ndim:
+            machine.fail("operand", f"an operand of {op} must be a tile or a number, not an array")
+    machine.emit(
+        engine, op, tuple(reads), (written,), dtype=dst.dtype.name, partitions=dst.shape[0],
+        elements=int(np.prod(shape[1:])),
+    )  # fmt: skip
+    _mark(dst, written, engine)
+    if machine.data:
+        values = [
+            _fit(s.read(mask if s.shape == shape else None, adds).astype(np.float32), s, shape)
+            if isinstance(s, Tile)
+            else np.float32(s)
+            for s in sources
+        ]
+        with np.errstate(all="ignore"):
+            dst.write(function(*values), mask, adds)
+
+
+def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
+    """Move ``src`` to ``dst`` between HBM and SBUF, converting through float32 where the dtypes differ."""
+    machine = current()
+    for tile, role in ((dst, "destination"), (src, "source")):
+        if not isinstance(tile, Tile):
+            machine.fail("operand", f"the {role} of a DMA must be a tile, not {type(tile).__name__}")
+        if tile.space is Space.PSUM:
+            machine.fail("operand space", f"the {role} of a DMA must be in hbm or sbuf", "hbm or sbuf", "psum")
+        tile.inside(mask)
+    if dst.size != src.size:
+        machine.fail("shape", "source and destination of a DMA differ in size", dst.shape, src.shape)
+    _no_overlap(machine, dst)
+    regions = [_hull(t) for t in (src, dst)]
+    _no_hazard(machine, dst, regions[1], src, regions[0])
+    count = dst.size if mask is None else int(np.broadcast_to(mask, dst.shape).sum())
+    size = dst.dtype.itemsize
+    chip = dst if dst.space is Space.SBUF else src
+    machine.emit(
+        Engine.DMA, "dma", (regions[0],), (regions[1],), dtype=dst.dtype.name, partitions=chip.shape[0],
+        bytes=count * size, row_bytes=min(_run(dst), _run(src)) * size, source=src.space, target=dst.space,
+    )  # fmt: skip
+    if machine.data:
+        values = src.read(mask)
+        dst.write(values.reshape(dst.shape), mask)
+
+
+def _hull(tile: Tile) -> Region:
+    if tile.beyond is None:
+        return tile.region()
+    record = tile.storage.record
+    return Region(record.id, 0, record.partitions, 0, record.bytes_per_partition)
+
+
+def _run(tile: Tile) -> int:
+    """Contiguous elements of the view: in HBM over all axes, on chip within a partition."""
+    run = 1
+    first = 0 if tile.space is Space.HBM else 1
+    for n, stride in zip(reversed(tile.shape[first:]), reversed(tile.strides[first:]), strict=True):
+        if n > 1 and stride != run:
+            break
+        run *= n
+    return run
+
+
+def memset(dst: Tile, value: float, engine: Engine = Engine.VECTOR, mask: Mask = None) -> None:
+    """Fill ``dst`` with a constant."""
+    elementwise(engine, "memset", dst, (), lambda: np.float32(value), mask)
+
+
+def fresh(shape: tuple[int, ...], dtype: Any, space: Space = Space.SBUF, mask: Mask = None) -> Tile:
+    """A tile for the result of the next instruction (first dialect and infix operators)."""
+    tile = declare(shape, as_dtype(dtype), space)
+    tile.result, tile.mask = len(current().trace.instructions), mask
+    return tile
+
+
+def compute(op: Op, operands: Sequence[Any], dtype: Any = None, mask: Mask = None) -> Tile:
+    """Run an operator of the language on tiles and numbers; the result is a new tile in SBUF."""
+    tiles = [t for t in operands if isinstance(t, Tile)]
+    if not tiles:
+        current().fail("operand", f"nl.{op.name} needs a tile")
+    shape = np.broadcast_shapes(*(t.shape + (1,) * (max(x.ndim for x in tiles) - t.ndim) for t in tiles))
+    largest = next(t for t in tiles if t.size == max(x.size for x in tiles))
+    result = fresh(shape if len(shape) > 1 else (*shape, 1), dtype or largest.dtype, mask=mask)
+    elementwise(op.engine, op.name, result, operands, op.function, mask)
+    return result
+
+
+def assign(dst: Tile, value: Any) -> None:
+    """``tile[...] = value``: redirect the instruction that just made ``value``, else copy on the vector engine."""
+    machine = current()
+    if not isinstance(value, Tile):
+        return memset(dst, value)
+    if value.storage is dst.storage and (value.offset, value.shape, value.strides) == (
+        dst.offset,
+        dst.shape,
+        dst.strides,
+    ):
+        return None  # the second half of ``tile[...] += x``
+    last = machine.trace.instructions[-1] if machine.trace.instructions else None
+    if (
+        last is None
+        or value.result != len(machine.trace.instructions) - 1
+        or (last.engine is Engine.TENSOR and dst.space is not Space.PSUM)
+    ):
+        if value.space is Space.PSUM and last is not None and value.result >= 0 and dst.space is not Space.PSUM:
+            machine.fail("operand space", "the tensor engine writes only PSUM", "psum", dst.space.value)
+        return elementwise(Engine.VECTOR, "copy", dst, (value,), OPS["copy"].function)
+    if last.engine is Engine.DMA and dst.space is Space.PSUM:
+        machine.fail("operand space", "the destination of a DMA must be in hbm or sbuf", "hbm or sbuf", "psum")
+    _redirect(machine, dst, value, adds=False)
+    return None
+
+
+def accumulate(dst: Tile, value: Any) -> None:
+    """``tile += value``: a product just made joins ``dst``'s accumulation, else the vector engine adds."""
+    machine = current()
+    last = machine.trace.instructions[-1] if machine.trace.instructions else None
+    made = isinstance(value, Tile) and value.result == len(machine.trace.instructions) - 1
+    if made and last is not None and last.engine is Engine.TENSOR and dst.space is Space.PSUM:
+        _redirect(machine, dst, value, adds=True)
+    else:
+        elementwise(Engine.VECTOR, "add", dst, (dst, value), np.add, adds=True)
+
+
+def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
+    """Make the last instruction, which wrote the whole of ``value``, write ``dst`` instead."""
+    last = machine.trace.instructions[-1]
+    tensor = last.engine is Engine.TENSOR
+    if last.engine is Engine.DMA:
+        written = dst.region()
+    else:
+        written = _operand(
+            machine, dst, f"the result of {last.op}", (Space.PSUM,) if tensor else (Space.SBUF, Space.PSUM)
+        )
+    if (dst.shape[0], dst.size) != (value.shape[0], value.size):
+        machine.fail("result shape", "the assigned result has another shape", dst.shape, value.shape)
+    if tensor and last.op == "matmul":
+        if dst.dtype != FLOAT32:
+            machine.fail("result dtype", "a matrix product accumulates in float32", "float32", dst.dtype.name)
+        bank = machine.core.psum_bank_bytes
+        if written.low // bank != (written.high - 1) // bank:
+            machine.fail("psum bank", "the result crosses a PSUM bank", bank, written.high - written.low)
+        last.accumulate = _joins(machine, dst, written, adds)
+    else:
+        _mark(dst, written, last.engine)
+    _no_overlap(machine, dst)
+    last.writes, last.dtype = (written,), last.dtype if tensor else dst.dtype.name
+    machine.trace.buffers[dst.storage.record.id].released = len(machine.trace.instructions)
+    if machine.trace.buffers[-1] is value.storage.record:
+        machine.trace.buffers.pop()
+    else:
+        value.storage.record.released = value.storage.record.allocated
+    if machine.data:
+        made = value.read()
+        if last.accumulate:
+            made = made + dst.read(accumulating=True).reshape(made.shape)
+        dst.write(made.reshape(dst.shape), value.mask, adds)

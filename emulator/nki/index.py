@@ -1,0 +1,133 @@
+"""Tile indices: affine index grids (``nl.arange``, ``nl.mgrid``), masks, ``nl.ds``.
+
+An index grid is never an array: it is an offset and a step for each axis, so indexing a tensor with grids gives a
+strided view, and a shape-only run costs nothing for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The integers ``offset + sum(step[d] * i[d])`` for ``0 <= i[d] < shape[d]``."""
+
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    offset: int = 0
+
+    def __getitem__(self, key: Any) -> Affine:
+        """Insert axes: each entry is None (a new axis) or ``:``."""
+        keys = key if isinstance(key, tuple) else (key,)
+        shape, steps, axis = [], [], 0
+        for k in keys:
+            if k is None:
+                shape.append(1)
+                steps.append(0)
+            elif k == slice(None):
+                shape.append(self.shape[axis])
+                steps.append(self.steps[axis])
+                axis += 1
+            else:
+                raise TypeError("an index grid can only be indexed with None and ':'")
+        return Affine(tuple(shape) + self.shape[axis:], tuple(steps) + self.steps[axis:], self.offset)
+
+    def _aligned(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        pad = rank - len(self.shape)
+        return (1,) * pad + self.shape, (0,) * pad + self.steps
+
+    def __add__(self, other: Any) -> Affine:
+        if not isinstance(other, Affine):
+            return Affine(self.shape, self.steps, self.offset + int(other))
+        rank = max(len(self.shape), len(other.shape))
+        (a, p), (b, q) = self._aligned(rank), other._aligned(rank)
+        steps = tuple((s if m > 1 else 0) + (t if n > 1 else 0) for m, s, n, t in zip(a, p, b, q, strict=True))
+        return Affine(np.broadcast_shapes(a, b), steps, self.offset + other.offset)
+
+    __radd__ = __add__
+
+    def __mul__(self, factor: int) -> Affine:
+        return Affine(self.shape, tuple(s * factor for s in self.steps), self.offset * factor)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Affine:
+        return self * -1
+
+    def __sub__(self, other: Any) -> Affine:
+        return self + (-other)
+
+    def __rsub__(self, other: int) -> Affine:
+        return -self + other
+
+    def values(self, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """The integers as an array, broadcast to ``shape``."""
+        result = np.array(self.offset)
+        for axis, (n, step) in enumerate(zip(self.shape, self.steps, strict=True)):
+            result = result + (np.arange(n) * step).reshape((n,) + (1,) * (len(self.shape) - axis - 1))
+        return np.broadcast_to(result, self.shape if shape is None else shape)
+
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest integer."""
+        spans = [step * (n - 1) for n, step in zip(self.shape, self.steps, strict=True)]
+        return self.offset + sum(s for s in spans if s < 0), self.offset + sum(s for s in spans if s > 0)
+
+    def __lt__(self, bound: Any) -> np.ndarray:
+        return self.values() < _plain(bound)
+
+    def __le__(self, bound: Any) -> np.ndarray:
+        return self.values() <= _plain(bound)
+
+    def __gt__(self, bound: Any) -> np.ndarray:
+        return self.values() > _plain(bound)
+
+    def __ge__(self, bound: Any) -> np.ndarray:
+        return self.values() >= _plain(bound)
+
+
+def _plain(value: Any) -> Any:
+    return value.values() if isinstance(value, Affine) else value
+
+
+def arange(start: int, stop: int | None = None) -> Affine:
+    """``nl.arange``: an index grid of one axis."""
+    first, last = (0, start) if stop is None else (start, stop)
+    return Affine((last - first,), (1,), first)
+
+
+class _Grid(tuple):
+    """What ``nl.mgrid[...]`` gives: index grids, the first also as ``.p``, then ``.x``, ``.y``, ``.z``."""
+
+    p = property(lambda self: self[0])
+    x = property(lambda self: self[1])
+    y = property(lambda self: self[2])
+    z = property(lambda self: self[3])
+
+
+class MGrid:
+    """``nl.mgrid[0:128, 0:512]``: one index grid an axis, broadcastable against each other."""
+
+    def __getitem__(self, key: Any) -> _Grid:
+        slices = key if isinstance(key, tuple) else (key,)
+        rank, shape = len(slices), tuple(s.stop - (s.start or 0) for s in slices)
+        return _Grid(
+            Affine(
+                tuple(shape[d] if d == axis else 1 for d in range(rank)),
+                tuple(int(d == axis) for d in range(rank)),
+                s.start or 0,
+            )
+            for axis, s in enumerate(slices)
+        )
+
+
+def ds(start: int, size: int) -> slice:
+    """``nl.ds``: the ``size`` elements from ``start``."""
+    return slice(start, start + size)
+
+
+class ParDim(int):
+    """``nl.par_dim(n)``: marks the partition dimension of a tile's shape."""

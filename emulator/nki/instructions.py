@@ -1,0 +1,121 @@
+"""The elementwise and reducing instructions in destination-passing form, built on :mod:`.engines`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from neuronmm.emulator.nki.dtypes import FLOAT32
+from neuronmm.emulator.nki.engines import elementwise, matmul
+from neuronmm.emulator.nki.machine import current
+from neuronmm.emulator.nki.ops import as_op
+from neuronmm.emulator.nki.tile import Mask, Tile, declare
+from neuronmm.emulator.nki.trace import Engine, Space
+
+_REDUCERS = {"add": np.sum, "maximum": np.max, "minimum": np.min, "multiply": np.prod}
+_REDUCTIONS = {
+    **{name: name for name in _REDUCERS},
+    "max": "maximum",
+    "min": "minimum",
+    "sum": "add",
+    "prod": "multiply",
+}
+
+
+def _column(tile: Any, data: Tile, role: str) -> Any:
+    """Check a per-partition operand: a number, or a [partitions, 1] tile."""
+    if isinstance(tile, Tile) and (tile.shape[0] != data.shape[0] or tile.elements != 1):
+        current().fail("shape", f"{role} must be a number or one element a partition", (data.shape[0], 1), tile.shape)
+    return tile
+
+
+def activation(
+    dst: Tile, op: Any, data: Tile, bias: Any = None, scale: Any = 1.0, mask: Mask = None, reduced: Tile | None = None
+) -> None:
+    """``dst = op(data * scale + bias)`` on the scalar engine; ``reduced`` receives the sum over the free axes."""
+    machine, function = current(), as_op(op).function
+    if isinstance(scale, Tile) and scale.dtype != FLOAT32:
+        machine.fail("operand dtype", "the scale of an activation must be float32", "float32", scale.dtype.name)
+    _column(scale, data, "scale")
+    _column(bias, data, "bias")
+    offset = 0.0 if bias is None else bias
+    elementwise(
+        Engine.SCALAR, as_op(op).name, dst, (data, scale, offset), lambda x, s, b: function(x * s + b), mask
+    )  # fmt: skip
+    if reduced is not None:
+        reduce(reduced, "add", dst, tuple(range(1, dst.ndim)), mask, Engine.SCALAR)
+
+
+def reduce(
+    dst: Tile, op: Any, data: Tile, axis: Any, mask: Mask = None, engine: Engine = Engine.VECTOR, negate: bool = False
+) -> None:
+    """Reduce free axes of ``data`` with add, maximum, minimum or multiply."""
+    machine = current()
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    axes = tuple(a % data.ndim for a in axes)
+    name = _REDUCTIONS.get(getattr(op, "name", getattr(op, "__name__", op)))
+    if name is None:
+        machine.fail("reduction", f"{op!r} is no reduction", ", ".join(_REDUCERS), str(op))
+    if 0 in axes:
+        machine.fail("reduction axis", "only free axes can be reduced", ">= 1", axes)
+    reducer, sign = _REDUCERS[name], -1.0 if negate else 1.0
+
+    def function(x: np.ndarray) -> np.ndarray:
+        return sign * reducer(x, axis=axes).reshape(dst.shape)
+
+    elementwise(engine, f"reduce_{name}", dst, (data,), function, mask, shape=data.shape)
+
+
+def scalar_ops(
+    dst: Tile, data: Tile, op0: Any, operand0: Any, reverse0: bool = False, op1: Any = None, operand1: Any = None,
+    reverse1: bool = False, engine: Engine = Engine.VECTOR, mask: Mask = None,
+) -> None:  # fmt: skip
+    """``dst = (data op0 operand0) op1 operand1`` with per-partition operands."""
+    first, second = as_op(op0), None if op1 is None else as_op(op1)
+    for operand, role in ((operand0, "operand0"), (operand1, "operand1")):
+        _column(operand, data, role)
+
+    def function(x: np.ndarray, a: Any, b: Any) -> np.ndarray:
+        y = first.function(a, x) if reverse0 else first.function(x, a)
+        if second is None:
+            return y
+        return second.function(b, y) if reverse1 else second.function(y, b)
+
+    elementwise(engine, "tensor_scalar", dst, (data, operand0, 0.0 if operand1 is None else operand1), function, mask)
+
+
+def tensors(dst: Tile, a: Tile, b: Tile, op: Any, engine: Engine = Engine.VECTOR, mask: Mask = None) -> None:
+    """``dst = a op b``; the operands cannot both lie in PSUM."""
+    if all(isinstance(t, Tile) and t.space is Space.PSUM for t in (a, b)):
+        current().fail("operand space", "both operands of tensor_tensor lie in psum", "one in sbuf", "psum, psum")
+    elementwise(engine, as_op(op).name, dst, (a, b), as_op(op).function, mask)
+
+
+def scan(dst: Tile, a: Tile, b: Tile, initial: Any, op0: Any, op1: Any, mask: Mask = None) -> None:
+    """``dst[:, t] = (dst[:, t-1] op0 a[:, t]) op1 b[:, t]`` along the free axis, on the vector engine."""
+    first, second = as_op(op0).function, as_op(op1).function
+
+    def function(x: np.ndarray, y: np.ndarray, start: Any) -> np.ndarray:
+        result = np.empty_like(x)
+        state = np.broadcast_to(start, x.shape)[:, 0]
+        for t in range(x.shape[1]):
+            state = second(first(state, x[:, t]), y[:, t])
+            result[:, t] = state
+        return result
+
+    elementwise(Engine.VECTOR, "tensor_tensor_scan", dst, (a, b, initial), function, mask)
+
+
+def transpose(dst: Tile, data: Tile) -> None:
+    """``dst = data^T``, a product with the identity on the tensor engine: data [p, f <= 128] in SBUF, dst in PSUM."""
+    machine = current()
+    p = data.shape[0]
+    if data.elements > machine.core.stationary_columns:
+        machine.fail(
+            "stationary size", "a transposed tile has too many columns", machine.core.stationary_columns, data.elements
+        )
+    identity = declare((p, p), data.dtype, name="identity")
+    if machine.data:
+        identity.storage.data = np.eye(p, dtype=data.dtype).reshape(-1)
+    matmul(dst, data, identity, accumulate=False, transpose=True)

@@ -1,0 +1,180 @@
+"""What ``nki.language`` offers in both dialects; :mod:`.modules` picks each dialect's share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from neuronmm.emulator.nki import engines, instructions
+from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
+from neuronmm.emulator.nki.engines import fresh
+from neuronmm.emulator.nki.machine import current
+from neuronmm.emulator.nki.neuronxcc_isa import _reduced
+from neuronmm.emulator.nki.ops import OPS
+from neuronmm.emulator.nki.tile import Tile, declare
+from neuronmm.emulator.nki.trace import Space
+
+sbuf, psum, hbm, private_hbm = Space.SBUF, Space.PSUM, Space.HBM, Space.HBM
+shared_hbm = object()
+"""HBM that all programs of a launch grid share."""
+
+
+class tile_size:
+    """The limits of a tile, as the language names them."""
+
+    pmax, psum_fmax, gemm_stationary_fmax, gemm_moving_fmax = 128, 512, 128, 512
+    bn_stats_fmax, psum_num_banks = 512, 8
+
+
+def ndarray(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> Tile:
+    """A tile or an HBM tensor; nobody has written it yet."""
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    if buffer is shared_hbm:
+        return _shared(dims, as_dtype(dtype), name)
+    return declare(dims, as_dtype(dtype), buffer or sbuf, name)
+
+
+def _shared(dims: tuple[int, ...], dtype: np.dtype, name: str) -> Tile:
+    """The n-th shared tensor a program declares is the same tensor in every program of the grid."""
+    machine = current()
+    number = machine.declared
+    machine.declared += 1
+    if number == len(machine.shared):
+        machine.shared.append(declare(dims, dtype, Space.HBM, name))
+    return machine.shared[number]
+
+
+def zeros(shape: Any, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "") -> Tile:
+    """A tile of zeros. In PSUM no instruction is needed: the first product into it overwrites."""
+    return full(shape, 0.0, dtype, buffer, name)
+
+
+def full(shape: Any, fill_value: float, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "") -> Tile:
+    """A tile filled with a constant."""
+    tile = ndarray(shape, dtype, buffer, name)
+    if tile.space is Space.PSUM and fill_value == 0:
+        tile.storage.zeroed = True
+        if tile.storage.data is not None:
+            tile.storage.data[...] = 0
+    elif tile.partition == 0:
+        engines.memset(tile, fill_value)
+    else:  # a block dimension before the partitions: one memset for each block
+        for block in np.ndindex(tile.shape[: tile.partition]):
+            engines.memset(tile[tuple(int(b) for b in block)], fill_value)
+    return tile
+
+
+def ones(shape: Any, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "") -> Tile:
+    """A tile of ones."""
+    return full(shape, 1.0, dtype, buffer, name)
+
+
+def load(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
+    """HBM to a new SBUF tile."""
+    shape = src.shape if len(src.shape) > 1 else (*src.shape, 1)
+    result = fresh(shape, dtype or src.dtype, mask=mask)
+    if src.space is not Space.HBM:
+        current().fail("operand space", "nl.load reads hbm", "hbm", src.space.value)
+    engines.dma(result, src, mask)
+    return result
+
+
+def store(dst: Tile, value: Any, *, mask: Any = None) -> None:
+    """An SBUF tile to HBM."""
+    if dst.space is not Space.HBM:
+        current().fail("operand space", "nl.store writes hbm", "hbm", dst.space.value)
+    engines.dma(dst, value, mask)
+
+
+def copy(x: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
+    """A copy in SBUF."""
+    return OPS["copy"](x, dtype=dtype, mask=mask)
+
+
+def matmul(x: Tile, y: Tile, *, transpose_x: bool = False, mask: Any = None) -> Tile:
+    """``x y`` as a new PSUM tile (``x^T y`` with ``transpose_x``); else x is transposed first, on the tensor engine."""
+    left = x if transpose_x else copy(transpose(x))
+    result = fresh((left.elements, *y.shape[1:]), FLOAT32, Space.PSUM)
+    engines.matmul(result, left, y, accumulate=False)
+    return result
+
+
+def transpose(x: Tile, *, dtype: Any = None, mask: Any = None) -> Tile:
+    """``x^T`` as a new PSUM tile."""
+    source = x if x.space is Space.SBUF else copy(x)
+    result = fresh((x.elements, x.shape[0]), dtype or x.dtype, Space.PSUM)
+    instructions.transpose(result, source)
+    return result
+
+
+def _reduction(op: str) -> Any:
+    def reduction(x: Tile, axis: Any, *, dtype: Any = None, mask: Any = None, keepdims: bool = False) -> Tile:
+        result = fresh(_reduced(x, axis, keepdims), dtype or x.dtype, mask=mask)
+        instructions.reduce(result, op, x, axis, mask)
+        return result
+
+    return reduction
+
+
+sum, max, min, prod = (_reduction(op) for op in ("add", "maximum", "minimum", "multiply"))
+
+
+def mean(x: Tile, axis: Any, *, dtype: Any = None, mask: Any = None, keepdims: bool = False) -> Tile:
+    """Mean over free axes."""
+    total = sum(x, axis, dtype=dtype, mask=mask, keepdims=keepdims)
+    return OPS["multiply"](total, total.elements / x.elements, dtype=dtype)
+
+
+def softmax(x: Tile, axis: Any = -1, *, dtype: Any = None, mask: Any = None) -> Tile:
+    """Softmax over the free axis: four instructions."""
+    numerator = OPS["exp"](x - max(x, axis, keepdims=True, mask=mask), dtype=FLOAT32, mask=mask)
+    return OPS["divide"](numerator, sum(numerator, axis, keepdims=True, mask=mask), dtype=dtype or x.dtype, mask=mask)
+
+
+def loop_reduce(value: Tile, op: Any, loop_indices: Any, *, dtype: Any = None) -> Tile:
+    """The value of this iteration, to be reduced over the loops: only as ``tile[...] = loop_reduce(...)``."""
+    current().fail("unsupported", "loop_reduce is not emulated: write ``tile[...] += value``")
+
+
+def broadcast_to(x: Tile, shape: tuple[int, ...]) -> Tile:
+    """Repeat axes of size 1."""
+    return x.broadcast_to(shape)
+
+
+def expand_dims(x: Tile, axis: int) -> Tile:
+    """A new axis of size 1."""
+    return x[(slice(None),) * (axis % (x.ndim + 1)) + (None,)]
+
+
+def program_id(axis: int = 0) -> int:
+    """This program's place in the launch grid."""
+    return current().program[axis]
+
+
+def num_programs(axes: int = 0) -> int:
+    """The launch grid's size along an axis."""
+    return current().grid[axes]
+
+
+def program_ndim() -> int:
+    """The launch grid's number of axes."""
+    return len(current().grid)
+
+
+def _loop(start: int, stop: int | None, step: int, parallel: bool) -> Iterator[int]:
+    return current().iterate(range(start) if stop is None else range(start, stop, step), parallel)
+
+
+def affine_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[int]:
+    """A loop whose iterations may run in any order: they must not read or overwrite each other's writes."""
+    return _loop(start, stop, step, parallel=True)
+
+
+def sequential_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[int]:
+    """A loop whose iterations run in order."""
+    return _loop(start, stop, step, parallel=False)
+
+
+static_range = sequential_range

@@ -1,0 +1,107 @@
+"""The two dialects as importable modules, for the time of a ``with`` block and only where the real ones are absent."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from neuronmm.emulator.nki import index, language, neuronxcc_isa, nki_isa
+from neuronmm.emulator.nki.dtypes import NAMES
+from neuronmm.emulator.nki.ops import OPS
+from neuronmm.emulator.nki.run import jit, simulate_kernel
+
+_LANGUAGE = (
+    "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "ndarray", "zeros", "ones", "full", "load",
+    "store", "copy", "matmul", "transpose", "sum", "max", "min", "prod", "mean", "softmax",
+    "broadcast_to", "expand_dims", "program_id", "num_programs", "program_ndim", "affine_range", "sequential_range", "static_range",
+)  # fmt: skip
+_FIRST_DIALECT_ONLY = {
+    "arange": index.arange,
+    "mgrid": index.MGrid(),
+    "par_dim": index.ParDim,
+    "loop_reduce": language.loop_reduce,
+}
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    names = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
+    own = (module.__name__, neuronxcc_isa.__name__)
+    return {
+        n: v for n in names for v in [getattr(module, n)] if not isinstance(v, ModuleType)
+        and (getattr(v, "__module__", None) in own or n.endswith("_engine"))
+    }  # fmt: skip
+
+
+def _language(first: bool) -> dict[str, Any]:
+    """``nki.language``: in the second dialect ``affine_range`` is a plain ``range``, so no race rules hold."""
+    names = {**NAMES, **OPS, **{n: getattr(language, n) for n in _LANGUAGE}, "ds": index.ds}
+    if first:
+        return {**names, **_FIRST_DIALECT_ONLY}
+    return {**names, "affine_range": language.sequential_range}
+
+
+class _Subscript:
+    """``nki.typing.tensor[...]``: an annotation, without meaning here."""
+
+    def __getitem__(self, key: Any) -> _Subscript:
+        return self
+
+
+def surface(dialect: str) -> dict[str, dict[str, Any]]:
+    """Module name -> attributes, for ``neuronxcc`` or ``nki``."""
+    if dialect == "neuronxcc":
+        top = {"jit": jit, "simulate_kernel": simulate_kernel}
+        return {
+            "neuronxcc": {"__version__": "2.0.0+emulated"},
+            "neuronxcc.nki": top,
+            "neuronxcc.nki.language": _language(first=True),
+            "neuronxcc.nki.isa": _public(neuronxcc_isa),
+            "neuronxcc.nki.typing": {"tensor": _Subscript()},
+        }
+    return {
+        "nki": {"jit": jit, "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k)},
+        "nki.language": _language(first=False),
+        "nki.isa": _public(nki_isa),
+    }
+
+
+def _real(dialect: str) -> bool:
+    """Whether the SDK's own dialect is here; the stubs of that name on the package index raise ImportError."""
+    try:
+        isa = importlib.import_module("neuronxcc.nki.isa" if dialect == "neuronxcc" else "nki.isa")
+    except Exception:
+        return False
+    return hasattr(isa, "nc_matmul")
+
+
+@contextmanager
+def nki_modules() -> Iterator[None]:
+    """Make ``neuronxcc.nki`` and ``nki`` importable inside the block; leave ``sys.modules`` as it was.
+
+    A dialect whose real package is installed is left alone. Kernel files imported inside keep working afterwards.
+    """
+    before = {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("neuronxcc", "nki")}
+    wanted = {n: v for d in ("neuronxcc", "nki") if not _real(d) for n, v in surface(d).items()}
+    made = {}
+    for name, attributes in wanted.items():
+        module = ModuleType(name, "Emulated NKI.")
+        module.__dict__.update(attributes, __path__=[])
+        made[name] = module
+    for name, module in made.items():
+        parent, _, child = name.rpartition(".")
+        if parent in made:
+            setattr(made[parent], child, module)
+    roots = {n.split(".")[0] for n in made}
+    for name in [n for n in sys.modules if n.split(".")[0] in roots]:
+        del sys.modules[name]
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] in roots]:
+            del sys.modules[name]
+        sys.modules.update({n: m for n, m in before.items() if n.split(".")[0] in roots})

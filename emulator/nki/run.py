@@ -1,0 +1,120 @@
+"""Run a kernel function: on arrays (numerics and rules) or on shapes alone (rules and trace)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from neuronmm.emulator.nki import machine as machines
+from neuronmm.emulator.nki.dtypes import as_dtype
+from neuronmm.emulator.nki.machine import Machine
+from neuronmm.emulator.nki.tile import Tile
+from neuronmm.emulator.nki.trace import Space, Trace
+from neuronmm.kernels.hardware import TRN1, NeuronCore
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An HBM tensor by shape and dtype (a NumPy dtype or a name such as "bfloat16")."""
+
+    shape: tuple[int, ...]
+    dtype: Any = "float32"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a kernel left: its trace and, if it ran on arrays, the tensors it returned or was given to fill."""
+
+    trace: Trace
+    outputs: tuple[np.ndarray, ...] = ()
+
+
+class Kernel:
+    """What ``@nki.jit`` makes of a function: inside a kernel a plain call, outside a simulation on arrays."""
+
+    def __init__(self, function: Callable[..., Any], grid: tuple[int, ...] = (1,)) -> None:
+        self.function, self.grid = function, grid
+        self.__name__ = getattr(function, "__name__", "kernel")
+        self.__doc__ = function.__doc__
+
+    def __getitem__(self, grid: Any) -> Kernel:
+        return Kernel(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,))
+
+    def __call__(self, *arguments: Any, **constants: Any) -> Any:
+        if machines._stack:
+            return self.function(*arguments, **constants)
+        return simulate_kernel(self, *arguments, **constants)
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``@nki.jit``, with or without options (they concern the compiler and are ignored)."""
+    return Kernel if function is None else Kernel(function)
+
+
+def simulate_kernel(kernel: Callable[..., Any], *arguments: Any, **constants: Any) -> Any:
+    """Run ``kernel`` on arrays; return its output array, or a tuple of them."""
+    outputs = run(kernel, *arguments, **constants).outputs
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def run(
+    kernel: Callable[..., Any],
+    *arguments: Any,
+    outputs: Sequence[TensorSpec] = (),
+    core: NeuronCore = TRN1,
+    shuffle: int | None = None,
+    fold: bool = False,
+    **constants: Any,
+) -> Run:
+    """Run ``kernel`` under the emulator.
+
+    Arguments that are arrays or :class:`TensorSpec` become HBM tensors, all others are passed as they are; any spec
+    among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
+    them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of
+    ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only).
+
+    Raises:
+        NkiError: the kernel broke a rule.
+    """
+    function = kernel.function if isinstance(kernel, Kernel) else kernel
+    data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
+    machine = Machine(getattr(kernel, "__name__", "kernel"), core, data=data, shuffle=shuffle, fold=fold)
+    machine.grid = kernel.grid if isinstance(kernel, Kernel) else (1,)
+    machines.push(machine)
+    try:
+        tensors = [_tensor(machine, a, f"argument {i}") for i, a in enumerate(arguments)]
+        named = {name: _tensor(machine, a, name) for name, a in constants.items()}
+        made = [_output(machine, spec, f"output {i}") for i, spec in enumerate(outputs)]
+        for program in itertools.product(*(range(n) for n in machine.grid)):
+            machine.program, machine.declared = program, 0
+            result = function(*tensors, *made, **named)
+        trace = machine.finish()
+    finally:
+        machines.pop()
+    returned = made or ([] if result is None else list(result) if isinstance(result, (tuple, list)) else [result])
+    return Run(trace, tuple(_array(t) for t in returned) if data else ())
+
+
+def _tensor(machine: Machine, value: Any, name: str) -> Any:
+    if isinstance(value, np.ndarray):
+        return Tile.of(machine.allocate(value.shape, 0, value.dtype, Space.HBM, name, value))
+    if isinstance(value, TensorSpec):
+        tile = Tile.of(machine.allocate(value.shape, 0, as_dtype(value.dtype), Space.HBM, name))
+        tile.storage.record.kernel_argument = True
+        return tile
+    return value
+
+
+def _output(machine: Machine, spec: TensorSpec, name: str) -> Tile:
+    tile = Tile.of(machine.allocate(spec.shape, 0, as_dtype(spec.dtype), Space.HBM, name))
+    tile.storage.record.kernel_argument = True
+    return tile
+
+
+def _array(tile: Tile) -> np.ndarray:
+    assert tile.storage.data is not None
+    return tile.storage.data.reshape(tile.storage.record.shape)

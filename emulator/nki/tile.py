@@ -1,0 +1,323 @@
+"""Tiles: strided views of the memory of a kernel, with the rules of indexing and addressing.
+
+Whatever a kernel indexes with (integers, slices, ``nl.ds``, index grids), the result is a strided view, so a tile is
+an offset, a shape and a stride for each axis. Memory is partition-major: the partition axis has the largest stride.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from neuronmm.emulator.nki.dtypes import FLOAT32
+from neuronmm.emulator.nki.index import Affine
+from neuronmm.emulator.nki.machine import Storage, current
+from neuronmm.emulator.nki.trace import Region, Space
+
+Mask = np.ndarray | None
+
+
+class Tile:
+    """A view of one allocation: of SBUF, of PSUM, or an HBM tensor.
+
+    ``strides`` and ``offset`` count elements. ``partition`` is the axis that runs over partitions on chip.
+    ``result`` is the number of the instruction that made the whole tile as its result, -1 for declared memory:
+    assigning a result to a declared tile makes that instruction write there (under its ``mask``), with no copy.
+    """
+
+    __slots__ = ("beyond", "mask", "offset", "partition", "result", "shape", "storage", "strides", "terms")
+
+    def __init__(
+        self, storage: Storage, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, partition: int = 0
+    ) -> None:
+        self.storage, self.shape, self.strides, self.offset = storage, shape, strides, offset
+        self.partition, self.result = partition, -1
+        self.mask: Mask = None
+        self.beyond: tuple[int, int, int] | None = None
+        self.terms: tuple[tuple[int, Affine], ...] = ()
+
+    @classmethod
+    def of(cls, storage: Storage, partition: int = 0) -> Tile:
+        """The whole of an allocation, partition-major."""
+        shape = storage.record.shape
+        strides = [0] * len(shape)
+        step = 1
+        for axis in [a for a in reversed(range(len(shape))) if a != partition] + [partition]:
+            strides[axis] = step
+            step *= shape[axis]
+        return cls(storage, shape, tuple(strides), 0, partition)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.storage.dtype
+
+    @property
+    def space(self) -> Space:
+        return self.storage.record.space
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def elements(self) -> int:
+        """Elements a partition."""
+        return prod(self.shape[1:])
+
+    # --- views -----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Tile:
+        keys = key if isinstance(key, tuple) else (key,)
+        if Ellipsis in [k for k in keys if k is Ellipsis]:
+            at = next(i for i, k in enumerate(keys) if k is Ellipsis)
+            fill = len(self.shape) - sum(k is not None and k is not Ellipsis for k in keys)
+            keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
+        if any(isinstance(k, Affine) for k in keys):
+            return self._grid(keys)
+        shape: list[int] = []
+        strides: list[int] = []
+        offset, axis, partition = self.offset, 0, self.partition
+        beyond = None
+        for k in keys:
+            if k is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            if axis >= len(self.shape):
+                current().fail("rank", f"too many indices for a tile of shape {self.shape}", len(self.shape), len(keys))
+            n, stride = self.shape[axis], self.strides[axis]
+            if isinstance(k, slice):
+                start = 0 if k.start is None else int(k.start)
+                stop = n if k.stop is None else int(k.stop)
+                step = 1 if k.step is None else int(k.step)
+                count = -(-(stop - start) // step)
+                if start < 0 or count <= 0 or start + (count - 1) * step >= n:
+                    beyond = (axis, stop - 1 if count > 0 else start, n)
+            else:
+                start, step, count = int(k), 1, 1
+                if start < 0 or start >= n:
+                    beyond = (axis, start, n)
+            offset += start * stride
+            if axis == self.partition:
+                partition = len(shape)
+            if isinstance(k, slice) or (axis == self.partition and self.space is not Space.HBM):
+                shape.append(count)
+                strides.append(stride * step)
+            axis += 1
+        shape += self.shape[axis:]
+        strides += self.strides[axis:]
+        if axis <= self.partition:
+            partition = len(shape) - (len(self.shape) - self.partition)
+        if beyond:
+            current().fail(
+                "out of bounds",
+                f"index of axis {beyond[0]} leaves a tile of shape {self.shape}",
+                beyond[2] - 1,
+                beyond[1],
+            )
+        return Tile(self.storage, tuple(shape), tuple(strides), offset, partition)
+
+    def _grid(self, keys: tuple) -> Tile:
+        """Index with grids, one for each axis; integers may stand beside them, and slices give axes after theirs."""
+        keys += (slice(None),) * (len(self.shape) - len(keys))
+        if len(keys) != len(self.shape):
+            current().fail(
+                "rank", f"wrong number of indices for a tile of shape {self.shape}", len(self.shape), len(keys)
+            )
+        slices = [axis for axis, k in enumerate(keys) if isinstance(k, slice)]
+        tail = (1,) * len(slices)
+        grids: list[Affine] = []
+        for axis, k in enumerate(keys):
+            if isinstance(k, slice):
+                start, stop = k.start or 0, self.shape[axis] if k.stop is None else k.stop
+                own = tuple(int(axis == a) for a in slices)
+                grids.append(Affine(tuple(stop - start if o else 1 for o in own), own, start))
+            else:
+                grid = k if isinstance(k, Affine) else Affine((), (), int(k))
+                grids.append(Affine(grid.shape + tail, grid.steps + (0,) * len(tail), grid.offset))
+        total = Affine((), (), self.offset)
+        for grid, stride in zip(grids, self.strides, strict=True):
+            total = total + grid * stride
+        tile = Tile(self.storage, total.shape, total.steps, total.offset, 0)
+        for axis, grid in enumerate(grids):
+            low, high = grid.bounds()
+            if low < 0 or high >= self.shape[axis]:
+                tile.beyond = (axis, high if low >= 0 else low, self.shape[axis])
+        tile.terms = tuple(zip(self.shape, grids, strict=True)) if tile.beyond else ()
+        return tile
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        from neuronmm.emulator.nki.engines import assign
+
+        assign(self[key], value)
+
+    def reshape(self, *shape: Any) -> Tile:
+        """The same elements in another shape; the view must be contiguous (on chip: partition by partition)."""
+        new = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
+        whole = Tile.of(self.storage, self.partition)
+        if (self.shape, self.strides, self.offset) != (whole.shape, whole.strides, 0) or prod(new) != self.size:
+            current().fail("reshape", f"cannot reshape a tile of shape {self.shape} to {new}")
+        if self.space is not Space.HBM and new[0] != self.shape[0]:
+            current().fail("reshape", f"reshaping {self.shape} to {new} would move partitions", self.shape[0], new[0])
+        return Tile(self.storage, new, tuple(prod(new[i + 1 :]) for i in range(len(new))), 0, 0)
+
+    def broadcast_to(self, shape: tuple[int, ...]) -> Tile:
+        """Repeat axes of size 1; no memory is used."""
+        strides = tuple(0 if m == 1 else s for m, s in zip(self.shape, self.strides, strict=True))
+        np.broadcast_shapes(self.shape, shape)
+        return Tile(self.storage, tuple(shape), strides, self.offset, self.partition)
+
+    def ap(self, pattern: list, offset: int = 0) -> Tile:
+        """The access pattern ``[[step, count], ...]`` from element ``offset`` of an allocation, in elements."""
+        shape, steps = tuple(count for _, count in pattern), tuple(step for step, _ in pattern)
+        last = offset + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
+        size = prod(self.storage.record.shape)
+        if offset < 0 or last >= size or min(shape) < 1:
+            current().fail(
+                "out of bounds", f"access pattern {pattern} leaves a tensor of {size} elements", size - 1, last
+            )
+        return Tile(self.storage, shape, steps, offset, 0)
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    def region(self) -> Region:
+        """The hull of the view in its buffer, in partitions and bytes."""
+        free, width = self.storage.free, self.storage.dtype.itemsize
+        first, low = divmod(self.offset, free)
+        last, high = first, low
+        if self.space is Space.HBM:
+            for n, stride in zip(self.shape, self.strides, strict=True):
+                rows, rest = divmod((n - 1) * stride, free) if stride >= free else (0, (n - 1) * stride)
+                last, high = last + rows, high + rest
+            if high >= free:
+                last, low, high = last + high // free, 0, free - 1
+        else:
+            rows, rest = divmod((self.shape[0] - 1) * self.strides[0], free)
+            last += rows
+            for n, stride in zip(self.shape[1:], self.strides[1:], strict=True):
+                high += (n - 1) * stride
+            if rest or high >= free or self.partition != 0:
+                current().fail(
+                    "partition axis", f"the first axis of the view {self.shape} must be its tile's partitions"
+                )
+        return Region(self.storage.record.id, first, last + 1, low * width, (high + 1) * width)
+
+    def inside(self, mask: Mask) -> None:
+        """Raise if the view, or the part of it under ``mask``, leaves its tensor."""
+        if self.beyond is None:
+            return
+        axis, actual, limit = self.beyond
+        if mask is not None:
+            chosen = np.broadcast_to(mask, self.shape)
+            bad = [
+                (i, int(v.max()), n)
+                for i, (n, grid) in enumerate(self.terms)
+                for v in [grid.values(self.shape)[chosen]]
+                if v.size and (v.min() < 0 or v.max() >= n)
+            ]
+            if not bad:
+                return
+            axis, actual, limit = bad[0]
+        current().fail("out of bounds", f"index of axis {axis} leaves the tensor", limit - 1, actual)
+
+    def _flat(self) -> np.ndarray:
+        """Element numbers of the view."""
+        return Affine(self.shape, self.strides, self.offset).values()
+
+    def _view(self, array: np.ndarray) -> np.ndarray:
+        width = array.itemsize
+        steps = tuple(s * width for s in self.strides)
+        return np.ndarray(self.shape, array.dtype, buffer=array, offset=self.offset * width, strides=steps)
+
+    def read(self, mask: Mask = None, accumulating: bool = False) -> np.ndarray:
+        """The values (under ``mask``; NaN elsewhere). ``accumulating`` marks the read of a read-modify-write."""
+        machine, storage = current(), self.storage
+        self.inside(mask)
+        assert storage.data is not None and storage.stamps is not None
+        if self.beyond is None:
+            values, stamps = self._view(storage.data), self._view(storage.stamps)
+        else:
+            chosen = np.broadcast_to(mask, self.shape)
+            at = np.where(chosen, self._flat(), 0)
+            values, stamps = np.where(chosen, storage.data[at].astype(np.float64), np.nan), storage.stamps[at]
+            values = values.astype(storage.dtype if storage.dtype.kind != "i" else np.float64)
+        if machine.loops and not accumulating:
+            machine.check_race(storage, stamps if mask is None else stamps[np.broadcast_to(mask, self.shape)], "reads")
+        return values
+
+    def write(self, values: Any, mask: Mask = None, accumulating: bool = False) -> None:
+        """Store what the instruction emitted last computed, cast to the tile's dtype, under ``mask``."""
+        machine, storage = current(), self.storage
+        self.inside(mask)
+        assert storage.data is not None and storage.stamps is not None
+        number = len(machine.trace.instructions) - 1
+        with np.errstate(invalid="ignore", over="ignore"):
+            cast = np.broadcast_to(np.asarray(values), self.shape).astype(storage.dtype)
+        if mask is None:
+            stamps = self._view(storage.stamps)
+            if machine.loops and not accumulating:
+                machine.check_race(storage, stamps, "overwrites")
+            self._view(storage.data)[...] = cast
+            stamps[...] = number
+            return
+        chosen = np.broadcast_to(mask, self.shape)
+        at = self._flat()[chosen]
+        if machine.loops and not accumulating:
+            machine.check_race(storage, storage.stamps[at], "overwrites")
+        storage.data[at], storage.stamps[at] = cast[chosen], number
+
+    # --- operators (the language's infix form; one vector instruction each) -------------------------------------------
+
+    def _binary(self, op: str, other: Any, reverse: bool = False) -> Tile:
+        from neuronmm.emulator.nki.ops import OPS
+
+        return OPS[op](other, self) if reverse else OPS[op](self, other)
+
+    def __add__(self, other: Any) -> Tile:
+        return self._binary("add", other)
+
+    def __sub__(self, other: Any) -> Tile:
+        return self._binary("subtract", other)
+
+    def __mul__(self, other: Any) -> Tile:
+        return self._binary("multiply", other)
+
+    def __truediv__(self, other: Any) -> Tile:
+        return self._binary("divide", other)
+
+    def __radd__(self, other: Any) -> Tile:
+        return self._binary("add", other, reverse=True)
+
+    def __rsub__(self, other: Any) -> Tile:
+        return self._binary("subtract", other, reverse=True)
+
+    def __rmul__(self, other: Any) -> Tile:
+        return self._binary("multiply", other, reverse=True)
+
+    def __rtruediv__(self, other: Any) -> Tile:
+        return self._binary("divide", other, reverse=True)
+
+    def __iadd__(self, other: Any) -> Tile:
+        from neuronmm.emulator.nki.engines import accumulate
+
+        accumulate(self, other)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Tile({self.shape}, {self.dtype.name}, {self.space.value})"
+
+
+def declare(shape: Any, dtype: np.dtype = FLOAT32, space: Space = Space.SBUF, name: str = "") -> Tile:
+    """Allocate a tile or tensor of ``shape`` (an axis marked ``par_dim`` is the partition axis, else axis 0)."""
+    from neuronmm.emulator.nki.index import ParDim
+
+    dims = tuple(shape) if not isinstance(shape, int) else (shape,)
+    axis = next((i for i, n in enumerate(dims) if isinstance(n, ParDim)), 0)
+    storage = current().allocate(tuple(int(n) for n in dims), axis, dtype, space, name)
+    return Tile.of(storage, axis)
