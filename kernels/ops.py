@@ -106,8 +106,17 @@ def _first_that_serves(op: Op, x: Tensor, *factors: LowRank) -> Implementation:
             return candidate
         if (op, candidate.name) not in _FELL_BACK:
             _FELL_BACK.add((op, candidate.name))
-            _log.warning("%s falls back from %s: %s", op.value, candidate.name, reason)
+            _log.info("%s falls back from %s: %s", op.value, candidate.name, reason)
     raise KernelError(f"no implementation of {op.value} can serve this call")
+
+
+def _width_after(width: int, factors: LowRank) -> int:
+    """The width of the result of ``factors`` on an input of ``width``; kernels may trust the shapes after this."""
+    (rank, into), (out, inner) = factors.A.shape, factors.B.shape
+    if into != width or inner != rank or (factors.bias is not None and factors.bias.shape != (out,)):
+        bias = "none" if factors.bias is None else list(factors.bias.shape)
+        raise KernelError(f"input of width {width}, A [{rank}, {into}], B [{out}, {inner}], bias {bias} do not fit")
+    return out
 
 
 def low_rank_linear(x: Tensor, A: Tensor, B: Tensor, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:
@@ -116,9 +125,10 @@ def low_rank_linear(x: Tensor, A: Tensor, B: Tensor, bias: Tensor | None = None,
     Dimensions: ``x`` [..., in], ``A`` [r, in], ``B`` [out, r], result [..., out], all of one dtype and device.
 
     Raises:
-        KernelError: a named ``impl`` cannot serve the call.
+        KernelError: the shapes do not fit together, or a named ``impl`` cannot serve the call.
     """
     factors = LowRank(A, B, bias)
+    _width_after(x.shape[-1], factors)
     return choose(Op.LINEAR, impl, x, factors).run(x, factors)
 
 
@@ -129,8 +139,12 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, imp
     a rank of its own; result [..., hidden].
 
     Raises:
-        KernelError: a named ``impl`` cannot serve the call.
+        KernelError: the shapes do not fit together, or a named ``impl`` cannot serve the call.
     """
+    wide = _width_after(x.shape[-1], gate)
+    if _width_after(x.shape[-1], up) != wide:
+        raise KernelError(f"gate and up differ in width: {wide} and {len(up.B)}")
+    _width_after(wide, down)
     return choose(Op.SWIGLU, impl, x, gate, up, down).run(x, gate, up, down)
 
 

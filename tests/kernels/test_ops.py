@@ -145,6 +145,23 @@ def test_gradients_flow_through_the_automatic_choice(op: Op) -> None:
     assert all(leaf.grad is not None and leaf.grad.abs().sum() > 0 for leaf in leaves)
 
 
+@pytest.mark.parametrize("name", ["auto", *{i.name for op in Op for i in implementations(op)}])
+def test_shapes_that_do_not_fit_never_reach_a_kernel(name: str) -> None:
+    shape = Shape((2,), 8, 12, (4, 5, 6), True)
+    x, factor = linear_call(shape, torch.float32)
+    long = factor._replace(bias=torch.zeros(13))
+    for bad in ((x[:, :7], factor), (x, factor._replace(A=factor.B)), (x, factor._replace(B=factor.A)), (x, long)):
+        with pytest.raises(KernelError, match="do not fit"):
+            run(Op.LINEAR, name, bad)
+    x, gate, up, down = swiglu_call(shape, torch.float32)
+    narrow = up._replace(B=up.B[:11], bias=None)
+    with pytest.raises(KernelError, match="gate and up differ in width: 12 and 11"):
+        run(Op.SWIGLU, name, (x, gate, narrow, down))
+    for bad in ((x, gate, up, gate), (x, down, up, down), (x[:, :7], gate, up, down)):
+        with pytest.raises(KernelError, match="do not fit"):
+            run(Op.SWIGLU, name, bad)
+
+
 def test_stacked_factors_are_seen_only_where_they_are_adjacent() -> None:
     a, b = stack(torch.randn(3, 8), torch.randn(5, 8))
     both = _stacked(a, b)
@@ -199,7 +216,7 @@ def test_a_named_implementation_that_refuses_raises_and_says_why() -> None:
 def test_the_automatic_choice_falls_back_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     best = choose(Op.LINEAR, "auto", *CALL)
     ops.register(Op.LINEAR, "picky", refuses=lambda *_: "it is Sunday", priority=99)(lambda *_: torch.empty(0))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert choose(Op.LINEAR, "auto", *CALL) is best
         assert choose(Op.LINEAR, "auto", *CALL) is best
     assert [r.getMessage() for r in caplog.records] == ["low_rank_linear falls back from picky: it is Sunday"]
