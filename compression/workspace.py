@@ -64,7 +64,7 @@ class Workspace:
         path = self.folder / f"{name}.safetensors"
         partial = path.with_suffix(".writing")
         save_file(tensors, partial, metadata={"format": "pt", **(metadata or {})})
-        os.replace(partial, path)
+        os.replace(partial, path)  # a crash before this line leaves the old state, after it the new one
 
     def load(self, name: str) -> dict[str, Tensor] | None:
         """The tensors of ``name``.safetensors, or None if it was not written."""
@@ -112,11 +112,11 @@ class Workspace:
         final = self.folder / "final"
         shutil.rmtree(final, ignore_errors=True)
         final.mkdir()
+        write_json(final / "config.json", config)
         self._write_shards(final, source, others, layers)
         for pattern in _COPIED:
             for file in source.folder.glob(pattern):
                 shutil.copyfile(file, final / file.name)
-        write_json(final / "config.json", config)
         make_portable(final)
         for name, text in texts.items():
             (final / name).write_text(text, encoding="utf-8")
@@ -148,6 +148,7 @@ class Workspace:
             single = len(shards) == 1
             file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             save_file({name: readers[name][name] for name in names}, final / file, metadata={"format": "pt"})
+            shutil.copymode(final / "config.json", final / file)  # safetensors makes files only the owner can read
             where.update(dict.fromkeys(names, file))
             for reader in {id(readers[name]): readers[name] for name in names}.values():
                 reader.close()

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
         def progress(stage: str, share: float) -> None:
             if stage not in stages:
-                stages[stage] = bar.add_task(stage, total=1.0)
+                stages[stage] = bar.add_task(stage, total=1 - 1e-6)  # the shares are rounded
             bar.advance(stages[stage], share)
 
         try:

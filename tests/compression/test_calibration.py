@@ -1,0 +1,125 @@
+"""Calibration rows: from files, and sampled from the model layer by layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from words import word_tokenizer
+
+from neuronmm.compression import streaming
+from neuronmm.compression.calibration import Rows, from_file, from_model, prefixes
+from neuronmm.compression.streaming import StreamedModel, run_layer
+from neuronmm.models import FAMILIES, UserError
+
+
+def test_a_text_file_becomes_rows_of_its_own_tokens(text: Path) -> None:
+    rows = from_file(text, word_tokenizer(), Rows(5, 16, seed=0))
+    assert rows.shape == (5, 16) and rows.dtype == torch.long
+    written = [int(word[1:]) for word in text.read_text().split()]
+    starts = [written[i : i + 16] for i in range(0, len(written), 16)]
+    assert all(row in starts for row in rows.tolist())
+    assert torch.equal(rows, from_file(text, word_tokenizer(), Rows(5, 16, seed=0)))
+    assert not torch.equal(rows, from_file(text, word_tokenizer(), Rows(5, 16, seed=1)))
+
+
+def test_a_tokenizer_that_adds_bos_gets_it_in_front_of_every_row(text: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = word_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    rows = from_file(text, tokenizer, Rows(4, 10, seed=0))
+    assert rows.shape == (4, 10) and (rows[:, 0] == 1).all() and (rows[:, 1:] > 2).all()
+
+
+def test_jsonl_rows_hold_text_or_messages(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    chat = {"messages": [{"role": "user", "content": "w9 w10"}]}
+    file.write_text("\n".join(json.dumps(row) for row in ({"text": "w7 w8"}, chat)) + "\n\n")
+    rows = from_file(file, word_tokenizer(), Rows(9, 3, seed=0))
+    assert sorted(rows.tolist()) == [[7, 8, 3], [9, 10, 4]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "0 tokens are fewer than one row of 8"),
+        ("short.txt", b"w5 w6", "2 tokens are fewer"),
+        ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("bad.jsonl", b'{"text": "w5"}\nnonsense\n', "bad.jsonl:2: not a JSON object"),
+        ("keys.jsonl", b'{"words": "w5"}\n', "keys.jsonl:1"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        from_file(tmp_path / name, word_tokenizer(), Rows(1, 8, seed=0))
+    with pytest.raises(UserError, match="no such calibration file"):
+        from_file(tmp_path / "absent", word_tokenizer(), Rows(1, 8, seed=0))
+
+
+def test_sampling_starts_from_bos_and_from_the_chat_template() -> None:
+    tokenizer = word_tokenizer()
+    assert prefixes(tokenizer) == [[1], [3]]
+    tokenizer.chat_template, tokenizer.bos_token = None, None
+    assert prefixes(tokenizer) == [[2]]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_streamed_layers_compute_what_the_whole_model_does(
+    model_type: str, resident: bool, dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not resident:
+        monkeypatch.setattr(streaming, "RESIDENT_BYTES", 0)
+    folder = dense(model_type, tied=model_type == "qwen2", max_shard_size="20KB")
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.randint(3, 64, (3, 7))
+    streamed = StreamedModel(folder, torch.float32)
+    with torch.no_grad():
+        want = whole(tokens).logits
+        for _ in range(2):  # a second pass must find the weights again
+            hidden = streamed.embed(tokens)
+            rotary = streamed.rotary(hidden, torch.arange(7)[None])
+            for index in range(len(streamed)):
+                with streamed.layer(index) as layer:
+                    hidden = run_layer(layer, hidden, rotary)
+                assert next(layer.parameters()).is_meta is not resident
+            torch.testing.assert_close(streamed.logits(hidden.flatten(0, 1)), want.flatten(0, 1))
+
+
+def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Path]) -> None:
+    """The same uniform numbers through the whole model's logits draw the same tokens."""
+    folder = dense()
+    shares: list[float] = []
+    rows = from_model(StreamedModel(folder, torch.float32), word_tokenizer(), Rows(6, 12, 5), shares.append)
+    assert rows.shape == (6, 12) and sum(shares) == pytest.approx(1)
+    assert rows[:, 0].tolist() == [1, 3, 1, 3, 1, 3]
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        cumulative = whole(rows).logits.double().softmax(-1).cumsum(-1)
+    for position in range(11):
+        uniform = torch.rand(6, 1, generator=generator).double()
+        drawn = torch.searchsorted(cumulative[:, position].contiguous(), uniform)[:, 0]
+        assert torch.equal(drawn, rows[:, position + 1])
+
+
+def test_rows_are_sampled_in_groups_that_bound_the_cache(
+    dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from neuronmm.compression import calibration
+
+    model = StreamedModel(dense(), torch.float32)
+    per_row = 2 * 2 * 2 * 8 * 12 * 4  # K and V, layers, KV heads, head dimension, length, bytes
+    monkeypatch.setattr(calibration, "_CACHE_BYTES", 2 * per_row)
+    sizes: list[int] = []
+    inner = calibration._sample
+    monkeypatch.setattr(calibration, "_sample", lambda m, o, *rest: sizes.append(len(o)) or inner(m, o, *rest))
+    rows = from_model(model, word_tokenizer(), Rows(5, 12, 0), lambda share: None)
+    assert sizes == [2, 2, 1] and rows.shape == (5, 12)
+    assert rows[:, 0].tolist() == [1, 3, 1, 3, 1]

@@ -1,0 +1,271 @@
+"""compress from end to end on tiny checkpoints: results, interruption, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from neuronmm.compression import pipeline, workspace
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.factorize import factorize
+from neuronmm.compression.pipeline import compress
+from neuronmm.models import FAMILIES, LowRankLinear, UserError
+from neuronmm.models.families import LAYERS, TARGETS
+from neuronmm.models.load import load_pretrained, load_tokenizer
+
+SMALL = {"calibration_rows": 6, "calibration_length": 12, "align": 2}
+
+
+def config(**changes: Any) -> CompressionConfig:
+    return CompressionConfig.build(None, **{**SMALL, **changes})
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("targets", ["mlp", "attention", "all"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_result_is_a_loadable_checkpoint_of_the_promised_size(
+    model_type: str, targets: str, dense: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = dense(model_type, tied=model_type == "qwen2", dtype=torch.bfloat16, max_shard_size="20KB")
+    out = tmp_path / "out"
+    report = compress(source, out, config(targets=targets, ratio=0.3))
+    assert not (tmp_path / "out.partial").exists()
+    model = load_pretrained(out, torch.float32)
+    assert load_tokenizer(out)("w5 w6")["input_ids"] == load_tokenizer(source)("w5 w6")["input_ids"]
+    assert torch.isfinite(model(torch.randint(3, 64, (2, 9))).logits).all()
+    found = {name: m.rank for name, m in model.named_modules() if isinstance(m, LowRankLinear)}
+    assert found == json.loads((out / "config.json").read_text())["quantization_config"]["ranks"]
+    assert found == {m["name"]: m["rank"] for m in report["matrices"] if m["rank"] is not None}
+    assert len(report["matrices"]) == 2 * len(TARGETS[targets])
+
+    before, after = tensors(source), tensors(out)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
+    assert sum(t.numel() for t in before.values()) == report["parameters"]["dense"]
+    assert sum(t.numel() for t in after.values()) == report["parameters"]["compressed"]
+    for name in before.keys() & after.keys():
+        assert torch.equal(before[name], after[name])
+    gone = before.keys() - after.keys()
+    assert {name.rpartition(".")[0] for name in gone} == set(found)
+    kept = sum(m["kept_parameters"] for m in report["matrices"]) / sum(
+        m["dense_parameters"] for m in report["matrices"]
+    )
+    assert report["realised_ratio"] == pytest.approx(1 - kept) and report["asked_ratio"] == 0.3
+    assert abs(report["realised_ratio"] - 0.3) < 0.05
+    assert json.loads((out / "compression_report.json").read_text()) == report
+    assert f"| {LAYERS}.1." in (out / "compression_report.md").read_text()
+    assert (out / "model.safetensors").stat().st_mode & 0o044 == (out / "config.json").stat().st_mode & 0o044
+
+
+def test_plain_svd_writes_the_truncated_svd(dense: Callable[..., Path], tmp_path: Path) -> None:
+    report = compress(dense(), tmp_path / "out", config(method="svd"))
+    before, after = tensors(tmp_path / "dense-llama"), tensors(tmp_path / "out")
+    for matrix in report["matrices"]:
+        name, rank = matrix["name"], matrix["rank"]
+        factors = factorize(before[f"{name}.weight"], rank)
+        product = after[f"{name}.B.weight"] @ after[f"{name}.A.weight"]
+        torch.testing.assert_close(product, (factors.B @ factors.A).float(), rtol=1e-4, atol=1e-5)
+        assert matrix["relative_error"] == pytest.approx(factors.relative_error)
+    assert report["calibration"] is None
+
+
+def test_whitened_reports_the_error_on_its_calibration_text(
+    dense: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    """The dense model's inputs, gathered with plain hooks, give the reported errors, and plain SVD is worse."""
+    source = dense()
+    settings = config(calibration=str(text), calibration_rows=40, damping=1e-9)
+    report = compress(source, tmp_path / "white", settings)
+    compress(source, tmp_path / "plain", config(method="svd"))
+    model = load_pretrained(source, torch.float32)
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if name in {m["name"] for m in report["matrices"]}:
+            module.register_forward_pre_hook(lambda _, x, name=name: inputs.setdefault(name, []).append(x[0]))
+    from neuronmm.compression.calibration import Rows, from_file
+
+    with torch.no_grad():
+        model(from_file(text, load_tokenizer(source), Rows(40, 12, 0)))
+    before, white, plain = tensors(source), tensors(tmp_path / "white"), tensors(tmp_path / "plain")
+    for matrix in report["matrices"]:
+        name = matrix["name"]
+        x = torch.cat(inputs[name]).flatten(0, -2).double().T
+        y = before[f"{name}.weight"].double() @ x
+        errors = {}
+        for kind, after in (("white", white), ("plain", plain)):
+            approximation = after[f"{name}.B.weight"].double() @ (after[f"{name}.A.weight"].double() @ x)
+            errors[kind] = float((y - approximation).norm() / y.norm())
+        assert errors["white"] == pytest.approx(matrix["relative_error"], rel=1e-3)
+        assert errors["white"] < errors["plain"]
+
+
+class Interrupted(BaseException):
+    """Stands for Ctrl-C or a kill: nothing catches it."""
+
+
+def _after(count: int) -> Callable[[str, float], None]:
+    left = [count]
+
+    def progress(stage: str, share: float) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Interrupted
+
+    return progress
+
+
+@pytest.mark.parametrize("method", ["svd", "whitened"])
+def test_an_interrupted_run_resumes_to_identical_bytes(method: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+    source, whole, out = dense(), tmp_path / "whole", tmp_path / "out"
+    settings = config(method=method, targets="all")
+    compress(source, whole, settings)
+    stops = 0
+    for count in range(40):
+        try:
+            compress(source, out, settings, progress=_after(count), resume=count > 0)
+            break
+        except Interrupted:
+            stops += 1
+            assert not out.exists() and (tmp_path / "out.partial").is_dir()
+    assert stops >= 2 and not (tmp_path / "out.partial").exists()
+    for file in whole.iterdir():
+        if not file.name.startswith("compression_report"):
+            assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_a_crash_between_any_two_writes_resumes_to_identical_bytes(
+    call: int, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, whole, out = dense(), tmp_path / "whole", tmp_path / "out"
+    compress(source, whole, config())
+    calls = [0]
+    replace = workspace.os.replace
+
+    def crash(*paths: Path) -> None:
+        calls[0] += 1
+        if calls[0] == call + 1:
+            raise Interrupted
+        replace(*paths)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(workspace.os, "replace", crash)
+        if call < 5:  # calibration, hidden states, two layers, and the move to OUT
+            with pytest.raises(Interrupted):
+                compress(source, out, config())
+            assert not out.exists()
+        else:
+            compress(source, out, config())
+    if call < 5:
+        compress(source, out, config(), resume=True)
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_an_interrupted_run_is_neither_lost_nor_mixed_up(dense: Callable[..., Path], tmp_path: Path) -> None:
+    source, out = dense(), tmp_path / "out"
+    with pytest.raises(Interrupted):
+        compress(source, out, config(), progress=_after(14))
+    with pytest.raises(UserError, match="--resume continues it, --force starts over"):
+        compress(source, out, config())
+    with pytest.raises(UserError, match=r"another ratio \(0\.2, now 0\.3\)"):
+        compress(source, out, config(ratio=0.3), resume=True)
+    compress(source, out, config(ratio=0.3), force=True)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_existing_out_stays_until_its_replacement_is_complete(dense: Callable[..., Path], tmp_path: Path) -> None:
+    source, out = dense(), tmp_path / "out"
+    compress(source, out, config(method="svd"))
+    before = (out / "config.json").read_bytes()
+    with pytest.raises(UserError, match="exists already"):
+        compress(source, out, config())
+    with pytest.raises(Interrupted):
+        compress(source, out, config(), force=True, progress=_after(14))
+    assert (out / "config.json").read_bytes() == before
+    compress(source, out, config(), force=True)
+    assert (out / "config.json").read_bytes() != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense-llama", "out"]
+
+
+def test_large_results_are_sharded(dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = dense()
+    compress(source, tmp_path / "one", config(method="svd"))
+    monkeypatch.setattr(workspace, "_SHARD_BYTES", 9000)
+    compress(source, tmp_path / "many", config(method="svd"))
+    assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 2
+    one, many = tensors(tmp_path / "one"), tensors(tmp_path / "many")
+    assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
+    load_pretrained(tmp_path / "many", torch.float32)
+
+
+def test_what_cannot_be_compressed_is_refused(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = dense(), tmp_path / "out"
+    compress(source, tmp_path / "done", config(method="svd"))
+    with pytest.raises(UserError, match="already compressed"):
+        compress(tmp_path / "done", out, config())
+    with pytest.raises(UserError, match="no such"):
+        compress(tmp_path / "absent", out, config())
+    with monkeypatch.context() as patched:
+        usage = shutil.disk_usage(tmp_path)
+        patched.setattr(pipeline.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(UserError, match="GB free"):
+            compress(source, out, config())
+    assert not out.exists() and not (tmp_path / "out.partial").exists()
+
+
+def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    content = load_file(folder / "model.safetensors")
+    change(content)
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("method", ["svd", "whitened"])
+def test_damaged_checkpoints_are_named(method: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+    out, name = tmp_path / "out", f"{LAYERS}.1.mlp.up_proj.weight"
+    source = dense()
+    _edit(source, lambda t: t[name].fill_(float("nan")))
+    with pytest.raises(UserError, match=r"layers\.1\.\*: .*NaN"):
+        compress(source, out, config(method=method), force=True)
+    source = dense()
+    _edit(source, lambda t: t.pop(name))
+    with pytest.raises(UserError, match="up_proj"):
+        compress(source, out, config(method=method), force=True)
+    source = dense()
+    data = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match="corrupt"):
+        compress(source, out, config(method=method), force=True)
+    assert not out.exists()
+
+
+def test_one_row_of_calibration_text_is_enough_for_a_sound_result(dense: Callable[..., Path], tmp_path: Path) -> None:
+    text = tmp_path / "tiny.txt"
+    text.write_text(" ".join(f"w{i}" for i in range(3, 15)))
+    compress(dense(), tmp_path / "out", config(calibration=str(text)))
+    assert all(torch.isfinite(tensor).all() for tensor in tensors(tmp_path / "out").values())
+
+
+def test_a_dead_layer_is_compressed(dense: Callable[..., Path], tmp_path: Path) -> None:
+    """A layer whose MLP gets all-zero inputs, and one whose weights are zero."""
+    source = dense()
+
+    def kill(content: dict[str, torch.Tensor]) -> None:
+        content[f"{LAYERS}.0.post_attention_layernorm.weight"].zero_()
+        content[f"{LAYERS}.1.mlp.down_proj.weight"].zero_()
+
+    _edit(source, kill)
+    report = compress(source, tmp_path / "out", config())
+    model = load_pretrained(tmp_path / "out", torch.float32)
+    assert torch.isfinite(model(torch.randint(3, 64, (1, 5))).logits).all()
+    assert report["matrices"][-1]["relative_error"] == 0
