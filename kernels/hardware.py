@@ -51,6 +51,9 @@ class NeuronCore:
     matmul_min_cycles: int = 64
     stationary_load_cycles: int = 32
     """Loading 128 stationary columns; it overlaps with the product before, and is exposed when that one is shorter."""
+    matmul_overhead_cycles: float = 44.0
+    """Cycles a product or transposition costs beyond its columns. Not documented: fitted to nine published latencies on
+    trn1 (docs/timing.md), and assumed to be the same on trn2 and trn3."""
     fp32_passes: int = 4
     vector_min_cycles: int = 64
     access_cycles: int = 60

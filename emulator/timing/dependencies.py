@@ -1,0 +1,165 @@
+"""Which earlier instructions an instruction has to wait for: through tiles, and through the memory tiles lie in.
+
+Through tiles: a read waits for the writes it sees, a write for the reads and writes it replaces (RAW, WAR, WAW), by
+overlap of rectangles. Through memory: a tile that is allocated anew on every turn of a loop reuses the place of one
+that has been released, so its first write waits for that one's last use. The allocator this stands for gives every
+allocation site up to ``generations`` places (2: double buffering) as long as all places fit the SBUF (PSUM: the
+banks); it ignores alignment and fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from neuronmm.emulator.nki.trace import Buffer, Engine, Region, Space
+
+
+class CapacityError(RuntimeError):
+    """The buffers that are live at one time do not fit the memory: the kernel spills."""
+
+
+class _Slot:
+    """The state of one rectangle of one buffer: who wrote it last, and who has read it since."""
+
+    __slots__ = ("dma_readers", "engine_readers", "neighbours", "region", "writer")
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.writer = -1
+        self.engine_readers: dict[Engine, int] = {}
+        self.dma_readers: list[int] = []
+        self.neighbours: list[tuple[_Slot, bool]] = []
+
+
+class Tiles:
+    """Dependencies through the contents of tiles. Instructions must be added in program order."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, dict[Region, _Slot]] = {}
+
+    def add(
+        self, index: int, engine: Engine, reads: Iterable[Region], writes: Iterable[Region]
+    ) -> tuple[set[int], list[int]]:
+        """The instructions that ``index`` must wait for, and the buffers it is the first to write a part of."""
+        before: set[int] = set()
+        fresh: list[int] = []
+        for region in reads:
+            slot = self._slot(region)
+            for other, _ in slot.neighbours:
+                before.add(other.writer)
+            if engine is Engine.DMA:
+                slot.dma_readers.append(index)
+            else:
+                slot.engine_readers[engine] = index
+        for region in writes:
+            slot = self._slot(region)
+            first = True
+            for other, covered in slot.neighbours:
+                first = first and other.writer < 0
+                before.add(other.writer)
+                before.update(other.engine_readers.values())
+                before.update(other.dma_readers)
+                if covered:
+                    other.writer = index
+                    other.engine_readers = {}
+                    other.dma_readers = []
+            if first:
+                fresh.append(region.buffer)
+        before.discard(-1)
+        before.discard(index)
+        return before, fresh
+
+    def last_uses(self, buffer: int) -> set[int]:
+        """The instructions after which nothing touches ``buffer`` any more; it must not be used again."""
+        uses: set[int] = set()
+        for slot in self._slots.pop(buffer, {}).values():
+            uses.add(slot.writer)
+            uses.update(slot.engine_readers.values())
+            uses.update(slot.dma_readers)
+        uses.discard(-1)
+        return uses
+
+    def _slot(self, region: Region) -> _Slot:
+        slots = self._slots.setdefault(region.buffer, {})
+        slot = slots.get(region)
+        if slot is None:
+            slot = _Slot(region)
+            for other in slots.values():
+                if region.overlaps(other.region):
+                    slot.neighbours.append((other, _covers(region, other.region)))
+                    other.neighbours.append((slot, _covers(other.region, region)))
+            slot.neighbours.append((slot, True))
+            slots[region] = slot
+        return slot
+
+
+def _covers(outer: Region, inner: Region) -> bool:
+    return (
+        outer.first <= inner.first and inner.last <= outer.last and outer.low <= inner.low and inner.high <= outer.high
+    )
+
+
+class Memory:
+    """Places in one on-chip memory. Buffers must be allocated and released in program order."""
+
+    def __init__(self, space: Space, capacity: int, granule: int, generations: int) -> None:
+        self._space = space
+        self._capacity = capacity
+        self._granule = granule
+        self._generations = generations
+        self._held: dict[int, tuple[int, str]] = {}
+        self._occupied = 0
+        self._by_site: dict[str, int] = {}
+        self._peak: dict[str, int] = {}
+        self._released: deque[int] = deque()
+        self._released_by_site: dict[str, deque[int]] = {}
+
+    def learn(self, steps: Iterable[tuple[bool, Buffer]]) -> None:
+        """Note how much each allocation site holds at most, from (is allocation, buffer) in program order."""
+        live: dict[str, int] = {}
+        for allocation, buffer in steps:
+            site = buffer.location
+            live[site] = live.get(site, 0) + (self.size(buffer) if allocation else -self.size(buffer))
+            self._peak[site] = max(live[site], self._peak.get(site, 0))
+
+    def size(self, buffer: Buffer) -> int:
+        """Bytes a partition, in whole granules (PSUM: banks)."""
+        return -(-buffer.bytes_per_partition // self._granule) * self._granule
+
+    def allocate(self, key: int, buffer: Buffer) -> list[int]:
+        """Find a place for ``buffer``; return the keys of the released buffers whose places it takes.
+
+        Raises:
+            CapacityError: everything that is still live and ``buffer`` together do not fit.
+        """
+        size, site = self.size(buffer), buffer.location
+        taken: list[int] = []
+        mine = self._released_by_site.setdefault(site, deque())
+        while self._by_site.get(site, 0) + size > self._generations * self._peak[site] and mine:
+            self._free(mine.popleft(), taken)
+        while self._occupied + size > self._capacity and self._released:
+            self._free(self._released.popleft(), taken)
+        if self._occupied + size > self._capacity:
+            raise CapacityError(
+                f"{self._space.value}: {self._occupied + size} bytes a partition are live when {buffer.name} is "
+                f"allocated ({site}); there are {self._capacity}"
+            )
+        self._held[key] = (size, site)
+        self._occupied += size
+        self._by_site[site] = self._by_site.get(site, 0) + size
+        return taken
+
+    def release(self, key: int) -> None:
+        """The buffer is not used again; its place may be taken."""
+        self._released.append(key)
+        self._released_by_site[self._held[key][1]].append(key)
+
+    def _free(self, key: int, taken: list[int]) -> None:
+        held = self._held.pop(key, None)
+        if held is None:  # already taken through the other queue
+            return
+        size, site = held
+        self._occupied -= size
+        self._by_site[site] -= size
+        taken.append(key)

@@ -1,0 +1,101 @@
+"""Writes traces by hand, for schedules that exist only as a description: published kernels, a compiler's spills."""
+
+from __future__ import annotations
+
+from neuronmm.emulator.nki.trace import Buffer, Engine, Fold, Instruction, Region, Space, Trace
+from neuronmm.kernels.hardware import DTYPE_BYTES
+
+
+class Sketch:
+    """A trace under construction. Tiles have 128 partitions; extents inside a partition are in elements."""
+
+    def __init__(self, name: str) -> None:
+        self.trace = Trace(name)
+        self._loop: tuple[int, ...] = ()
+        self._fold_start = 0
+
+    def tensor(self, name: str, rows: int, columns: int, dtype: str = "bfloat16") -> Buffer:
+        """A tensor in HBM."""
+        return self._buffer(name, Space.HBM, rows, columns, dtype)
+
+    def tile(self, name: str, columns: int, dtype: str = "bfloat16", space: Space = Space.SBUF) -> Buffer:
+        """Allocate [128, columns] on chip; the name is also the allocation site."""
+        return self._buffer(name, space, 128, columns, dtype)
+
+    def free(self, *tiles: Buffer) -> None:
+        """The tiles are not used after this point."""
+        for tile in tiles:
+            tile.released = len(self.trace.instructions)
+
+    def open_fold(self) -> None:
+        """What follows, up to ``close_fold``, is one iteration of an outermost loop."""
+        self._fold_start = len(self.trace.instructions)
+        self._loop = (0,)
+
+    def close_fold(self, times: int) -> None:
+        self.trace.folds.append(Fold(self._fold_start, len(self.trace.instructions), times))
+        self._loop = ()
+
+    def load(self, tile: Buffer, at: int, columns: int, tensor: Buffer, row: int = 0, column: int = 0) -> None:
+        """128 rows of ``tensor`` from (row, column) to ``tile[:, at : at + columns]``; a row is one descriptor."""
+        source = part(tensor, column, columns, row)
+        self._dma("load", (source,), (part(tile, at, columns),), tile, columns, Space.HBM, Space.SBUF)
+
+    def store(self, tensor: Buffer, tile: Buffer, at: int, columns: int, row: int = 0, column: int = 0) -> None:
+        """``tile[:, at : at + columns]`` to 128 rows of ``tensor`` from (row, column)."""
+        target = part(tensor, column, columns, row)
+        self._dma("store", (part(tile, at, columns),), (target,), tile, columns, Space.SBUF, Space.HBM)
+
+    def matmul(self, psum: Buffer, stationary: Region, moving: Region, n: int, dtype: str, accumulate: bool) -> None:
+        """psum[128, n] (+)= stationary[128, 128]^T moving[128, n]."""
+        target = part(psum, 0, n)
+        self._add(
+            Instruction(
+                Engine.TENSOR, "matmul", (stationary, moving), (target,), "", self._loop, dtype,
+                k=128, m=128, n=n, accumulate=accumulate,
+            )
+        )  # fmt: skip
+
+    def elementwise(
+        self, engine: Engine, op: str, target: Region, operands: tuple[Region, ...], elements: int, dtype: str
+    ) -> None:
+        """target = op(*operands) over ``elements`` columns."""
+        self._add(
+            Instruction(engine, op, operands, (target,), "", self._loop, dtype, partitions=128, elements=elements)
+        )
+
+    def _dma(
+        self,
+        op: str,
+        reads: tuple[Region, ...],
+        writes: tuple[Region, ...],
+        tile: Buffer,
+        columns: int,
+        source: Space,
+        target: Space,
+    ) -> None:
+        row = columns * DTYPE_BYTES[tile.dtype]
+        self._add(
+            Instruction(
+                Engine.DMA, op, reads, writes, "", self._loop, tile.dtype,
+                partitions=128, bytes=128 * row, row_bytes=row, source=source, target=target,
+            )
+        )  # fmt: skip
+
+    def _add(self, instruction: Instruction) -> None:
+        self.trace.instructions.append(instruction)
+
+    def _buffer(self, name: str, space: Space, rows: int, columns: int, dtype: str) -> Buffer:
+        here = len(self.trace.instructions)
+        buffer = Buffer(
+            len(self.trace.buffers), name, space, (rows, columns), dtype, rows, columns * DTYPE_BYTES[dtype],
+            here, here, name, self._loop, space is Space.HBM,
+        )  # fmt: skip
+        self.trace.buffers.append(buffer)
+        return buffer
+
+
+def part(buffer: Buffer, column: int, columns: int, row: int = 0) -> Region:
+    """128 rows of ``buffer`` from (row, column), ``columns`` wide."""
+    size = DTYPE_BYTES[buffer.dtype]
+    return Region(buffer.id, row, row + 128, column * size, (column + columns) * size)

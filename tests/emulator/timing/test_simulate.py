@@ -1,0 +1,213 @@
+"""The simulator on random programs: dependencies hold, bounds hold, slower hardware is never faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronmm.emulator.nki.trace import Engine, Region, Space, Trace
+from neuronmm.emulator.timing import CapacityError, Timeline, report, simulate, spill
+from neuronmm.emulator.timing.published import dense_xw, fused_xuv
+from neuronmm.emulator.timing.report import critical_path
+from neuronmm.emulator.timing.sketch import Sketch, part
+from neuronmm.emulator.timing.timeline import write_chrome_trace, write_png
+from neuronmm.kernels.hardware import TRN1, TRN2, TRN3, NeuronCore
+
+WIDTH = 256
+_ENGINES = (Engine.VECTOR, Engine.SCALAR, Engine.GPSIMD)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(("load", "store", "matmul", "copy", "add")),
+        st.integers(0, 5),
+        st.integers(0, 5),
+        st.integers(0, 2),
+        st.sampled_from((64, 128, 256)),
+    ),
+    min_size=1,
+    max_size=60,
+)
+Steps = list[tuple[str, int, int, int, int]]
+
+
+def program(chosen: Steps) -> Trace:
+    """A trace of the chosen steps on six SBUF tiles, three PSUM tiles and one HBM tensor."""
+    sketch = Sketch("random")
+    hbm = sketch.tensor("hbm", 1024, WIDTH)
+    tiles = [sketch.tile(f"tile {i}", WIDTH) for i in range(6)]
+    sums = [sketch.tile(f"psum {i}", WIDTH, "float32", Space.PSUM) for i in range(3)]
+    for op, a, b, c, size in chosen:
+        engine = _ENGINES[c]
+        if op == "load":
+            sketch.load(tiles[a], WIDTH - size, size, hbm, 128 * b)
+        elif op == "store":
+            sketch.store(hbm, tiles[a], 0, size, 128 * b)
+        elif op == "matmul":
+            sketch.matmul(sums[c], part(tiles[a], 0, 128), part(tiles[b], 0, size), size, "bfloat16", a % 2 > 0)
+        elif op == "copy":
+            sketch.elementwise(engine, "copy", part(tiles[a], 0, size), (part(sums[b % 3], 0, size),), size, "bfloat16")
+        else:
+            operands = (part(tiles[a], 0, size), part(tiles[b], 0, size))
+            sketch.elementwise(engine, "tensor_tensor", part(tiles[a], 0, size), operands, size, "bfloat16")
+    sketch.free(*tiles, *sums)
+    return sketch.trace
+
+
+def conflicts(a: tuple[Region, ...], b: tuple[Region, ...]) -> bool:
+    return any(x.overlaps(y) for x in a for y in b)
+
+
+def check_order(timeline: Timeline) -> None:
+    """Every pair of steps that touch the same element, one of them writing, runs in program order."""
+    program_ = timeline.program
+    order = [program_.trace.instructions[i] for i in program_.source]
+    for j, late in enumerate(order):
+        for i, early in enumerate(order[:j]):
+            if early.engine is late.engine and early.engine is not Engine.DMA:
+                assert timeline.start[j] >= timeline.end[i], "an engine ran two instructions at once or out of order"
+            hazard = conflicts(early.writes, late.reads + late.writes) or conflicts(early.reads, late.writes)
+            if hazard and early.engine is not late.engine:
+                assert timeline.start[j] >= timeline.end[i], (early, late)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_dependencies_are_respected(chosen: Steps) -> None:
+    trace = program(chosen)
+    timeline = simulate(trace, TRN1)
+    # HBM hazards: the tensor is waited for only if it is both read and written, which is when they can occur
+    check_order(timeline)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_latency_is_bounded_by_busy_time_and_critical_path(chosen: Steps) -> None:
+    trace = program(chosen)
+    timeline = simulate(trace, TRN1)
+    result = report(timeline)
+    assert all(share <= 1 + 1e-9 for share in result.busy.values())
+    path = list(critical_path(timeline))
+    assert path == sorted(path, key=timeline.end.__getitem__, reverse=True)
+    assert sum(timeline.program.costs[step].busy for step in path) <= timeline.latency + 1e-6
+    assert sum(result.critical_path.values()) == pytest.approx(1)
+    assert timeline.latency <= sum(c.busy for c in timeline.program.costs) + TRN1.dma_start_ns * len(chosen) + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_traffic_is_the_sum_of_the_transfers(chosen: Steps) -> None:
+    result = report(simulate(program(chosen), TRN1))
+    assert result.hbm_read == sum(128 * 2 * size for op, *_, size in chosen if op == "load")
+    assert result.hbm_written == sum(128 * 2 * size for op, *_, size in chosen if op == "store")
+    assert result.multiply_adds == sum(128 * 128 * size for op, *_, size in chosen if op == "matmul")
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps, st.integers(1, 20))
+def test_one_more_instruction_never_helps(chosen: Steps, cut: int) -> None:
+    """In-order engines: a prefix ends no later. DMAs are excluded, which may overtake each other."""
+    computing = [step for step in chosen if step[0] not in ("load", "store")]
+    assert simulate(program(computing[:cut]), TRN1).latency <= simulate(program(computing), TRN1).latency + 1e-6
+
+
+@pytest.mark.parametrize(
+    "slower",
+    [
+        {"tensor_ghz": 1.4},
+        {"matmul_overhead_cycles": 88.0},
+        {"dma_engine_rate": 8.0},
+        {"dma_start_ns": 20000.0},
+        {"vector_ghz": 0.3},
+        {"tensor_warm_up_ns": 3000.0},
+    ],
+)
+def test_slower_hardware_is_slower(slower: dict[str, float]) -> None:
+    trace = dense_xw(2048, 2048, 1024)
+    assert simulate(trace, dataclasses.replace(TRN1, **slower)).latency > simulate(trace, TRN1).latency
+
+
+def test_double_buffering_overlaps_loads_with_products() -> None:
+    trace = dense_xw(4096, 2048, 2048)
+    single, double = simulate(trace, TRN1, generations=1), simulate(trace, TRN1, generations=2)
+    assert double.latency < 0.8 * single.latency
+    loads = sum(c.busy for c, i in zip(single.program.costs, single.program.source, strict=True)
+                if trace.instructions[i].op == "load")  # fmt: skip
+    assert single.latency > loads  # nothing is lost: the tensor engine waits for every block
+
+
+def test_a_place_is_reused_only_after_its_last_reader() -> None:
+    sketch = Sketch("ring")
+    hbm = sketch.tensor("x", 128, 512)
+    psum = sketch.tile("psum", 512, "float32", Space.PSUM)
+    for _ in range(4):
+        tile = sketch.tile("ring", 512)
+        sketch.load(tile, 0, 512, hbm)
+        sketch.matmul(psum, part(tile, 0, 128), part(tile, 0, 512), 512, "bfloat16", False)
+        sketch.free(tile)
+    sketch.free(psum)
+    timeline = simulate(sketch.trace, TRN1, generations=2)
+    for turn in (2, 3):  # the third load takes the first one's place, whose product has to be over
+        assert timeline.start[2 * turn] >= timeline.end[2 * (turn - 2) + 1] + TRN1.dma_start_ns
+
+
+def unfolded(trace: Trace) -> Trace:
+    """The same kernel with every iteration of its one fold written out."""
+    (fold,) = trace.folds
+    result = Trace(trace.name)
+    body = fold.stop - fold.start
+    for turn in range(fold.times):
+        shift = {b.id: len(result.buffers) + n for n, b in enumerate(b for b in trace.buffers if b.loop)}
+        if turn == 0:
+            result.buffers = [dataclasses.replace(b) for b in trace.buffers]
+            shift = {}
+        else:
+            for b in (b for b in trace.buffers if b.loop):
+                late = dataclasses.replace(b, id=shift[b.id])
+                late.allocated, late.released = b.allocated + turn * body, b.released + turn * body
+                result.buffers.append(late)
+        for i in trace.instructions:
+            reads = tuple(r._replace(buffer=shift.get(r.buffer, r.buffer)) for r in i.reads)
+            writes = tuple(r._replace(buffer=shift.get(r.buffer, r.buffer)) for r in i.writes)
+            result.instructions.append(dataclasses.replace(i, reads=reads, writes=writes))
+    return result
+
+
+@pytest.mark.parametrize("core", [TRN1, TRN2, TRN3], ids=lambda c: c.device)
+def test_a_folded_trace_takes_as_long_as_the_unfolded_one(core: NeuronCore) -> None:
+    for trace in (fused_xuv(12288, 1024, 1024, 2048), dense_xw(2048, 2048, 6144)):
+        folded, whole = simulate(trace, core), simulate(unfolded(trace), core)
+        assert folded.latency == pytest.approx(whole.latency, rel=2e-3)
+        assert report(folded).traffic == report(whole).traffic
+        assert report(folded).busy["tensor"] == pytest.approx(report(whole).busy["tensor"], rel=5e-3)
+
+
+def test_what_does_not_fit_is_refused_and_spilling_makes_it_fit() -> None:
+    trace = dense_xw(16384, 2048, 512)
+    with pytest.raises(CapacityError, match=r"sbuf: \d+ bytes a partition are live when"):
+        simulate(trace, TRN1)
+    spilled = spill(trace, TRN1.sbuf_partition_bytes)
+    assert spilled.peak(Space.SBUF) <= TRN1.sbuf_partition_bytes
+    assert spilled.multiply_adds() == trace.multiply_adds()
+    before, after = trace.traffic(), spilled.traffic()
+    assert after[0] > before[0] and after[1] > before[1]
+    assert after[0] - before[0] == after[1] - before[1], "every spilled tile that is stored is loaded once"
+    assert (
+        spill(dense_xw(2048, 2048, 512), TRN1.sbuf_partition_bytes).instructions
+        == dense_xw(2048, 2048, 512).instructions
+    )
+    simulate(spilled, TRN1)
+
+
+def test_pictures(tmp_path: Path) -> None:
+    timeline = simulate(dense_xw(2048, 1024, 512), TRN1)
+    write_chrome_trace(timeline, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == len(timeline.start)
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timeline.latency / 1e3)
+    write_png(timeline, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
