@@ -58,7 +58,7 @@ check: setup
 	cd $(TYPED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p neuronmm
 
 test-old: $(OLD_VENV)/.done
-	$(OLD_VENV)/bin/python -m pytest tests/compat
+	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models
 
 test: setup test-old
 	$(VENV)/bin/python -m pytest $(ARGS)

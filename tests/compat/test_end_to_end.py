@@ -1,0 +1,44 @@
+"""The whole way on every supported transformers: compress on the command line, load anywhere, the same tokens.
+
+``make test`` runs this folder and ``tests/models`` on the oldest supported transformers, and on the newest everything.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from words import word_tokenizer
+
+from neuronmm.cli import main
+from neuronmm.models import LowRankLinear
+from tiny import load_plain, make_tiny
+
+PROMPT = "w7 w21 w40 w9"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # transformers 5 gives a qwen2 no tokenizer but its own
+def test_compress_then_generate_equals_transformers(
+    model_type: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    make_tiny(model_type, tied=tied).save_pretrained(model)
+    word_tokenizer().save_pretrained(model)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{3 + i * i % 61}" for i in range(2000)))
+    command = ["compress", str(model), "-o", str(out), "--ratio", "0.3", "--targets", "all", "--align", "2"]
+    assert main([*command, "--calibration", str(text), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["realised_ratio"] == pytest.approx(0.3, abs=0.05)
+
+    plain = load_plain(out)
+    assert sum(isinstance(m, LowRankLinear) for m in plain.modules()) > 0
+    tokens = word_tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = plain.generate(tokens, max_new_tokens=16, do_sample=False)[0, tokens.shape[1] :]
+    generate = ["generate", str(out), "--prompt", PROMPT, "--max-new-tokens", "16", "--dtype", "fp32", "--json"]
+    assert main(generate) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == expected.tolist()

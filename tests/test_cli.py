@@ -1,0 +1,203 @@
+"""The front door: help, exit statuses, one line for an error; and every command line that is written down parses."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from neuronmm import __version__, cli
+from neuronmm.kernels import KernelError
+from neuronmm.models import UserError
+from tiny import make_tiny
+
+ROOT = Path(__file__).parent.parent
+LINE = re.compile(r"^\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(neuronmm [a-z].*)$", re.MULTILINE)
+
+
+def test_every_command_module_is_reached() -> None:
+    modules = {path.stem for path in (ROOT / "neuronmm" / "commands").glob("*.py")} - {"__init__"}
+    assert modules == set(cli.COMMANDS)
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (script,) = (e for e in entry_points(group="console_scripts") if e.name == "neuronmm")
+    assert script.load() is cli.main
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^ +{name}\s+\S", out, re.MULTILINE) for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_commands_help_shows_its_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out and f"neuronmm {name} " in out and "--debug" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "compress" in capsys.readouterr().out
+
+
+def written_commands() -> Iterator[tuple[str, str]]:
+    """(where, command line) of every ``neuronmm ...`` line in the commands' own help and in the documents' code."""
+    for name in cli.COMMANDS:
+        for line in LINE.findall(import_module(f"neuronmm.commands.{name}").__doc__ or ""):
+            yield f"{name} --help", line
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        if path.is_file():
+            for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
+                for line in LINE.findall(block.replace("\\\n", " ")):
+                    yield str(path.relative_to(ROOT)), line
+
+
+COMMAND_LINES = sorted(set(written_commands()))
+
+
+@pytest.mark.parametrize(("where", "line"), COMMAND_LINES, ids=[f"{where}: {line}" for where, line in COMMAND_LINES])
+def test_every_written_command_line_parses(where: str, line: str) -> None:
+    bare = re.split(r"\s+(?:[|>(&]|2>|#)", line)[0]
+    args = cli.parser().parse_args(shlex.split(bare)[1:])
+    assert args.command in cli.COMMANDS
+
+
+def test_a_wrong_command_line_would_not_parse() -> None:
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args(shlex.split("compress A -o B --rato 0.2"))
+
+
+MISSING = {
+    "compress": ["compress", "./nowhere", "-o", "out"],
+    "generate": ["generate", "./nowhere", "--prompt", "Hi"],
+    "benchmark": ["benchmark", "./nowhere"],
+    "evaluate": ["evaluate", "./nowhere", "--text", "nowhere.txt"],
+}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_missing_model_is_one_line_and_status_2(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(MISSING[name]) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert out == "" and lines[-1].startswith(f"neuronmm {name}: error: ") and "nowhere" in lines[-1]
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError):
+        cli.main([*MISSING[name], "--debug"])
+
+
+BAD_INPUT = [
+    ["compress", "{model}", "-o", "{out}", "--ratio", "0.99"],
+    ["compress", "{model}", "-o", "{out}", "--ratio", "nan"],
+    ["compress", "{model}", "-o", "{out}", "--align", "-3"],
+    ["compress", "{model}", "-o", "{out}", "--calibration", "nowhere.txt"],
+    ["compress", "{model}", "-o", "{out}", "--recipe", "nowhere.yaml"],
+    ["compress", "{model}", "-o", "{model}"],
+    ["compress", "{other}", "-o", "{out}"],
+    ["generate", "{other}", "--prompt", "Hi"],
+    ["generate", "{model}", "--prompt", "Hi"],
+    ["generate", "{model}", "--prompt", "Hi", "--backend", "abacus"],
+    ["generate", "{model}", "--prompt", "Hi", "--dtype", "fp7"],
+    ["generate", "{model}", "--prompt", "Hi", "--temperature", "-1"],
+    ["generate", "{model}", "--prompt", "Hi", "--max-new-tokens", "0"],
+    ["generate", "{model}", "--batch-file", "nowhere.jsonl"],
+    ["benchmark", "{other}"],
+    ["benchmark", "{model}", "--runs", "0"],
+    ["benchmark", "{model}", "--backend", "abacus"],
+    ["benchmark", "{model}", "--baseline", "{other}"],
+    ["evaluate", "{model}", "--text", "nowhere.txt"],
+    ["evaluate", "{other}", "--text", "nowhere.txt"],
+]
+
+
+@pytest.mark.parametrize("command", BAD_INPUT, ids=" ".join)
+def test_bad_input_is_one_line_and_status_2(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tiny().save_pretrained(tmp_path / "model")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    (tmp_path / "other" / "model.safetensors").touch()
+    status = cli.main([part.format(model="model", other="other", out="out") for part in command])
+    out, err = capsys.readouterr()
+    last = err.rstrip().splitlines()[-1]
+    assert (status, out) == (2, "") and last.startswith(f"neuronmm {command[0]}: error: "), err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], int]:
+    """``failing(error)``: the status of a command that ends with ``error``."""
+
+    def run_with(error: BaseException) -> int:
+        def run(args: argparse.Namespace) -> None:
+            raise error
+
+        module = SimpleNamespace(__doc__="Fail.", add_arguments=lambda parser: None, run=run)
+        monkeypatch.setattr(cli, "import_module", lambda name: module)
+        return cli.main(["generate"])
+
+    return run_with
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (UserError("no such thing"), 2, "neuronmm generate: error: no such thing"),
+        (KernelError("cannot run"), 2, "neuronmm generate: error: cannot run"),
+        (OSError(28, "No space left on device"), 1, "neuronmm generate: error: [Errno 28] No space left on device"),
+        (MemoryError(), 1, "neuronmm generate: error: MemoryError"),
+        (KeyboardInterrupt(), 130, "neuronmm: interrupted"),
+    ],
+)
+def test_failures_become_one_line(
+    error: BaseException,
+    status: int,
+    line: str,
+    failing: Callable[[BaseException], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert failing(error) == status
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_a_defect_is_not_hidden(failing: Callable[[BaseException], int]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        failing(ZeroDivisionError())
+
+
+def test_the_module_runs_and_gives_the_status_to_the_shell(tmp_path: Path) -> None:
+    def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "neuronmm", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    assert shell("--version").stdout == f"{__version__}\n"
+    failed = shell(*MISSING["generate"])
+    assert failed.returncode == 2 and failed.stderr.count("\n") == 1
