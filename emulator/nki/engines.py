@@ -7,6 +7,7 @@ destination's dtype; without data it does the same checks and leaves the same re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,9 @@ def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], 
 
 def _no_overlap(machine: Machine, dst: Tile) -> None:
     """Refuse a destination that names an element twice."""
-    axes = sorted((s, n) for s, n in zip(dst.strides, dst.shape, strict=True) if n > 1)
+    axes = [(s, n) for s, n in zip(dst.strides, dst.shape, strict=True) if n > 1]
     reach = 0
-    for stride, n in axes:
+    for stride, n in sorted(axes):
         if stride <= reach:
             machine.fail("overlapping write", f"the destination view {dst.shape} names an element twice")
         reach += stride * (n - 1)
@@ -144,7 +145,7 @@ def _fit(values: np.ndarray, tile: Tile, shape: tuple[int, ...]) -> np.ndarray:
     """Bring a source's values to the destination's shape: same elements a partition, or one broadcast."""
     if values.shape == shape:
         return values
-    if values.size == int(np.prod(shape)):
+    if values.size == prod(shape):
         return values.reshape(shape)
     if values.ndim < len(shape):
         values = values.reshape(values.shape + (1,) * (len(shape) - values.ndim))
@@ -152,7 +153,7 @@ def _fit(values: np.ndarray, tile: Tile, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _fits(source: Tile, shape: tuple[int, ...]) -> bool:
-    partitions, elements = shape[0], int(np.prod(shape[1:]))
+    partitions, elements = shape[0], prod(shape[1:])
     if source.shape[0] != partitions:
         return False
     padded = source.shape + (1,) * (len(shape) - source.ndim)
@@ -190,7 +191,7 @@ def elementwise(
             machine.fail("operand", f"an operand of {op} must be a tile or a number, not an array")
     machine.emit(
         engine, op, tuple(reads), (written,), dtype=dst.dtype.name, partitions=dst.shape[0],
-        elements=int(np.prod(shape[1:])),
+        elements=prod(shape[1:]),
     )  # fmt: skip
     _mark(dst, written, engine)
     if machine.data:

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
@@ -106,7 +107,7 @@ class Machine:
     ) -> Storage:
         """Reserve memory for ``shape``; ``content`` fills an HBM tensor that exists before the kernel."""
         partitions = shape[partition_axis] if shape else 1
-        size = int(np.prod(shape, dtype=np.int64))
+        size = prod(shape)
         free = size // partitions if partitions else 0
         if size <= 0:
             self.fail("shape", f"a tensor of shape {shape} has no elements", "> 0 elements", size)

@@ -16,8 +16,8 @@ from neuronmm.emulator.nki.run import jit, simulate_kernel
 
 _LANGUAGE = (
     "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "ndarray", "zeros", "ones", "full", "load",
-    "store", "copy", "matmul", "transpose", "sum", "max", "min", "prod", "mean", "softmax",
-    "broadcast_to", "expand_dims", "program_id", "num_programs", "program_ndim", "affine_range", "sequential_range", "static_range",
+    "store", "copy", "matmul", "transpose", "sum", "max", "min", "prod", "mean", "softmax", "broadcast_to",
+    "expand_dims", "program_id", "num_programs", "program_ndim", "affine_range", "sequential_range", "static_range",
 )  # fmt: skip
 _FIRST_DIALECT_ONLY = {
     "arange": index.arange,

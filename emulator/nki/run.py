@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ def run(
     machine = Machine(getattr(kernel, "__name__", "kernel"), core, data=data, shuffle=shuffle, fold=fold)
     machine.grid = kernel.grid if isinstance(kernel, Kernel) else (1,)
     machines.push(machine)
+    collecting = gc.isenabled()
+    gc.disable()  # a long trace is many live objects and no garbage: collecting would take most of the time
     try:
         tensors = [_tensor(machine, a, f"argument {i}") for i, a in enumerate(arguments)]
         named = {name: _tensor(machine, a, name) for name, a in constants.items()}
@@ -95,6 +98,8 @@ def run(
         trace = machine.finish()
     finally:
         machines.pop()
+        if collecting:
+            gc.enable()
     returned = made or ([] if result is None else list(result) if isinstance(result, (tuple, list)) else [result])
     return Run(trace, tuple(_array(t) for t in returned) if data else ())
 

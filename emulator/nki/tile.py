@@ -27,7 +27,7 @@ class Tile:
     assigning a result to a declared tile makes that instruction write there (under its ``mask``), with no copy.
     """
 
-    __slots__ = ("beyond", "mask", "offset", "partition", "result", "shape", "storage", "strides", "terms")
+    __slots__ = ("_region", "beyond", "mask", "offset", "partition", "result", "shape", "storage", "strides", "terms")
 
     def __init__(
         self, storage: Storage, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, partition: int = 0
@@ -35,6 +35,7 @@ class Tile:
         self.storage, self.shape, self.strides, self.offset = storage, shape, strides, offset
         self.partition, self.result = partition, -1
         self.mask: Mask = None
+        self._region: Region | None = None
         self.beyond: tuple[int, int, int] | None = None
         self.terms: tuple[tuple[int, Affine], ...] = ()
 
@@ -74,11 +75,12 @@ class Tile:
 
     def __getitem__(self, key: Any) -> Tile:
         keys = key if isinstance(key, tuple) else (key,)
-        if Ellipsis in [k for k in keys if k is Ellipsis]:
+        kinds = [type(k) for k in keys]
+        if type(Ellipsis) in kinds:
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
             fill = len(self.shape) - sum(k is not None and k is not Ellipsis for k in keys)
             keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
-        if any(isinstance(k, Affine) for k in keys):
+        if Affine in kinds:
             return self._grid(keys)
         shape: list[int] = []
         strides: list[int] = []
@@ -188,25 +190,33 @@ class Tile:
 
     def region(self) -> Region:
         """The hull of the view in its buffer, in partitions and bytes."""
+        if self._region is None:
+            self._region = self._hbm_region() if self.space is Space.HBM else self._chip_region()
+        return self._region
+
+    def _hbm_region(self) -> Region:
         free, width = self.storage.free, self.storage.dtype.itemsize
         first, low = divmod(self.offset, free)
         last, high = first, low
-        if self.space is Space.HBM:
-            for n, stride in zip(self.shape, self.strides, strict=True):
-                rows, rest = divmod((n - 1) * stride, free) if stride >= free else (0, (n - 1) * stride)
-                last, high = last + rows, high + rest
-            if high >= free:
-                last, low, high = last + high // free, 0, free - 1
-        else:
-            rows, rest = divmod((self.shape[0] - 1) * self.strides[0], free)
-            last += rows
-            for n, stride in zip(self.shape[1:], self.strides[1:], strict=True):
-                high += (n - 1) * stride
-            if rest or high >= free or self.partition != 0:
-                current().fail(
-                    "partition axis", f"the first axis of the view {self.shape} must be its tile's partitions"
-                )
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            rows, rest = divmod((n - 1) * stride, free) if stride >= free else (0, (n - 1) * stride)
+            last, high = last + rows, high + rest
+        if high >= free:
+            last, low, high = last + high // free, 0, free - 1
         return Region(self.storage.record.id, first, last + 1, low * width, (high + 1) * width)
+
+    def _chip_region(self) -> Region:
+        storage, shape, strides = self.storage, self.shape, self.strides
+        free = storage.free
+        first, low = divmod(self.offset, free)
+        rows, rest = divmod((shape[0] - 1) * strides[0], free)
+        high = low
+        for axis in range(1, len(shape)):
+            high += (shape[axis] - 1) * strides[axis]
+        if rest or high >= free or self.partition != 0:
+            current().fail("partition axis", f"the first axis of the view {shape} must be its tile's partitions")
+        width = storage.dtype.itemsize
+        return Region(storage.record.id, first, first + rows + 1, low * width, (high + 1) * width)
 
     def inside(self, mask: Mask) -> None:
         """Raise if the view, or the part of it under ``mask``, leaves its tensor."""

@@ -1,0 +1,117 @@
+"""What the low-rank kernels are compared with, as kernels on the same dialect layer.
+
+``dense_blocked`` follows the blocking of the AWS matmul tutorial; ``dense_strips`` is the same product tuned as the
+low-rank kernels are; ``sequential`` is XUV as two tutorial products with the intermediate in HBM; ``recomputing`` is
+the naive fusion (Algorithm 1 of the paper: every output block computes ``A x`` again); ``gate_up`` followed by
+``low_rank_matmul`` is the paper's MLP in two kernels, whose activation goes through HBM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from neuronmm.kernels.layout import PARTITIONS
+from neuronmm.kernels.nki.blocks import Blocks, split
+from neuronmm.kernels.nki.low_rank_matmul import load_strip
+from neuronmm.kernels.nki.low_rank_mlp import Ranks, Weights, block_chunks, gate_up_inputs, swiglu_block
+from neuronmm.kernels.nki.stages import first_factor, packing, second_factor, store_rows
+
+COLUMNS = 512
+
+
+@dataclass(frozen=True)
+class Tutorial:
+    """Tiles (128 rows, 512 columns, 128 deep) a block of the tutorial's product; its own numbers by default."""
+
+    rows: int = 16
+    columns: int = 2
+    depth: int = 8
+
+
+def dense_blocked(d: Any, left: Any, right: Any, out: Any, tiles: Tutorial) -> None:
+    """``out = left^T right`` with results accumulated in SBUF in the output's dtype, as the tutorial does.
+
+    Dimensions: ``left`` [K, M], ``right`` [K, N], ``out`` [M, N], none packed, any size. The result of all M rows of
+    a column block stays in SBUF, so a large M does not fit (a real compiler spills; the emulator refuses).
+    """
+    depth, height = left.shape
+    for n0, n in split(right.shape[1], COLUMNS * tiles.columns):
+        results = [
+            [(c0, c, d.sbuf((m, c), out.dtype)) for c0, c in split(n, COLUMNS)] for _, m in split(height, PARTITIONS)
+        ]
+        for k0, k in split(depth, PARTITIONS * tiles.depth):
+            deep = split(k, PARTITIONS)
+            moving = [_block(d, right, k0 + q0, q, n0, n) for q0, q in deep]
+            for m0, m in split(height, PARTITIONS * tiles.rows):
+                stationary = [_block(d, left, k0 + q0, q, m0, m) for q0, q in deep]
+                for r0, r in split(m, PARTITIONS):
+                    for c0, c, result in results[(m0 + r0) // PARTITIONS]:
+                        acc = d.psum((r, c))
+                        for (_, q), s, v in zip(deep, stationary, moving, strict=True):
+                            d.matmul(d.at(acc, (0, r), (0, c)), s[0:q, r0 : r0 + r], v[0:q, c0 : c0 + c])
+                        if k0 == 0:
+                            d.copy(d.at(result, (0, r), (0, c)), acc)
+                        else:
+                            d.add(d.at(result, (0, r), (0, c)), acc, result)
+        for (m0, m), row in zip(split(height, PARTITIONS), results, strict=True):
+            packed = d.sbuf((m, n), out.dtype)
+            for c0, c, result in row:
+                d.copy(d.at(packed, (0, m), (c0, c0 + c)), result)
+            d.store(out[m0 : m0 + m, n0 : n0 + n], packed)
+
+
+def _block(d: Any, x: Any, row: int, rows: int, column: int, columns: int) -> Any:
+    tile = d.sbuf((rows, columns), x.dtype)
+    d.load(d.at(tile, (0, rows), (0, columns)), x[row : row + rows, column : column + columns])
+    return tile
+
+
+def dense_strips(d: Any, x: Any, w: Any, y: Any, blocks: Blocks) -> None:
+    """``y = W x`` with strips of tokens in SBUF and packed weights streamed past: dense, tuned.
+
+    Dimensions: ``x`` [in, tokens], ``w`` packed of [out, in], ``y`` [out, tokens].
+    """
+    how = packing(w, x.shape[0], y.shape[0])
+    for start, tokens in split(x.shape[1], blocks.tokens):
+        strip, _ = load_strip(d, x, how.rows, start, tokens, blocks, None)
+        second_factor(d, y, strip, w, how, start, tokens, blocks.moving)
+
+
+def sequential(d: Any, x: Any, u: Any, v: Any, y: Any, tiles: Tutorial) -> None:
+    """``y = x^T U V`` as two tutorial products; the intermediate [r, tokens] is written to HBM and read back.
+
+    Dimensions: ``x`` [in, tokens], ``u`` [in, r], ``v`` [r, out], ``y`` [tokens, out], none packed.
+    """
+    h = d.hbm((u.shape[1], x.shape[1]), x.dtype)
+    dense_blocked(d, u, x, h, tiles)
+    dense_blocked(d, h, v, y, tiles)
+
+
+def recomputing(d: Any, x: Any, a: Any, b: Any, y: Any, rank: int, blocks: Blocks) -> None:
+    """``y = B (A x)`` fused without a cache: every panel of the output computes ``A x`` anew.
+
+    Dimensions: as :func:`neuronmm.kernels.nki.low_rank_matmul.low_rank_matmul`.
+    """
+    how_a, how_b = packing(a, x.shape[0], rank), packing(b, rank, y.shape[0])
+    for start, tokens in split(x.shape[1], blocks.tokens):
+        for panel in how_b.panels():
+            strip, _ = load_strip(d, x, how_a.rows, start, tokens, blocks, None)
+            h = first_factor(d, strip, a, how_a, tokens, blocks.moving, x.dtype)
+            second_factor(d, y, h, b, how_b, start, tokens, blocks.moving, panels=[panel])
+
+
+def gate_up(d: Any, x: Any, w: Weights, act: Any, ranks: Ranks, blocks: Blocks) -> None:
+    """``act = silu(gate(x)) * up(x)`` to HBM: the first of the paper's two MLP kernels (``w.down_*`` unused).
+
+    Dimensions: ``x`` [hidden, tokens], ``act`` [intermediate, tokens].
+    """
+    how_gate = packing(w.gate_b, ranks.gate, ranks.intermediate)
+    how_up = packing(w.up_b, ranks.up, ranks.intermediate)
+    cut = how_gate.columns
+    for start, tokens in split(x.shape[1], blocks.tokens):
+        gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, None)
+        for first, count in split(cut.count, block_chunks(blocks, how_gate, how_up)):
+            tile = d.sbuf((cut.width, count, tokens), act.dtype)
+            swiglu_block(d, tile, gate, up, w, how_gate, how_up, first, first + count, tokens, blocks.moving)
+            store_rows(d, act, tile, cut, first, first + count, start, tokens)

@@ -1,0 +1,121 @@
+"""Destination-passing primitives over ``neuronxcc.nki`` (Trainium 1, Inferentia 2; SDK up to 2.29).
+
+The kernels call these and nothing else, so they never see a dialect. :mod:`.dialect_nki` has the same functions.
+Importing this needs the Neuron SDK or the emulator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import neuronxcc.nki.isa as nisa
+import neuronxcc.nki.language as nl
+
+NKI_BINDING = True
+"""Marks the file as plumbing: a broken rule is reported at the kernel's line, not here."""
+
+float32 = nl.float32
+
+
+def sbuf(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An SBUF tile, partitions first."""
+    return nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=dtype, buffer=nl.sbuf)
+
+
+def psum(shape: tuple[int, ...]) -> Any:
+    """A float32 PSUM tile that :func:`matmul` accumulates into."""
+    return nl.zeros((nl.par_dim(shape[0]), *shape[1:]), dtype=nl.float32, buffer=nl.psum)
+
+
+def hbm(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A scratch tensor in HBM."""
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.private_hbm)
+
+
+def at(tile: Any, *index: Any) -> Any:
+    """Where to write: an index is a number or a (start, stop) pair. This dialect writes by ``tile[key] = ...``."""
+    return tile, tuple([slice(*i) if isinstance(i, tuple) else i for i in index])
+
+
+def rows(x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
+    """``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
+    p = nl.arange(partitions)[:, None, None]
+    c = nl.arange(chunks)[None, :, None]
+    t = nl.arange(tokens)[None, None, :]
+    return x[first + p * stride + c, start + t]
+
+
+def run(w: Any, offset: int, partitions: int, stride: int, length: int) -> Any:
+    """Elements ``offset + p * stride + i`` of a flat HBM tensor: [partitions, length]."""
+    p = nl.arange(partitions)[:, None]
+    i = nl.arange(length)[None, :]
+    return w[offset + p * stride + i]
+
+
+def load(dst: Any, src: Any) -> None:
+    """HBM to SBUF."""
+    tile, key = dst
+    tile[key] = nl.load(src)
+
+
+def store(dst: Any, src: Any) -> None:
+    """SBUF to HBM."""
+    nl.store(dst, value=src)
+
+
+def matmul(dst: Any, stationary: Any, moving: Any) -> None:
+    """``dst += stationary^T moving``; the first product into a :func:`psum` tile's location overwrites."""
+    tile, key = dst
+    tile[key] += nisa.nc_matmul(stationary, moving)
+
+
+def copy(dst: Any, src: Any) -> None:
+    """Copy on the vector engine."""
+    tile, key = dst
+    tile[key] = nisa.tensor_copy(src, dtype=tile.dtype)
+
+
+def copy_scalar(dst: Any, src: Any) -> None:
+    """Copy on the scalar engine."""
+    tile, key = dst
+    tile[key] = nisa.activation(op=nl.copy, data=src, dtype=tile.dtype)
+
+
+def silu(dst: Any, src: Any) -> None:
+    """``dst = silu(src)`` on the scalar engine."""
+    tile, key = dst
+    tile[key] = nisa.activation(op=nl.silu, data=src, dtype=tile.dtype)
+
+
+def square(dst: Any, src: Any) -> None:
+    """``dst = src^2`` on the scalar engine."""
+    tile, key = dst
+    tile[key] = nisa.activation(op=nl.square, data=src, dtype=tile.dtype)
+
+
+def rsqrt(dst: Any, src: Any, scale: float, bias: Any) -> None:
+    """``dst = 1 / sqrt(src * scale + bias)`` with ``bias`` one element a partition."""
+    tile, key = dst
+    tile[key] = nisa.activation(op=nl.rsqrt, data=src, scale=scale, bias=bias, dtype=tile.dtype)
+
+
+def add(dst: Any, a: Any, b: Any) -> None:
+    """``dst = a + b`` on the vector engine; not both in PSUM."""
+    tile, key = dst
+    tile[key] = nisa.tensor_tensor(a, b, op=nl.add, dtype=tile.dtype)
+
+
+def multiply(dst: Any, a: Any, b: Any) -> None:
+    """``dst = a * b`` on the vector engine; not both in PSUM."""
+    tile, key = dst
+    tile[key] = nisa.tensor_tensor(a, b, op=nl.multiply, dtype=tile.dtype)
+
+
+def fill(tile: Any, value: float) -> None:
+    """Set every element of a tile."""
+    tile[...] = nisa.memset(tile.shape, value=value, dtype=tile.dtype)
+
+
+def loop(count: int) -> Any:
+    """Iterations that do not depend on each other."""
+    return nl.affine_range(count)

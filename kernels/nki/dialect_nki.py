@@ -1,0 +1,112 @@
+"""Destination-passing primitives over ``nki`` 0.3 and later (Trainium 2 and 3; SDK from 2.29).
+
+The same functions as :mod:`.dialect_neuronxcc`. Importing this needs the Neuron SDK or the emulator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+NKI_BINDING = True
+"""Marks the file as plumbing: a broken rule is reported at the kernel's line, not here."""
+
+float32 = nl.float32
+
+
+def sbuf(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An SBUF tile, partitions first."""
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+
+
+def psum(shape: tuple[int, ...]) -> Any:
+    """A float32 PSUM tile that :func:`matmul` accumulates into."""
+    return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
+
+
+def hbm(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A scratch tensor in HBM."""
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.hbm)
+
+
+def output(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A tensor the kernel returns."""
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
+
+
+def at(tile: Any, *index: Any) -> Any:
+    """Where to write: an index is a number or a (start, stop) pair."""
+    return tile[tuple([slice(*i) if isinstance(i, tuple) else i for i in index])]
+
+
+def rows(x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
+    """``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
+    width = x.shape[1]
+    return x.ap([[stride * width, partitions], [width, chunks], [1, tokens]], offset=first * width + start)
+
+
+def run(w: Any, offset: int, partitions: int, stride: int, length: int) -> Any:
+    """Elements ``offset + p * stride + i`` of a flat HBM tensor: [partitions, length]."""
+    return w.ap([[stride, partitions], [1, length]], offset=offset)
+
+
+def load(dst: Any, src: Any) -> None:
+    """HBM to SBUF."""
+    nisa.dma_copy(dst=dst, src=src)
+
+
+def store(dst: Any, src: Any) -> None:
+    """SBUF to HBM."""
+    nisa.dma_copy(dst=dst, src=src)
+
+
+def matmul(dst: Any, stationary: Any, moving: Any) -> None:
+    """``dst += stationary^T moving``; the first product into a :func:`psum` tile's location overwrites."""
+    nisa.nc_matmul(dst, stationary, moving)
+
+
+def copy(dst: Any, src: Any) -> None:
+    """Copy on the vector engine."""
+    nisa.tensor_copy(dst, src)
+
+
+def copy_scalar(dst: Any, src: Any) -> None:
+    """Copy on the scalar engine."""
+    nisa.activation(dst, op=nl.copy, data=src)
+
+
+def silu(dst: Any, src: Any) -> None:
+    """``dst = silu(src)`` on the scalar engine."""
+    nisa.activation(dst, op=nl.silu, data=src)
+
+
+def square(dst: Any, src: Any) -> None:
+    """``dst = src^2`` on the scalar engine."""
+    nisa.activation(dst, op=nl.square, data=src)
+
+
+def rsqrt(dst: Any, src: Any, scale: float, bias: Any) -> None:
+    """``dst = 1 / sqrt(src * scale + bias)`` with ``bias`` one element a partition."""
+    nisa.activation(dst, op=nl.rsqrt, data=src, scale=scale, bias=bias)
+
+
+def add(dst: Any, a: Any, b: Any) -> None:
+    """``dst = a + b`` on the vector engine; not both in PSUM."""
+    nisa.tensor_tensor(dst, a, b, op=nl.add)
+
+
+def multiply(dst: Any, a: Any, b: Any) -> None:
+    """``dst = a * b`` on the vector engine; not both in PSUM."""
+    nisa.tensor_tensor(dst, a, b, op=nl.multiply)
+
+
+def fill(tile: Any, value: float) -> None:
+    """Set every element of a tile."""
+    nisa.memset(tile, value)
+
+
+def loop(count: int) -> Any:
+    """Iterations that do not depend on each other; this dialect unrolls them."""
+    return range(count)
