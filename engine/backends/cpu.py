@@ -1,4 +1,4 @@
-"""The CPU backend: torch, with the low-rank kernels of :mod:`neuronmm.kernels`."""
+"""The CPU backend: prefill in torch, each later token one call of the C++ core where that can serve the model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,40 @@ from pathlib import Path
 
 import torch
 
+from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
+from neuronmm.engine.decoder import Decoder, TorchDecoder
 from neuronmm.engine.host import TorchHost
+from neuronmm.kernels import KernelError
+from neuronmm.kernels.cpu import arena, isa
 from neuronmm.models.load import load_pretrained
+
+
+class CpuHost(TorchHost):
+    """A model in main memory. ``auto`` and ``cpu`` decode in the C++ core, every other kernel name in torch.
+
+    Raises:
+        KernelError: ``impl`` is ``cpu`` and the core cannot serve the model.
+    """
+
+    @property
+    def path(self) -> str:
+        """One line: how a decode step runs here."""
+        if self._in_torch(1):
+            return super().path
+        pages = "huge pages" if arena.huge_bytes(self.model.get_input_embeddings().weight) else "4 KiB pages"
+        return f"whole step in C++ ({isa()}), {torch.get_num_threads()} threads, {pages}"
+
+    def decoder(self, batch: int, max_len: int) -> Decoder:
+        """A decoder for ``batch`` rows of at most ``max_len`` positions."""
+        return (TorchDecoder if self._in_torch(batch) else CpuDecoder)(self.model, batch, max_len)
+
+    def _in_torch(self, batch: int) -> bool:
+        if self.impl not in ("auto", "cpu"):
+            return True
+        reason = refuses(self.model, batch)
+        if reason is not None and self.impl == "cpu":
+            raise KernelError(f"the decode step cannot run on 'cpu': {reason}")
+        return reason is not None
 
 
 def missing() -> str | None:
@@ -15,6 +47,8 @@ def missing() -> str | None:
     return None
 
 
-def load(folder: Path, dtype: torch.dtype, impl: str) -> TorchHost:
-    """The model of ``folder`` in main memory."""
-    return TorchHost(load_pretrained(folder, dtype, "cpu"), impl)
+def load(folder: Path, dtype: torch.dtype, impl: str) -> CpuHost:
+    """The model of ``folder`` in main memory, all weights in one arena."""
+    host = CpuHost(load_pretrained(folder, dtype, "cpu"), impl)
+    arena.gather(host.model.parameters())
+    return host

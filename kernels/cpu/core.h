@@ -43,7 +43,7 @@ struct Layer {
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
     int32_t batch, max_len, cache_type;
-    float eps;
+    float eps, scale;  // of the norms; of the attention scores
     Matrix embedding;
     Linear head;
     const float* final_norm;

@@ -45,6 +45,30 @@ class Linear(ctypes.Structure):
     _fields_ = (("a", Matrix), ("b", Matrix), ("bias", ctypes.c_void_p))
 
 
+class Layer(ctypes.Structure):
+    """Mirrors ``Layer`` in core.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+    )
+
+
+class Model(ctypes.Structure):
+    """Mirrors ``Model`` in core.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
+        *((name, ctypes.c_int32) for name in ("batch", "max_len", "cache_type")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        ("embedding", Matrix),
+        ("head", Linear),
+        *((name, ctypes.c_void_p) for name in ("final_norm", "cos", "sin")),
+        ("layer", ctypes.POINTER(Layer)),
+    )
+
+
 @cache
 def core() -> ctypes.CDLL | None:
     """The loaded core, or None where it was not built or cannot be loaded."""

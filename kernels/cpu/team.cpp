@@ -11,7 +11,7 @@
 namespace neuronmm {
 namespace {
 
-constexpr int kSpins = 4096;  // some 50 microseconds; then the core goes to whoever holds the others up
+constexpr int kSpins = 256;  // some 10 microseconds; then the core goes to whoever holds the others up
 
 inline void pause() {
 #if defined(__x86_64__)

@@ -1,0 +1,106 @@
+"""Decoding by the C++ core: prefill stays in torch, every later token is one call on the same KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm.engine.decoder import TorchDecoder
+from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, core
+from neuronmm.kernels.cpu.step import DecodeStep, LayerWeights, LinearWeights, ModelWeights
+from neuronmm.models.lowrank import LowRankLinear
+
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""RoPE variants whose angles depend on the position alone, so that a table can hold them."""
+
+
+class CpuDecoder(TorchDecoder):
+    """The torch decoder with its decode step in C++. The logits of ``decode`` are float32.
+
+    Raises:
+        KernelError: the core cannot serve the model; :func:`refuses` says so beforehand.
+    """
+
+    def __init__(self, model: Any, batch: int, max_len: int) -> None:
+        super().__init__(model, batch, max_len)
+        self._whole_step = DecodeStep(describe(model, max_len), self.cache.keys, self.cache.values)
+        self._starts = torch.zeros(batch, dtype=torch.int32)
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """See :class:`neuronmm.engine.decoder.Decoder`."""
+        self._starts = (attention_mask == 0).sum(-1, dtype=torch.int32)
+        return super().prefill(input_ids, attention_mask)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor) -> Tensor:
+        """See :class:`neuronmm.engine.decoder.Decoder`."""
+        if self.cache.length >= self.max_len:
+            raise ValueError(f"{self.cache.length + 1} positions do not fit {self.max_len}")
+        logits = self._whole_step(token_ids, self.cache.length, self._starts)
+        self.cache.length += 1
+        return logits
+
+
+def refuses(model: Any, batch: int) -> str | None:
+    """Why the core cannot decode this model, or None."""
+    if core() is None:
+        return NOT_BUILT
+    if batch > MAX_BATCH:
+        return f"{batch} rows, it takes {MAX_BATCH}"
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if not dtypes <= {torch.float32, torch.bfloat16}:
+        return f"weights in {', '.join(sorted(map(str, dtypes)))}; it takes float32 and bfloat16"
+    rope = getattr(model.model.rotary_emb, "rope_type", "default")
+    if rope not in _FIXED_ROPE:
+        return f"RoPE of type {rope!r}"
+    for layer in model.model.layers:
+        for name in _LINEARS:
+            module = getattr(layer.mlp if name in ("gate_proj", "up_proj", "down_proj") else layer.self_attn, name)
+            if type(module) not in (nn.Linear, LowRankLinear):
+                return f"{name} is a {type(module).__name__}"
+    return None
+
+
+def describe(model: Any, max_len: int) -> ModelWeights:
+    """The weights of a transformers model, for :class:`DecodeStep`. Nothing is copied but the small tensors."""
+    base, attention = model.model, model.model.layers[0].self_attn
+    positions = torch.arange(max_len)[None]
+    cos, sin = base.rotary_emb(torch.empty(1, dtype=torch.float32), positions)
+    return ModelWeights(
+        embedding=base.embed_tokens.weight,
+        layers=[_layer(layer) for layer in base.layers],
+        final_norm=base.norm.weight,
+        head=_linear(model.lm_head),
+        cos=cos[0],
+        sin=sin[0],
+        heads=model.config.num_attention_heads,
+        eps=base.norm.variance_epsilon,
+        scale=attention.head_dim**-0.5,
+    )
+
+
+def _layer(layer: Any) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norms = {name: getattr(attention, name).weight for name in ("q_norm", "k_norm") if hasattr(attention, name)}
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        q=_linear(attention.q_proj),
+        k=_linear(attention.k_proj),
+        v=_linear(attention.v_proj),
+        o=_linear(attention.o_proj),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        **head_norms,
+    )
+
+
+def _linear(module: Any) -> LinearWeights:
+    if isinstance(module, LowRankLinear):
+        return LinearWeights(*module.factors)
+    return LinearWeights(module.weight, None, module.bias)

@@ -1,0 +1,64 @@
+"""All weights in one stretch of memory, on huge pages where the system grants them.
+
+Decoding reads every weight once a token; with pages of 4 KiB the processor spends much of that time on address
+translation. Linux gives huge pages to anonymous memory that asks for them (``madvise(2)``, MADV_HUGEPAGE).
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LINE = 64
+
+
+def gather(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
+    """Move the tensors' data, in their order, into one new arena; they stay the same objects.
+
+    Meant for parameters: afterwards every tensor is contiguous, and neighbours in the given order are neighbours in
+    memory (each begins on a cache line). Tensors that share memory with one another must not be given. The arena lives
+    as long as any of them.
+
+    Returns:
+        The tensors.
+    """
+    moved = list(tensors)
+    sizes = [-(-tensor.nbytes // _LINE) * _LINE for tensor in moved]
+    arena = torch.frombuffer(_map(max(sum(sizes), _LINE)), dtype=torch.uint8)
+    offset = 0
+    with torch.no_grad():
+        for tensor, size in zip(moved, sizes, strict=True):
+            target = arena[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensor.data = target.copy_(tensor)
+            offset += size
+    return moved
+
+
+def _map(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory would not be granted any
+    with suppress(OSError):  # a kernel without transparent huge pages: small pages do the same, slower
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def huge_bytes(tensor: Tensor) -> int:
+    """Bytes of the mapping around ``tensor`` that lie on huge pages; 0 where the system does not tell."""
+    maps = Path("/proc/self/smaps")
+    if not maps.is_file():
+        return 0
+    address, inside = tensor.data_ptr(), False
+    for line in maps.read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span:
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0

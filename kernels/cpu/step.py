@@ -1,0 +1,209 @@
+"""The whole decode step as one C++ call, described by plain tensors.
+
+``ModelWeights`` says what a Llama, Qwen2 or Qwen3 decoder consists of; each linear is dense, factorised or int8 alone.
+``DecodeStep`` binds it to a static KV cache. Nothing is copied: weights and cache are read, and the cache written,
+where they lie.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuronmm.kernels.cpu.library import MAX_BATCH, TYPES, Layer, Linear, Matrix, Model, core
+from neuronmm.kernels.ops import KernelError
+
+
+class Int8(NamedTuple):
+    """A weight matrix with one scale a row: ``values[i, j] * scales[i]``.
+
+    Dimensions: ``values`` int8 [out, in], ``scales`` float32 [out].
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """``y = A x + bias``, or ``y = B (A x) + bias`` where ``B`` is given.
+
+    Dimensions: dense ``A`` [out, in]; factorised ``A`` [r, in], ``B`` [out, r]; ``bias`` [out]. The matrices are
+    float32, bfloat16 or :class:`Int8`, contiguous.
+    """
+
+    A: Tensor | Int8
+    B: Tensor | Int8 | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. Norms [hidden]; ``q_norm`` and ``k_norm`` [head_dim] where the family has them."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+    q: LinearWeights
+    k: LinearWeights
+    v: LinearWeights
+    o: LinearWeights
+    gate: LinearWeights
+    up: LinearWeights
+    down: LinearWeights
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """A decoder.
+
+    Dimensions: ``embedding`` [vocab, hidden]; ``cos`` and ``sin`` [max_len, head_dim], the RoPE tables by position in
+    the half-split layout of transformers (both halves of a row alike), attention scaling included. ``scale`` multiplies
+    the attention scores, ``eps`` belongs to every norm.
+    """
+
+    embedding: Tensor | Int8
+    layers: Sequence[LayerWeights]
+    final_norm: Tensor
+    head: LinearWeights
+    cos: Tensor
+    sin: Tensor
+    heads: int
+    eps: float
+    scale: float
+
+
+class DecodeStep:
+    """One token for every row of a batch, in one call.
+
+    Dimensions: ``keys[layer]`` and ``values[layer]`` [batch, kv_heads, max_len, head_dim], contiguous, float32 or
+    bfloat16, batch at most 8.
+
+    Raises:
+        KernelError: the core is not built, or a tensor's place, dtype, layout or shape does not fit.
+    """
+
+    def __init__(self, weights: ModelWeights, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._alive: list[Tensor] = []
+        library = core()
+        if library is None:
+            raise KernelError("the decode step needs the C++ core, which is not built")
+        self._run = library.neuronmm_decode_step
+        batch, kv_heads, max_len, head_dim = keys[0].shape
+        q_size, kv_size = weights.heads * head_dim, kv_heads * head_dim
+        self._batch, self._max_len = batch, max_len
+        if not 1 <= batch <= MAX_BATCH or weights.heads % kv_heads or head_dim % 2:
+            raise KernelError(
+                f"batch {batch} of 1 to {MAX_BATCH}, {weights.heads} heads on {kv_heads}, {head_dim} wide"
+            )
+        embedding = self._matrix(weights.embedding)
+        hidden, intermediate = embedding.cols, _out(weights.layers[0].gate)
+        self._vocab = _out(weights.head)
+        layers = (Layer * len(weights.layers))()
+        for layer, part, k, v in zip(layers, weights.layers, keys, values, strict=True):
+            for name, size in (
+                ("input_norm", hidden),
+                ("post_norm", hidden),
+                ("q_norm", head_dim),
+                ("k_norm", head_dim),
+            ):
+                setattr(layer, name, self._floats(getattr(part, name), (size,)))
+            for name, shape in {
+                "q": (q_size, hidden),
+                "k": (kv_size, hidden),
+                "v": (kv_size, hidden),
+                "o": (hidden, q_size),
+                "gate": (intermediate, hidden),
+                "up": (intermediate, hidden),
+                "down": (hidden, intermediate),
+            }.items():
+                setattr(layer, name, self._linear(getattr(part, name), *shape))
+            layer.keys, layer.values = (self._cache(t, keys[0]) for t in (k, v))
+        table = (max_len, head_dim)
+        self._model = Model(
+            *(len(layers), hidden, weights.heads, kv_heads, head_dim, intermediate, batch, max_len),
+            *(TYPES[keys[0].dtype], weights.eps, weights.scale, embedding),
+            self._linear(weights.head, self._vocab, hidden),
+            self._floats(weights.final_norm, (hidden,)),
+            self._floats(weights.cos[:max_len], table),
+            self._floats(weights.sin[:max_len], table),
+            layers,
+        )
+
+    def __call__(self, token_ids: Tensor, slot: int, starts: Tensor) -> Tensor:
+        """Write the tokens to ``slot`` of the cache and return the logits that follow them.
+
+        Dimensions: token_ids int64 [batch]; starts int32 [batch], the first slot of each row that holds a token (its
+        left padding); logits float32 [batch, vocab].
+
+        Raises:
+            KernelError: the arguments do not fit the cache.
+        """
+        if token_ids.shape != (self._batch,) or token_ids.dtype != torch.int64:
+            raise KernelError(f"token_ids {list(token_ids.shape)} {token_ids.dtype} for int64 [{self._batch}]")
+        if starts.shape != (self._batch,) or starts.dtype != torch.int32 or not 0 <= slot < self._max_len:
+            raise KernelError(f"starts {list(starts.shape)} {starts.dtype}, slot {slot} of {self._max_len}")
+        token_ids, starts = token_ids.contiguous(), starts.contiguous()
+        logits = torch.empty(self._batch, self._vocab)
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (token_ids, starts))
+        self._run(
+            ctypes.byref(self._model), *pointers, slot, ctypes.c_void_p(logits.data_ptr()), torch.get_num_threads()
+        )
+        return logits
+
+    def _floats(self, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
+        """Address of a small tensor in float32."""
+        if tensor is None:
+            return None
+        if tensor.shape != shape:
+            raise KernelError(f"a tensor of shape {list(tensor.shape)} where {list(shape)} belongs")
+        return self._address(tensor.detach().float().contiguous())
+
+    def _matrix(self, weight: Tensor | Int8) -> Matrix:
+        data, scale = weight if isinstance(weight, Int8) else (weight, None)
+        if data.ndim != 2 or data.dtype not in TYPES or (data.dtype == torch.int8) != (scale is not None):
+            raise KernelError(
+                f"a weight {list(data.shape)} of {data.dtype}: it takes matrices of float32, bfloat16, Int8"
+            )
+        if scale is not None and (scale.shape != (len(data),) or scale.dtype != torch.float32):
+            raise KernelError(f"int8 scales {list(scale.shape)} {scale.dtype} for a weight {list(data.shape)}")
+        for tensor in (data, scale):
+            if tensor is not None:
+                self._address(tensor)
+        return Matrix.of(data, scale)
+
+    def _linear(self, linear: LinearWeights, out: int, inner: int) -> Linear:
+        a = self._matrix(linear.A)
+        b = Matrix() if linear.B is None else self._matrix(linear.B)
+        if a.cols != inner or (b.rows or a.rows) != out or (b.data and b.cols != a.rows):
+            raise KernelError(f"a linear {a.cols} -> {a.rows} -> {b.rows or a.rows} where {inner} -> {out} belongs")
+        return Linear(a, b, self._floats(linear.bias, (out,)))
+
+    def _cache(self, tensor: Tensor, like: Tensor) -> int:
+        if (
+            tensor.shape != like.shape
+            or tensor.dtype != like.dtype
+            or tensor.dtype not in (torch.float32, torch.bfloat16)
+        ):
+            raise KernelError(f"a cache tensor {list(tensor.shape)} of {tensor.dtype} beside {list(like.shape)}")
+        return self._address(tensor)
+
+    def _address(self, tensor: Tensor) -> int:
+        """Address of a contiguous tensor in main memory, which is kept alive."""
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise KernelError(
+                f"a tensor {list(tensor.shape)} on {tensor.device}: it has to be contiguous, in main memory"
+            )
+        self._alive.append(tensor)
+        return tensor.data_ptr()
+
+
+def _out(linear: LinearWeights) -> int:
+    last = linear.A if linear.B is None else linear.B
+    return len(last.values if isinstance(last, Int8) else last)
