@@ -13,9 +13,8 @@ from typing import Any
 
 from neuronmm.kernels.layout import PARTITIONS
 from neuronmm.kernels.nki.blocks import Blocks, split
-from neuronmm.kernels.nki.low_rank_matmul import load_strip
 from neuronmm.kernels.nki.low_rank_mlp import Ranks, Weights, block_chunks, gate_up_inputs, swiglu_block
-from neuronmm.kernels.nki.stages import first_factor, packing, second_factor, store_rows
+from neuronmm.kernels.nki.stages import Parts, factor, first_factors, load_rows, second_factor, store_rows
 
 COLUMNS = 512
 
@@ -72,10 +71,12 @@ def dense_strips(d: Any, x: Any, w: Any, y: Any, blocks: Blocks) -> None:
 
     Dimensions: ``x`` [in, tokens], ``w`` packed of [out, in], ``y`` [out, tokens].
     """
-    how = packing(w, x.shape[0], y.shape[0])
+    f = factor(w, x.shape[0], y.shape[0])
+    cut = f.how.rows
     for start, tokens in split(x.shape[1], blocks.tokens):
-        strip, _ = load_strip(d, x, how.rows, start, tokens, blocks, None)
-        second_factor(d, y, strip, w, how, start, tokens, blocks.moving)
+        strip = d.sbuf((cut.width, cut.count, tokens), x.dtype)
+        load_rows(d, strip, x, cut, 0, cut.count, start, tokens)
+        second_factor(d, y, Parts([strip], cut.count), f, f.how.panels(), start, tokens, blocks.moving)
 
 
 def sequential(d: Any, x: Any, u: Any, v: Any, y: Any, tiles: Tutorial) -> None:
@@ -93,12 +94,11 @@ def recomputing(d: Any, x: Any, a: Any, b: Any, y: Any, rank: int, blocks: Block
 
     Dimensions: as :func:`neuronmm.kernels.nki.low_rank_matmul.low_rank_matmul`.
     """
-    how_a, how_b = packing(a, x.shape[0], rank), packing(b, rank, y.shape[0])
+    fa, fb = factor(a, x.shape[0], rank), factor(b, rank, y.shape[0])
     for start, tokens in split(x.shape[1], blocks.tokens):
-        for panel in how_b.panels():
-            strip, _ = load_strip(d, x, how_a.rows, start, tokens, blocks, None)
-            h = first_factor(d, strip, a, how_a, tokens, blocks.moving, x.dtype)
-            second_factor(d, y, h, b, how_b, start, tokens, blocks.moving, panels=[panel])
+        for panel in fb.how.panels():
+            h = first_factors(d, x, [fa], start, tokens, blocks, 0.0)[0]
+            second_factor(d, y, h, fb, [panel], start, tokens, blocks.moving)
 
 
 def gate_up(d: Any, x: Any, w: Weights, act: Any, ranks: Ranks, blocks: Blocks) -> None:
@@ -106,12 +106,12 @@ def gate_up(d: Any, x: Any, w: Weights, act: Any, ranks: Ranks, blocks: Blocks) 
 
     Dimensions: ``x`` [hidden, tokens], ``act`` [intermediate, tokens].
     """
-    how_gate = packing(w.gate_b, ranks.gate, ranks.intermediate)
-    how_up = packing(w.up_b, ranks.up, ranks.intermediate)
-    cut = how_gate.columns
+    up_rank = ranks.gate if w.shared else ranks.up
+    gate_b, up_b = factor(w.gate_b, ranks.gate, ranks.intermediate), factor(w.up_b, up_rank, ranks.intermediate)
+    cut = gate_b.how.columns
     for start, tokens in split(x.shape[1], blocks.tokens):
-        gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, None)
-        for first, count in split(cut.count, block_chunks(blocks, how_gate, how_up)):
+        gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, 0.0)
+        for first, count in split(cut.count, block_chunks(blocks, gate_b, up_b)):
             tile = d.sbuf((cut.width, count, tokens), act.dtype)
-            swiglu_block(d, tile, gate, up, w, how_gate, how_up, first, first + count, tokens, blocks.moving)
+            swiglu_block(d, tile, gate, gate_b, up, up_b, first, first + count, tokens, blocks.moving)
             store_rows(d, act, tile, cut, first, first + count, start, tokens)

@@ -17,57 +17,54 @@ from neuronmm.kernels.nki.blocks import Blocks, default_blocks
 
 
 def low_rank_matmul(
-    rank: int, blocks: Blocks | None = None, epsilon: float | None = None, residual: bool = False
+    rank: int, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False
 ) -> Callable[..., None]:
     """``kernel(x, a, b, y)``, or with ``residual`` ``kernel(x, a, b, residual, y)``: y = B (A x) (+ residual)."""
 
-    def low_rank_matmul_residual_kernel(x: Any, a: Any, b: Any, extra: Any, y: Any) -> None:
-        sizes = blocks or default_blocks(x.shape[1])
-        matmul.low_rank_matmul(d, x, a, b, y, rank, sizes, extra, epsilon)
-
     def low_rank_matmul_kernel(x: Any, a: Any, b: Any, y: Any) -> None:
-        low_rank_matmul_residual_kernel(x, a, b, None, y)
+        matmul.low_rank_matmul(d, x, a, b, y, rank, blocks or default_blocks(x.shape[1]), epsilon)
+
+    def low_rank_matmul_residual_kernel(x: Any, a: Any, b: Any, extra: Any, y: Any) -> None:
+        matmul.low_rank_matmul(d, x, a, b, y, rank, blocks or default_blocks(x.shape[1]), epsilon, True, extra)
 
     return low_rank_matmul_residual_kernel if residual else low_rank_matmul_kernel
 
 
 def low_rank_swiglu_mlp(
-    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float | None = None, residual: bool = False
+    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False
 ) -> Callable[..., None]:
-    """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b, y)``, with ``residual`` one more tensor before ``y``.
-
-    ``up_a`` None: gate and up share ``gate_a``.
-    """
-
-    def low_rank_mlp_residual_kernel(
-        x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any, y: Any
-    ) -> None:
-        weights = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
-        sizes = blocks or default_blocks(x.shape[1])
-        mlp.low_rank_swiglu_mlp(d, x, weights, y, ranks, sizes, extra, epsilon)
+    """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b, y)``, with ``residual`` one more tensor before ``y``."""
 
     def low_rank_mlp_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, y: Any
     ) -> None:
-        low_rank_mlp_residual_kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b, None, y)
+        w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
+        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or default_blocks(x.shape[1]), epsilon)
+
+    def low_rank_mlp_residual_kernel(
+        x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any, y: Any
+    ) -> None:
+        w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
+        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or default_blocks(x.shape[1]), epsilon, True, extra)
 
     return low_rank_mlp_residual_kernel if residual else low_rank_mlp_kernel
 
 
 def low_rank_swiglu_mlp_shared(
-    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float | None = None, residual: bool = False
+    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False
 ) -> Callable[..., None]:
-    """One A for gate and up: ``kernel(x, gate_a, gate_b, up_b, down_a, down_b, y)``."""
-    kernel = low_rank_swiglu_mlp(ranks, blocks, epsilon, residual)
-
-    def low_rank_mlp_shared_residual_kernel(
-        x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any, y: Any
-    ) -> None:
-        kernel(x, gate_a, gate_b, None, up_b, down_a, down_b, extra, y)
+    """One A for gate and up: ``kernel(x, gate_a, gate_b, up_b, down_a, down_b, y)``, with ``residual`` as above."""
 
     def low_rank_mlp_shared_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, y: Any
     ) -> None:
-        kernel(x, gate_a, gate_b, None, up_b, down_a, down_b, y)
+        w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, shared=True)
+        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or default_blocks(x.shape[1]), epsilon)
+
+    def low_rank_mlp_shared_residual_kernel(
+        x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any, y: Any
+    ) -> None:
+        w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, shared=True)
+        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or default_blocks(x.shape[1]), epsilon, True, extra)
 
     return low_rank_mlp_shared_residual_kernel if residual else low_rank_mlp_shared_kernel

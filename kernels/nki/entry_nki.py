@@ -20,58 +20,64 @@ from neuronmm.kernels.nki.blocks import Blocks, default_blocks
 
 
 def low_rank_matmul(
-    rank: int, blocks: Blocks | None = None, epsilon: float | None = None, residual: bool = False
+    rank: int, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False
 ) -> Callable[..., Any]:
     """``kernel(x, a, b)``, or with ``residual`` ``kernel(x, a, b, residual)``: B (A x) (+ residual)."""
+
+    def low_rank_matmul_kernel(x: Any, a: Any, b: Any) -> Any:
+        cut = Chunks(rank)
+        y = d.output((b.shape[0] // (cut.width * cut.count), x.shape[1]), x.dtype)
+        matmul.low_rank_matmul(d, x, a, b, y, rank, blocks or default_blocks(x.shape[1]), epsilon)
+        return y
 
     def low_rank_matmul_residual_kernel(x: Any, a: Any, b: Any, extra: Any) -> Any:
         cut = Chunks(rank)
         y = d.output((b.shape[0] // (cut.width * cut.count), x.shape[1]), x.dtype)
-        sizes = blocks or default_blocks(x.shape[1])
-        matmul.low_rank_matmul(d, x, a, b, y, rank, sizes, extra, epsilon)
+        matmul.low_rank_matmul(d, x, a, b, y, rank, blocks or default_blocks(x.shape[1]), epsilon, True, extra)
         return y
-
-    def low_rank_matmul_kernel(x: Any, a: Any, b: Any) -> Any:
-        return low_rank_matmul_residual_kernel(x, a, b, None)
 
     return nki.jit(low_rank_matmul_residual_kernel if residual else low_rank_matmul_kernel)
 
 
 def low_rank_swiglu_mlp(
-    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float | None = None, residual: bool = False
+    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False
 ) -> Callable[..., Any]:
-    """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b)``, with ``residual`` one more tensor.
+    """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b)``, with ``residual`` one more tensor."""
 
-    ``up_a`` None: gate and up share ``gate_a``.
-    """
+    def low_rank_mlp_kernel(x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any) -> Any:
+        y = d.output(x.shape, x.dtype)
+        w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
+        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or default_blocks(x.shape[1]), epsilon)
+        return y
 
     def low_rank_mlp_residual_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any
     ) -> Any:
-        weights = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
         y = d.output(x.shape, x.dtype)
-        sizes = blocks or default_blocks(x.shape[1])
-        mlp.low_rank_swiglu_mlp(d, x, weights, y, ranks, sizes, extra, epsilon)
+        w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
+        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or default_blocks(x.shape[1]), epsilon, True, extra)
         return y
-
-    def low_rank_mlp_kernel(x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any) -> Any:
-        return low_rank_mlp_residual_kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b, None)
 
     return nki.jit(low_rank_mlp_residual_kernel if residual else low_rank_mlp_kernel)
 
 
 def low_rank_swiglu_mlp_shared(
-    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float | None = None, residual: bool = False
+    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False
 ) -> Callable[..., Any]:
-    """One A for gate and up: ``kernel(x, gate_a, gate_b, up_b, down_a, down_b)``."""
-    kernel = low_rank_swiglu_mlp(ranks, blocks, epsilon, residual)
+    """One A for gate and up: ``kernel(x, gate_a, gate_b, up_b, down_a, down_b)``, with ``residual`` as above."""
+
+    def low_rank_mlp_shared_kernel(x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any) -> Any:
+        y = d.output(x.shape, x.dtype)
+        w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, shared=True)
+        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or default_blocks(x.shape[1]), epsilon)
+        return y
 
     def low_rank_mlp_shared_residual_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any
     ) -> Any:
-        return kernel(x, gate_a, gate_b, None, up_b, down_a, down_b, extra)
-
-    def low_rank_mlp_shared_kernel(x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any) -> Any:
-        return kernel(x, gate_a, gate_b, None, up_b, down_a, down_b)
+        y = d.output(x.shape, x.dtype)
+        w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, shared=True)
+        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or default_blocks(x.shape[1]), epsilon, True, extra)
+        return y
 
     return nki.jit(low_rank_mlp_shared_residual_kernel if residual else low_rank_mlp_shared_kernel)

@@ -9,10 +9,11 @@ weight is stationary and the tokens move: 128 x 128 weights cost 64 cycles with 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from neuronmm.kernels.layout import PARTITIONS, Chunks, Packing, Panel
-from neuronmm.kernels.nki.blocks import split
+from neuronmm.kernels.nki.blocks import Blocks, split
 
 BANK = 512
 """float32 elements a partition in one PSUM bank."""
@@ -20,11 +21,27 @@ LONG_ROW = 512
 """Tokens from which a chunk's rows are long enough to be moved chunk by chunk."""
 
 
-def packing(weights: Any, rows: int, columns: int) -> Packing:
-    """The packing of a flat HBM tensor that holds a weight of these dimensions."""
-    found = Packing.of(rows, columns, 4 if "32" in str(weights.dtype) else 2)
-    assert weights.shape[0] == found.elements, f"packed weight has {weights.shape[0]} elements, not {found.elements}"
-    return found
+@dataclass(frozen=True)
+class Parts:
+    """A strip's activation as tiles [partitions, up to ``per`` chunks, tokens], in the order of the chunks."""
+
+    tiles: list[Any]
+    per: int
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A packed weight in HBM and how it is packed."""
+
+    weights: Any
+    how: Packing
+
+
+def factor(weights: Any, rows: int, columns: int) -> Factor:
+    """The flat HBM tensor ``weights`` as the packed weight of these dimensions."""
+    how = Packing.of(rows, columns, 4 if "32" in str(weights.dtype) else 2)
+    assert weights.shape[0] == how.elements, f"packed weight has {weights.shape[0]} elements, not {how.elements}"
+    return Factor(weights, how)
 
 
 def load_rows(d: Any, tile: Any, x: Any, cut: Chunks, first: int, last: int, start: int, tokens: int) -> None:
@@ -53,44 +70,44 @@ def _pieces(cut: Chunks, first: int, last: int, tokens: int) -> list[tuple[int, 
     return [(0, cut.width - 1, first, last), (cut.width - 1, cut.width, first, middle)]
 
 
-def load_panel(d: Any, weights: Any, how: Packing, panel: Panel, first: int, last: int) -> Any:
+def load_panel(d: Any, f: Factor, panel: Panel, first: int, last: int) -> Any:
     """Row chunks [first, last) of a panel: a tile [partitions, (last - first) * columns]."""
-    wide, cut = panel.columns, how.rows
-    tile = d.sbuf((cut.width, (last - first) * wide), weights.dtype)
-    offset = panel.offset + first * wide
-    src = d.run(weights, offset, cut.width, cut.count * wide, (last - first) * wide)
-    d.load(d.at(tile, (0, cut.width), (0, (last - first) * wide)), src)
+    wide, cut = panel.columns, f.how.rows
+    length = (last - first) * wide
+    tile = d.sbuf((cut.width, length), f.weights.dtype)
+    src = d.run(f.weights, panel.offset + first * wide, cut.width, cut.count * wide, length)
+    d.load(d.at(tile, (0, cut.width), (0, length)), src)
     return tile
 
 
 def contract(
-    d: Any,
-    dst: Any,
-    tile: Any,
-    how: Packing,
-    panel: Panel,
-    chunk: int,
-    moving: Any,
-    first: int,
-    last: int,
-    t0: int,
-    t1: int,
-) -> None:
-    """``dst += weights^T moving`` for one column chunk over row chunks [first, last), wholly in PSUM.
+    d: Any, acc: Any, slot: int, tile: Any, how: Packing, panel: Panel, chunk: int, x: Parts, first: int, last: int,
+    t0: int, t: int,
+) -> None:  # fmt: skip
+    """``acc[:, slot] += weights^T x`` for one column chunk over row chunks [first, last), wholly in PSUM.
 
-    Dimensions: ``dst`` [chunk's columns, t1 - t0]; ``moving`` [partitions, last - first, tokens].
+    Dimensions: ``acc`` [columns, chunks, t]; ``tile`` holds the panel's chunks [first, last); ``x`` begins at chunk
+    ``first`` and gives tokens [t0, t0 + t).
     """
     column = how.columns.start(chunk) - how.columns.start(panel.first)
     wide = how.columns.length(chunk)
-    for c in range(first, last):
-        deep = how.rows.length(c)
-        at = (c - first) * panel.columns + column
-        d.matmul(dst, tile[0:deep, at : at + wide], moving[0:deep, c - first, t0:t1])
+    dst = d.at(acc, (0, wide), slot, (0, t))
+    for c in range(last - first):
+        deep = how.rows.length(first + c)
+        at = c * panel.columns + column
+        d.matmul(dst, tile[0:deep, at : at + wide], x.tiles[c // x.per][0:deep, c % x.per, t0 : t0 + t])
 
 
 def groups(panel: Panel, tokens: int) -> list[tuple[int, int]]:
     """``(first chunk, chunks)`` of a panel whose results for ``tokens`` tokens share one PSUM bank."""
     return [(panel.first + at, n) for at, n in split(panel.last - panel.first, max(1, BANK // tokens))]
+
+
+def even(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
+    """``(first chunk, chunks, partitions)``: a run of chunks as one or two runs of equal width."""
+    middle = min(max(cut.full, first), first + count)
+    runs = [(first, middle - first, cut.width), (middle, first + count - middle, cut.width - 1)]
+    return [r for r in runs if r[1] and r[2]]
 
 
 def evict(d: Any, dst: Any, src: Any, turn: int) -> None:
@@ -101,107 +118,155 @@ def evict(d: Any, dst: Any, src: Any, turn: int) -> None:
         d.copy(dst, src)
 
 
-def even(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
-    """``(first chunk, chunks, partitions)``: a run of chunks as one or two runs of equal width."""
-    middle = min(max(cut.full, first), first + count)
-    runs = [(first, middle - first, cut.width), (middle, first + count - middle, cut.width - 1)]
-    return [r for r in runs if r[1] and r[2]]
+@dataclass
+class Accumulation:
+    """A product ``A x`` in the making over blocks of its contraction.
+
+    ``sums``: float32 tiles of what the blocks so far gave (empty with one block); ``result``: the strip, in the
+    activation's dtype, that the last block leaves. One tile of each for every panel of A.
+    """
+
+    f: Factor
+    sums: list[Any]
+    result: list[Any]
+
+    def parts(self) -> Parts:
+        return Parts(self.result, self.f.how.group)
 
 
-def first_factor(
-    d: Any, x: Any, weights: Any, how: Packing, tokens: int, moving: int, dtype: Any, scale: Any = None
-) -> Any:
-    """``A x`` for a strip, [rank partitions, rank chunks, tokens]; ``scale`` [128, tokens] multiplies its columns."""
-    h = d.sbuf((how.columns.width, how.columns.count, tokens), dtype)
+def accumulate_block(
+    d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, moving: int, dtype: Any,
+    scaled: bool = False, scale: Any = None,
+) -> None:  # fmt: skip
+    """Add ``A x`` over row chunks [first, last), which ``x`` holds; ``scale`` [128, tokens] multiplies the last sum."""
+    how = to.f.how
+    begins, ends = first == 0, last == how.rows.count
     turn = 0
-    for panel in how.panels():
-        tile = load_panel(d, weights, how, panel, 0, how.rows.count)
+    for p, panel in enumerate(how.panels()):
+        tile = load_panel(d, to.f, panel, first, last)
+        shape = (how.columns.width, panel.last - panel.first, tokens)
+        if ends:
+            to.result.append(d.sbuf(shape, dtype))
+        elif begins:
+            to.sums.append(d.sbuf(shape, d.float32))
         for t0, t in split(tokens, moving):
             for j0, n in groups(panel, t):
                 acc = d.psum((how.columns.width, n, t))
                 for j in range(j0, j0 + n):
-                    wide = how.columns.length(j)
-                    dst = d.at(acc, (0, wide), j - j0, (0, t))
-                    contract(d, dst, tile, how, panel, j, x, 0, how.rows.count, t0, t0 + t)
-                    if scale is not None:
-                        dst = d.at(h, (0, wide), j, (t0, t0 + t))
-                        d.multiply(dst, acc[0:wide, j - j0, 0:t], scale[0:wide, t0 : t0 + t])
-                if scale is None:
-                    for at, m, wide in even(how.columns, j0, n):
-                        src = acc[0:wide, at - j0 : at - j0 + m, 0:t]
-                        evict(d, d.at(h, (0, wide), (at, at + m), (t0, t0 + t)), src, turn)
-                        turn += 1
-    return h
-
-
-def second_factor(
-    d: Any, y: Any, h: Any, weights: Any, how: Packing, start: Any, tokens: int, moving: int, residual: Any = None,
-    panels: list[Panel] | None = None,
-) -> None:  # fmt: skip
-    """``y[:, start : start + tokens] = B h (+ residual)`` for a strip, stored panel by panel (short rows: at the end).
-
-    ``panels`` limits it to some panels of B.
-    """
-    cut = how.columns
-    gather = tokens < LONG_ROW and panels is None
-    out = extra = None
-    if gather:
-        out, extra = _out_tiles(d, y, cut, 0, cut.count, start, tokens, residual)
-    turn = 0
-    for panel in panels or how.panels():
-        tile = load_panel(d, weights, how, panel, 0, how.rows.count)
-        base = 0 if gather else panel.first
-        if not gather:
-            out, extra = _out_tiles(d, y, cut, panel.first, panel.last, start, tokens, residual)
-        for t0, t in split(tokens, moving):
-            for j0, n in groups(panel, t):
-                acc = d.psum((cut.width, n, t))
-                for j in range(j0, j0 + n):
-                    dst = d.at(acc, (0, cut.length(j)), j - j0, (0, t))
-                    contract(d, dst, tile, how, panel, j, h, 0, how.rows.count, t0, t0 + t)
-                for at, m, wide in even(cut, j0, n):
-                    dst = d.at(out, (0, wide), (at - base, at - base + m), (t0, t0 + t))
+                    contract(d, acc, j - j0, tile, how, panel, j, x, first, last, t0, t)
+                for at, m, wide in even(how.columns, j0, n):
                     src = acc[0:wide, at - j0 : at - j0 + m, 0:t]
-                    if extra is None:
-                        evict(d, dst, src, turn)
+                    at = at - panel.first
+                    place = ((0, wide), (at, at + m), (t0, t0 + t))
+                    if not begins:
+                        before = to.sums[p][0:wide, at : at + m, t0 : t0 + t]
+                    if ends and scaled:
+                        if not begins:
+                            d.add(d.at(to.sums[p], *place), src, before)
+                        base, c0, s0 = (acc, at + panel.first - j0, 0) if begins else (to.sums[p], at, t0)
+                        for c in range(m):
+                            dst = d.at(to.result[p], (0, wide), at + c, (t0, t0 + t))
+                            d.multiply(dst, base[0:wide, c0 + c, s0 : s0 + t], scale[0:wide, t0 : t0 + t])
                     else:
-                        d.add(dst, src, extra[0:wide, at - base : at - base + m, t0 : t0 + t])
+                        dst = d.at(to.result[p] if ends else to.sums[p], *place)
+                        if begins:
+                            evict(d, dst, src, turn)
+                        else:
+                            d.add(dst, src, before)
                     turn += 1
-        if not gather:
-            store_rows(d, y, out, cut, panel.first, panel.last, start, tokens)
-    if gather:
-        store_rows(d, y, out, cut, 0, cut.count, start, tokens)
 
 
-def _out_tiles(
-    d: Any, y: Any, cut: Chunks, first: int, last: int, start: int, tokens: int, residual: Any
-) -> tuple[Any, Any]:
-    out = d.sbuf((cut.width, last - first, tokens), y.dtype)
-    if residual is None:
-        return out, None
-    extra = d.sbuf((cut.width, last - first, tokens), residual.dtype)
-    load_rows(d, extra, residual, cut, first, last, start, tokens)
-    return out, extra
+def first_factors(
+    d: Any, x: Any, factors: list[Factor], start: Any, tokens: int, blocks: Blocks, epsilon: float
+) -> list[Parts]:
+    """``A x`` of a strip of tokens for each factor; the input is read once and, with ``epsilon``, RMS-normalised.
 
-
-def rms_scale(d: Any, x: Any, cut: Chunks, tokens: int, moving: int, epsilon: float, dtype: Any) -> Any:
-    """``1 / rms(x)`` of each token, on all partitions: a float32 tile [128, tokens].
-
-    The sum of squares over partitions is a product with ones, so every partition of its result holds it; the norm's
-    weight is folded into the packed factor (``pack(weight, scale)``), and the scale is applied after that product.
+    Dimensions: ``x`` [in, all tokens] in HBM; each result [rank, tokens] in SBUF.
     """
-    scale = d.sbuf((PARTITIONS, tokens), d.float32)
+    cut = factors[0].how.rows
+    products = [Accumulation(f, [], []) for f in factors]
+    scale = d.sbuf((PARTITIONS, tokens), d.float32) if epsilon else 0.0
+    for first, count in split(cut.count, blocks.depth):
+        strip = d.sbuf((cut.width, count, tokens), x.dtype)
+        load_rows(d, strip, x, cut, first, first + count, start, tokens)
+        if epsilon:
+            add_squares(d, scale, strip, cut, first, first + count, tokens, blocks.moving, epsilon, x.dtype)
+        for product in products:
+            held = Parts([strip], count)
+            accumulate_block(
+                d, product, held, first, first + count, tokens, blocks.moving, x.dtype, bool(epsilon), scale
+            )
+    return [product.parts() for product in products]
+
+
+def add_squares(
+    d: Any,
+    scale: Any,
+    strip: Any,
+    cut: Chunks,
+    first: int,
+    last: int,
+    tokens: int,
+    moving: int,
+    epsilon: float,
+    dtype: Any,
+) -> None:
+    """Add the squares of a block of the input to ``scale`` [128, tokens]; after the last, make it ``1 / rms(x)``.
+
+    The sum over partitions is a product with ones, so every partition of its result holds it. The norm's weight is
+    folded into the packed factor (``pack(weight, scale)``); the scale is applied after that product.
+    """
     ones = d.sbuf((PARTITIONS, PARTITIONS), dtype)
-    bias = d.sbuf((PARTITIONS, 1), d.float32)
     d.fill(ones, 1.0)
+    bias = d.sbuf((PARTITIONS, 1), d.float32)
     d.fill(bias, epsilon)
     for t0, t in split(tokens, moving):
         acc = d.psum((PARTITIONS, t))
-        for c in range(cut.count):
-            deep = cut.length(c)
+        for c in range(last - first):
+            deep = cut.length(first + c)
             squares = d.sbuf((cut.width, t), dtype)
-            d.square(d.at(squares, (0, deep), (0, t)), x[0:deep, c, t0 : t0 + t])
+            d.square(d.at(squares, (0, deep), (0, t)), strip[0:deep, c, t0 : t0 + t])
             d.matmul(d.at(acc, (0, PARTITIONS), (0, t)), ones[0:deep, 0:PARTITIONS], squares[0:deep, 0:t])
         dst = d.at(scale, (0, PARTITIONS), (t0, t0 + t))
-        d.rsqrt(dst, acc[0:PARTITIONS, 0:t], 1.0 / cut.size, bias)
-    return scale
+        if first == 0:
+            d.copy(dst, acc)
+        else:
+            d.add(dst, acc, scale[0:PARTITIONS, t0 : t0 + t])
+        if last == cut.count:
+            d.rsqrt(dst, scale[0:PARTITIONS, t0 : t0 + t], 1.0 / cut.size, bias)
+
+
+def second_factor(
+    d: Any, y: Any, h: Parts, f: Factor, panels: list[Panel], start: Any, tokens: int, moving: int, adds: bool = False,
+    residual: Any = None,
+) -> None:  # fmt: skip
+    """``y[:, start : start + tokens] = B h`` for a strip and some panels of B; ``adds``: plus ``residual``.
+
+    Results are stored panel by panel where rows are long, else all panels at once.
+    """
+    cut, rows = f.how.columns, f.how.rows
+    spans = [(p, p + 1) for p in range(len(panels))] if tokens >= LONG_ROW else [(0, len(panels))]
+    turn = 0
+    for p0, p1 in spans:
+        first, last = panels[p0].first, panels[p1 - 1].last
+        out = d.sbuf((cut.width, last - first, tokens), y.dtype)
+        if adds:
+            extra = d.sbuf((cut.width, last - first, tokens), y.dtype)
+            load_rows(d, extra, residual, cut, first, last, start, tokens)
+        for panel in panels[p0:p1]:
+            tile = load_panel(d, f, panel, 0, rows.count)
+            for t0, t in split(tokens, moving):
+                for j0, n in groups(panel, t):
+                    acc = d.psum((cut.width, n, t))
+                    for j in range(j0, j0 + n):
+                        contract(d, acc, j - j0, tile, f.how, panel, j, h, 0, rows.count, t0, t)
+                    for at, m, wide in even(cut, j0, n):
+                        src = acc[0:wide, at - j0 : at - j0 + m, 0:t]
+                        at = at - first
+                        dst = d.at(out, (0, wide), (at, at + m), (t0, t0 + t))
+                        if adds:
+                            d.add(dst, src, extra[0:wide, at : at + m, t0 : t0 + t])
+                        else:
+                            evict(d, dst, src, turn)
+                        turn += 1
+        store_rows(d, y, out, cut, first, last, start, tokens)
