@@ -39,21 +39,24 @@ class Tiles:
         self._slots: dict[int, dict[Region, _Slot]] = {}
 
     def add(
-        self, index: int, engine: Engine, reads: Iterable[Region], writes: Iterable[Region]
+        self, index: int, engine: Engine, reads: Iterable[tuple[int, Region]], writes: Iterable[tuple[int, Region]]
     ) -> tuple[set[int], list[int]]:
-        """The instructions that ``index`` must wait for, and the buffers it is the first to write a part of."""
+        """The instructions that ``index`` must wait for, and the tiles it is the first to write a part of.
+
+        Rectangles come with the key of their tile, which tells one incarnation of a buffer from the next.
+        """
         before: set[int] = set()
         fresh: list[int] = []
-        for region in reads:
-            slot = self._slot(region)
+        for key, region in reads:
+            slot = self._slot(key, region)
             for other, _ in slot.neighbours:
                 before.add(other.writer)
             if engine is Engine.DMA:
                 slot.dma_readers.append(index)
             else:
                 slot.engine_readers[engine] = index
-        for region in writes:
-            slot = self._slot(region)
+        for key, region in writes:
+            slot = self._slot(key, region)
             first = True
             for other, covered in slot.neighbours:
                 first = first and other.writer < 0
@@ -65,23 +68,23 @@ class Tiles:
                     other.engine_readers = {}
                     other.dma_readers = []
             if first:
-                fresh.append(region.buffer)
+                fresh.append(key)
         before.discard(-1)
         before.discard(index)
         return before, fresh
 
-    def last_uses(self, buffer: int) -> set[int]:
-        """The instructions after which nothing touches ``buffer`` any more; it must not be used again."""
+    def last_uses(self, key: int) -> set[int]:
+        """The instructions after which nothing touches this tile any more; it must not be used again."""
         uses: set[int] = set()
-        for slot in self._slots.pop(buffer, {}).values():
+        for slot in self._slots.pop(key, {}).values():
             uses.add(slot.writer)
             uses.update(slot.engine_readers.values())
             uses.update(slot.dma_readers)
         uses.discard(-1)
         return uses
 
-    def _slot(self, region: Region) -> _Slot:
-        slots = self._slots.setdefault(region.buffer, {})
+    def _slot(self, key: int, region: Region) -> _Slot:
+        slots = self._slots.setdefault(key, {})
         slot = slots.get(region)
         if slot is None:
             slot = _Slot(region)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from neuronmm.emulator.nki.trace import Buffer, Engine, Region, Space, Trace
+from neuronmm.emulator.nki.trace import Buffer, Engine, Space, Trace
 from neuronmm.emulator.timing.cost import Cost, cost
 from neuronmm.emulator.timing.dependencies import Memory, Tiles
 from neuronmm.kernels.hardware import NeuronCore
@@ -80,8 +80,8 @@ def prepare(trace: Trace, core: NeuronCore, generations: int, samples: int) -> P
                 places[keys[b]] = waits
             instruction = trace.instructions[i]
             step = len(program.source)
-            reads = [_renamed(r, keys) for r in instruction.reads if r.buffer not in silent]
-            writes = [_renamed(r, keys) for r in instruction.writes if r.buffer not in silent]
+            reads = [(keys[r.buffer], r) for r in instruction.reads if r.buffer not in silent]
+            writes = [(keys[r.buffer], r) for r in instruction.writes if r.buffer not in silent]
             before, fresh = tiles.add(step, instruction.engine, reads, writes)
             for key in fresh:
                 before |= places.get(key, set())
@@ -147,10 +147,6 @@ def _one_way_buffers(trace: Trace) -> set[int]:
     read = {r.buffer for i in trace.instructions for r in i.reads}
     written = {r.buffer for i in trace.instructions for r in i.writes}
     return {b.id for b in trace.buffers if b.space is Space.HBM and (b.id not in read or b.id not in written)}
-
-
-def _renamed(region: Region, keys: list[int]) -> Region:
-    return region._replace(buffer=keys[region.buffer])
 
 
 def _latest(before: set[int], engine: Engine, program: Program) -> tuple[int, ...]:

@@ -1,0 +1,126 @@
+"""One decode step of a Llama-style decoder as a schedule: weights stream past a few tokens.
+
+Every weight is read once, packed so that a transfer has rows of 4 KiB, through a ring of tiles; a weight tile is
+stationary and the tokens move. Each product waits for the activations before it, the stream of weights does not.
+The KV cache is read once, by token. Norms, rotary embedding and softmax are elementwise passes over the activations.
+"""
+
+from __future__ import annotations
+
+from neuronmm.emulator.nki.trace import Buffer, Engine, Region, Space, Trace
+from neuronmm.emulator.timing.sketch import Sketch, part
+
+CHUNK = 16
+"""128 x 128 weight tiles in one transfer: rows of 4 KiB in bf16."""
+RINGS = 8
+"""Allocation sites of weight chunks: with double buffering 16 transfers, 8 MiB, can be in flight."""
+
+
+def decoder_step(
+    layer: list[list[tuple[int, int]]],
+    layers: int,
+    head: tuple[int, int],
+    cache_bytes: int,
+    tokens: int = 1,
+    name: str = "decode",
+) -> Trace:
+    """One step for ``tokens`` sequences (up to 128).
+
+    Args:
+        layer: the linears of one decoder layer as (in, out), in groups that can run side by side, in order; the
+            group after the first follows the attention.
+        layers: how many such layers.
+        head: the language-model head, (in, out).
+        cache_bytes: KV cache bytes that one layer reads.
+    """
+    step = _Step(name, tokens)
+    step.sketch.open_fold()
+    for number, group in enumerate(layer):
+        if number == 1:
+            step.attend(cache_bytes)
+        step.products(group)
+        step.elementwise()
+    step.sketch.close_fold(layers)
+    step.products([head])
+    step.sketch.free(*step.activations)
+    return step.sketch.trace
+
+
+def dense_decoder_step(
+    *, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int, context: int,
+    tokens: int = 1,
+) -> Trace:  # fmt: skip
+    """:func:`decoder_step` of a dense model in bf16 with ``context`` tokens in the cache."""
+    queries, keys = heads * head, kv_heads * head
+    layer = [
+        [(hidden, queries), (hidden, keys), (hidden, keys)],
+        [(queries, hidden)],
+        [(hidden, intermediate), (hidden, intermediate)],
+        [(intermediate, hidden)],
+    ]
+    return decoder_step(layer, layers, (hidden, vocabulary), 4 * keys * context * tokens, tokens)
+
+
+class _Step:
+    """The schedule under construction; products read one of two activation tiles and write the other."""
+
+    def __init__(self, name: str, tokens: int) -> None:
+        self.sketch = Sketch(name)
+        self.tokens = tokens
+        self.weights = self.sketch.tensor("weights", 128, CHUNK * 128)
+        self.activations = [self.sketch.tile(f"activations {i}", tokens) for i in range(2)]
+        self.ring = self.turn = 0
+
+    def products(self, group: list[tuple[int, int]]) -> None:
+        """y = W x for linears that share their input."""
+        for rows, columns in group:
+            deep, wide = -(-rows // 128), -(-columns // 128)
+            chunks = -(-deep * wide // CHUNK)
+            row = -(-rows * columns // (128 * chunks))  # elements of one transfer's row: tails cost what they are
+            for tile in range(deep * wide):
+                if tile % CHUNK == 0:
+                    chunk = self._load(row)
+                if tile % deep == 0:
+                    psum = self.sketch.tile("psum", self.tokens, "float32", Space.PSUM)
+                moving = self._whole(self.activations[0])
+                weight = part(chunk, 0, row)
+                self.sketch.matmul(psum, weight, moving, self.tokens, "bfloat16", tile % deep > 0)
+                if tile % deep == deep - 1:
+                    self._evict(psum)
+                if tile % CHUNK == CHUNK - 1 or tile == deep * wide - 1:
+                    self.sketch.free(chunk)
+        self.activations.reverse()
+
+    def attend(self, cache_bytes: int) -> None:
+        """Read the cache and pass over the scores: scale and mask, exponentials, sums."""
+        row = max(1, cache_bytes // 128 // 2)
+        cache = self.sketch.tile("cache", row)
+        self.sketch.load(cache, 0, row, self.weights)
+        scores = self._whole(self.activations[0])
+        for engine in (Engine.VECTOR, Engine.SCALAR, Engine.VECTOR):
+            operands = (scores, part(cache, 0, row))
+            self.sketch.elementwise(engine, "softmax", scores, operands, max(self.tokens, row // 64), "bfloat16")
+        self.sketch.free(cache)
+
+    def elementwise(self) -> None:
+        """A norm or an activation between products: three passes."""
+        x = self._whole(self.activations[0])
+        for engine in (Engine.SCALAR, Engine.VECTOR, Engine.SCALAR):
+            self.sketch.elementwise(engine, "norm", x, (x,), self.tokens * CHUNK, "bfloat16")
+
+    def _load(self, row: int) -> Buffer:
+        chunk = self.sketch.tile(f"weights {self.ring % RINGS}", row)
+        self.sketch.load(chunk, 0, row, self.weights)
+        self.ring += 1
+        return chunk
+
+    def _evict(self, psum: Buffer) -> None:
+        """PSUM to SBUF, by the Vector and the Scalar engine in turn."""
+        engine = (Engine.VECTOR, Engine.SCALAR)[self.turn % 2]
+        target, source = self._whole(self.activations[1]), self._whole(psum)
+        self.sketch.elementwise(engine, "copy", target, (source,), self.tokens, "bfloat16")
+        self.sketch.free(psum)
+        self.turn += 1
+
+    def _whole(self, tile: Buffer) -> Region:
+        return part(tile, 0, self.tokens)

@@ -1,0 +1,31 @@
+"""Published measurements on one NeuronCore of a trn1.2xlarge, the yardstick of the timing model.
+
+Source: arXiv 2510.25977 and the authors' public repository (dinghongsong/NeuronMM). The kernel sweep is read off a
+figure, to about 1 ms and 0.1 GiB; the per-token latencies are that repository's benchmark reports.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SWEEP = (8192, 4096, 16384)
+"""K, r and N of the kernel sweep, in bf16; the dense product is [M, K] [K, N]."""
+
+
+class Sweep(NamedTuple):
+    """One column of the sweep: latency in ms and HBM traffic in GiB by M."""
+
+    name: str
+    latency: dict[int, float]
+    traffic: dict[int, float]
+
+
+NEURONMM = Sweep("NeuronMM", {8192: 21.2, 16384: 42.0, 32768: 84.2}, {8192: 1.90, 16384: 3.78, 32768: 7.46})
+NKI_XUV = Sweep("NKI XUV", {8192: 26.9, 16384: 56.5, 32768: 116.9}, {8192: 3.41, 16384: 9.48, 32768: 22.37})
+NKI_XW = Sweep("NKI XW", {8192: 44.0, 16384: 88.9, 32768: 186.3}, {8192: 4.38, 16384: 15.53, 32768: 35.56})
+COMPILER_XUV = Sweep("compiler XUV", {8192: 23.7, 16384: 49.4, 32768: 98.9}, {8192: 4.3, 16384: 8.4, 32768: 16.8})
+COMPILER_XW = Sweep("compiler XW", {8192: 33.0, 16384: 65.4, 32768: 130.3}, {8192: 5.43, 16384: 10.45, 32768: 20.96})
+
+DENSE_DECODE_MS = 10.42
+"""Llama-3.2-1B, bf16, batch 1, context 32: ms a token in the report without a label, which only a dense path that
+streams 2.47 GB of weights at 237 GB/s explains."""
