@@ -43,7 +43,7 @@ def test_dense_decode() -> None:
 
 
 def test_traffic_of_the_sequential_baseline_is_the_closed_form_where_nothing_spills() -> None:
-    m, k, r, n = 2048, 4096, 1024, 2048
+    m, k, r, n = 2048, 4096, 2048, 1024
     read, written = sequential_xuv(m, k, r, n).traffic()
     assert read == 2 * (k * m + m // 512 * k * r + r * n + n // 512 * r * m)
     assert written == 2 * (r * m + m * n)
