@@ -20,13 +20,16 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 class CpuDecoder(TorchDecoder):
     """The torch decoder with its decode step in C++. The logits of ``decode`` are float32.
 
+    ``weights`` (say, int8 ones) take the place of the model's own in the decode step; they describe the same model and
+    at least ``max_len`` positions.
+
     Raises:
         KernelError: the core cannot serve the model; :func:`refuses` says so beforehand.
     """
 
-    def __init__(self, model: Any, batch: int, max_len: int) -> None:
+    def __init__(self, model: Any, batch: int, max_len: int, weights: ModelWeights | None = None) -> None:
         super().__init__(model, batch, max_len)
-        self._whole_step = DecodeStep(describe(model, max_len), self.cache.keys, self.cache.values)
+        self._whole_step = DecodeStep(weights or describe(model, max_len), self.cache.keys, self.cache.values)
         self._starts = torch.zeros(batch, dtype=torch.int32)
 
     @torch.inference_mode()

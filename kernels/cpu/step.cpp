@@ -171,8 +171,12 @@ private:
 }  // namespace
 }  // namespace neuronmm
 
-void neuronmm_decode_step(const neuronmm::Model* model, const int64_t* tokens, const int32_t* starts, int32_t slot,
-                          float* logits, int32_t threads) {
+int neuronmm_decode_step(const neuronmm::Model* model, const int64_t* tokens, const int32_t* starts, int32_t slot,
+                         float* logits, int32_t threads) {
+    if (slot < 0 || slot >= model->max_len) return -1;
+    for (int b = 0; b < model->batch; b++)
+        if (tokens[b] < 0 || tokens[b] >= model->embedding.rows || starts[b] < 0 || starts[b] > slot) return -1;
     const neuronmm::Step step(*model, tokens, starts, slot, logits, threads);
     neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });
+    return 0;
 }

@@ -97,7 +97,7 @@ class DecodeStep:
         self._run = library.neuronmm_decode_step
         batch, kv_heads, max_len, head_dim = keys[0].shape
         q_size, kv_size = weights.heads * head_dim, kv_heads * head_dim
-        self._batch, self._max_len = batch, max_len
+        self._batch = batch
         if not 1 <= batch <= MAX_BATCH or weights.heads % kv_heads or head_dim % 2:
             raise KernelError(
                 f"batch {batch} of 1 to {MAX_BATCH}, {weights.heads} heads on {kv_heads}, {head_dim} wide"
@@ -147,14 +147,14 @@ class DecodeStep:
         """
         if token_ids.shape != (self._batch,) or token_ids.dtype != torch.int64:
             raise KernelError(f"token_ids {list(token_ids.shape)} {token_ids.dtype} for int64 [{self._batch}]")
-        if starts.shape != (self._batch,) or starts.dtype != torch.int32 or not 0 <= slot < self._max_len:
-            raise KernelError(f"starts {list(starts.shape)} {starts.dtype}, slot {slot} of {self._max_len}")
+        if starts.shape != (self._batch,) or starts.dtype != torch.int32:
+            raise KernelError(f"starts {list(starts.shape)} {starts.dtype} for int32 [{self._batch}]")
         token_ids, starts = token_ids.contiguous(), starts.contiguous()
         logits = torch.empty(self._batch, self._vocab)
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (token_ids, starts))
-        self._run(
-            ctypes.byref(self._model), *pointers, slot, ctypes.c_void_p(logits.data_ptr()), torch.get_num_threads()
-        )
+        model, threads = ctypes.byref(self._model), torch.get_num_threads()
+        tokens_at, starts_at, logits_at = (ctypes.c_void_p(t.data_ptr()) for t in (token_ids, starts, logits))
+        if self._run(model, tokens_at, starts_at, slot, logits_at, threads):
+            raise KernelError(f"a token outside the vocabulary, or slot {slot} not between a row's start and the end")
         return logits
 
     def _floats(self, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:

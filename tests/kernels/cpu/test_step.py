@@ -1,0 +1,161 @@
+"""The whole decode step against transformers and, linear by linear, against the torch decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
+from neuronmm.engine.decoder import TorchDecoder
+from neuronmm.kernels import KernelError
+from neuronmm.kernels.cpu import arena, core
+from neuronmm.kernels.cpu.library import set_isa
+from neuronmm.models.families import FAMILIES, TARGETS
+from tiny import compress_tiny, layer_ranks, make_tiny, make_tokens
+
+pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+
+KINDS = {
+    "dense": (),
+    "mlp": TARGETS["mlp"],
+    "mixed": ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj"),
+}
+PROMPT, NEW = 9, 12
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def make_model(
+    model_type: str, kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
+    model = make_tiny(model_type, tied=tied)
+    if KINDS[kind]:
+        compress_tiny(model, layer_ranks(KINDS[kind]))
+    return model.to(dtype)
+
+
+def make_prompts(batch: int) -> tuple[Tensor, Tensor]:
+    """Left-padded prompts of several lengths."""
+    ids, mask = make_tokens(batch, PROMPT), torch.ones(batch, PROMPT, dtype=torch.long)
+    for row in range(batch):
+        mask[row, : row % 4] = 0
+    return ids, mask
+
+
+@torch.no_grad()
+def exact_logits(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """transformers' own logits of the last position, without a cache."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
+
+
+def assert_equals_transformers(model: torch.nn.Module, batch: int) -> None:
+    """Greedy decoding in the core: tokens equal, logits close, at every step."""
+    ids, mask = make_prompts(batch)
+    decoder = CpuDecoder(model, batch, PROMPT + NEW)
+    logits = decoder.prefill(ids, mask)
+    for _ in range(NEW):
+        token = logits.argmax(-1)
+        ids, mask = torch.cat([ids, token[:, None]], 1), torch.cat([mask, torch.ones_like(token)[:, None]], 1)
+        logits, expected = decoder.decode(token), exact_logits(model, ids, mask)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_equals_transformers_in_fp32(model_type: str, kind: str, tied: bool, threads: int) -> None:
+    assert_equals_transformers(make_model(model_type, kind, tied=tied), batch=3)
+
+
+@pytest.mark.parametrize("batch", range(1, 9))
+def test_every_batch(batch: int) -> None:
+    assert_equals_transformers(make_model("qwen3", "mixed"), batch)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+def test_every_instruction_set(isa: str) -> None:
+    if not set_isa(isa):
+        pytest.skip(f"this processor has no {isa}")
+    try:
+        assert_equals_transformers(make_model("llama", "mlp"), 2)
+    finally:
+        set_isa(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_bf16_keeps_the_rule(model_type: str, kind: str) -> None:
+    """In bf16 the error against fp32 is at most twice that of the torch decoder in bf16, over the same tokens."""
+    model, (ids, mask) = make_model(model_type, kind, dtype=torch.bfloat16), make_prompts(4)
+    decoders = [CpuDecoder(model, 4, PROMPT + NEW), TorchDecoder(model, 4, PROMPT + NEW)]
+    wide = make_model(model_type, kind)
+    wide.load_state_dict(model.state_dict())
+    decoders.append(TorchDecoder(wide, 4, PROMPT + NEW))
+    errors = torch.zeros(2)
+    logits = [decoder.prefill(ids, mask) for decoder in decoders]
+    for _ in range(NEW):
+        token = logits[2].argmax(-1)
+        logits = [decoder.decode(token) for decoder in decoders]
+        errors += torch.stack([(y.float() - logits[2]).norm() for y in logits[:2]])
+    assert errors[0] <= 2 * errors[1]
+
+
+def test_a_decoder_is_reusable_and_full_at_the_end() -> None:
+    model, (ids, mask) = make_model("llama", "dense"), make_prompts(2)
+    decoder = CpuDecoder(model, 2, PROMPT + 1)
+    token = decoder.prefill(ids, mask).argmax(-1)
+    first = decoder.decode(token)
+    with pytest.raises(ValueError, match="do not fit"):
+        decoder.decode(token)
+    assert torch.equal(decoder.prefill(ids, mask).argmax(-1), token)
+    assert torch.equal(decoder.decode(token), first)
+
+
+def test_the_arena_moves_weights_without_changing_a_result() -> None:
+    model, (ids, mask) = make_model("qwen2", "mlp", tied=True), make_prompts(2)
+    before = exact_logits(model, ids, mask)
+    parameters = arena.gather(model.parameters())
+    assert torch.equal(exact_logits(model, ids, mask), before)
+    ends = [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
+    assert all(0 <= after.data_ptr() - end < 64 for after, end in zip(parameters[1:], ends[:-1], strict=True))
+    assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 1
+    assert_equals_transformers(model, 2)
+
+
+def test_what_it_cannot_serve_is_refused() -> None:
+    assert refuses(make_model("llama", "mlp"), 8) is None
+    assert "9 rows" in (refuses(make_model("llama", "dense"), 9) or "")
+    assert "float16" in (refuses(make_model("llama", "dense", dtype=torch.float16), 1) or "")
+    model = make_model("llama", "dense")
+    model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
+    assert "up_proj is a Sequential" in (refuses(model, 1) or "")
+    with pytest.raises(KernelError, match="batch 9"):
+        CpuDecoder(make_model("llama", "dense"), 9, 16)
+
+
+def test_wrong_arguments_are_refused_before_the_core_sees_them() -> None:
+    decoder = CpuDecoder(make_model("llama", "dense"), 2, 16)
+    starts = torch.zeros(2, dtype=torch.int32)
+    for token_ids, slot, begin in (
+        (torch.zeros(3, dtype=torch.long), 0, starts),
+        (torch.zeros(2, dtype=torch.int32), 0, starts),
+        (torch.zeros(2, dtype=torch.long), 16, starts),
+        (torch.zeros(2, dtype=torch.long), -1, starts),
+        (torch.zeros(2, dtype=torch.long), 3, starts + 4),
+        (torch.full((2,), 64), 0, starts),
+        (torch.full((2,), -1), 0, starts),
+        (torch.zeros(2, dtype=torch.long), 0, starts.long()),
+    ):
+        with pytest.raises(KernelError):
+            decoder._whole_step(token_ids, slot, begin)
