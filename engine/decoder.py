@@ -20,11 +20,13 @@ class Decoder(Protocol):
     """What the generation loop needs of a backend: a batch's state, advanced one step at a time.
 
     Dimensions: input_ids, attention_mask [batch, prompt] (left-padded, 1 = token); token_ids [batch]; logits
-    [batch, vocab] in the model's dtype, of the last position only. The state holds at most ``max_len`` positions.
+    [batch, vocab] in the model's dtype, of the last position only. The state holds at most ``max_len`` positions in
+    ``state_bytes`` bytes.
     """
 
     batch: int
     max_len: int
+    state_bytes: int
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Forget everything, read the prompts, return the logits that follow them."""
@@ -55,6 +57,7 @@ class TorchDecoder:
         self.cache = KVCache(
             len(self._layers), batch, self._kv_heads, max_len, self._head_dim, weight.dtype, weight.device
         )
+        self.state_bytes = self.cache.nbytes
         self._positions = torch.zeros(batch, dtype=torch.long, device=weight.device)
 
     @torch.inference_mode()

@@ -25,7 +25,7 @@ class TorchHost:
         known = {"auto", *(entry.name for op in Op for entry in implementations(op))}
         if impl not in known:
             raise UserError(f"unknown kernel implementation {impl!r}; there are: {', '.join(sorted(known))}")
-        self.model = fuse(model, impl)
+        self.model: Any = fuse(model, impl)
         self.impl = impl
         weight = model.get_input_embeddings().weight
         self.device: torch.device = weight.device
@@ -37,6 +37,7 @@ class TorchHost:
         return any(isinstance(module, LowRankLinear) for module in self.model.modules())
 
     @property
+    @torch.inference_mode()
     def path(self) -> str:
         """The kernels that serve a decode step, by op."""
         chosen = {}
@@ -59,4 +60,10 @@ class TorchHost:
     def sibling(self, impl: str) -> TorchHost:
         """The same weights, not copied, under another kernel."""
         shared = (*self.model.parameters(), *self.model.buffers())
-        return TorchHost(copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared}), impl)
+        twin = copy.copy(self)
+        twin.impl = impl
+        twin.model = copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared})
+        for module in twin.model.modules():
+            if isinstance(module, (LowRankLinear, LowRankSwiGLU)):
+                module.impl = impl
+        return twin

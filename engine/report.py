@@ -1,0 +1,121 @@
+"""The benchmark and the evaluation as people read them: tables on the terminal, JSON and a picture in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from neuronmm.engine.picture import draw_benchmark
+
+_WIDTH = 175
+
+
+def print_benchmark(result: dict[str, Any]) -> None:
+    """Print the measured figures as one table, with everything needed to read them."""
+    console = _console()
+    machine, bandwidth = result["machine"], result["read_bandwidth"]
+    console.print(f"model {result['model']}, baseline {result['baseline'] or 'none'}{_compression(result)}")
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
+    console.print(f"{machine['device']}, torch threads: {result['threads']}, {result['dtype']}, {versions}")
+    for name, variant in result["variants"].items():
+        megabytes = variant["weight_bytes_per_token"] / 1e6
+        console.print(f"{name}: {megabytes:.1f} MB of weights a token; kernels: {variant['kernels']}")
+    console.print(
+        f"read bandwidth {bandwidth['median'] / 1e9:.1f} GB/s "
+        f"({bandwidth['min'] / 1e9:.1f} to {bandwidth['max'] / 1e9:.1f}) over {bandwidth['buffer_bytes'] / 1e6:.0f} MB"
+    )
+    table = Table(title=f"measured: {result['runs']} runs of {result['new_tokens']} tokens, median (min to max)")
+    for column in ("batch", "prompt", "variant"):
+        table.add_column(column)
+    for column in (
+        "TTFT ms",
+        "TPOT ms",
+        "p90",
+        "decode tok/s",
+        "limit",
+        "share",
+        "prefill tok/s",
+        "peak MB",
+        "warm-up s",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in result["points"]:
+        for name, figures in point["variants"].items():
+            memory = figures["peak_memory_bytes"]
+            table.add_row(
+                str(point["batch"]),
+                str(point["prompt_length"]),
+                name,
+                _spread(figures["ttft"]),
+                _spread(figures["tpot"]),
+                f"{figures['tpot']['p90'] * 1e3:.1f}",
+                f"{figures['decode_tokens_per_second']:.1f}",
+                f"{figures['limit_tokens_per_second']:.0f}",
+                f"{figures['bandwidth_share']:.0%}",
+                f"{figures['prefill_tokens_per_second']:.0f}",
+                "unknown" if memory is None else f"{memory / 1e6:.0f}",
+                f"{figures['warm_up_seconds']:.1f}",
+            )
+        table.add_section()
+    console.print(table)
+    console.print("limit: tokens/s at which reading the weights once a step takes the whole measured bandwidth")
+    stalled = sum(entry["stalled"] for point in result["points"] for entry in point["rounds"])
+    if stalled:
+        console.print(f"{stalled} of {len(result['points']) * result['runs']} rounds look disturbed; they are included")
+
+
+def write_benchmark(result: dict[str, Any], folder: Path) -> None:
+    """Write ``benchmark.json`` and ``benchmark.png`` into ``folder``, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmark.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    draw_benchmark(result, folder / "benchmark.png")
+
+
+def print_evaluation(result: dict[str, Any]) -> None:
+    """Print perplexities and accuracies, one column a model and one for the paired difference."""
+    console = _console()
+    names = list(result["models"])
+    table = Table(title="measured (± one standard error)")
+    table.add_column("measure")
+    for name in names:
+        table.add_column(name, justify="right")
+    if len(names) > 1:
+        table.add_column("paired difference", justify="right")
+    for row in result["results"]:
+        cells = [_estimate(row["models"][name]) for name in names]
+        if len(names) > 1:
+            cells.append(_estimate(row["difference"], sign="+"))
+        table.add_row(row["measure"], *cells)
+    for name, model in result["models"].items():
+        console.print(f"{name}: {model['path']}, {model['dtype']}")
+    console.print(table)
+    for note in result["notes"]:
+        console.print(note)
+
+
+def _console() -> Console:
+    """Wide enough for the tables wherever the output goes."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDTH)
+
+
+def _compression(result: dict[str, Any]) -> str:
+    block = result["compression"]
+    if block is None:
+        return ""
+    return f", {block['method']} on {block['targets']}: ratio asked {block['asked_ratio']:.3g}, realised " + (
+        f"{block['realised_ratio']:.3f} of the targets, {block['model_ratio']:.3f} of the model"
+    )
+
+
+def _spread(figures: dict[str, float]) -> str:
+    return f"{figures['median'] * 1e3:.1f} ({figures['min'] * 1e3:.1f} to {figures['max'] * 1e3:.1f})"
+
+
+def _estimate(figures: dict[str, Any], sign: str = "") -> str:
+    error = figures["standard_error"]
+    return f"{figures['value']:{sign}.4g}" + ("" if error is None else f" ± {error:.2g}")

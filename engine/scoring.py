@@ -1,0 +1,27 @@
+"""Log-likelihoods of given tokens, the ground both perplexity and multiple choice stand on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+_ROWS = 256  # positions that meet the output head at once: the logits of a whole window would dwarf the model
+
+
+@torch.inference_mode()
+def hidden_states(model: Any, ids: Tensor) -> Tensor:
+    """Final hidden states: ids [batch, n], padded on the right if at all -> [batch, n, hidden].
+
+    A causal model's state at a token does not depend on what follows, so right padding needs no mask.
+    """
+    return model.model(input_ids=ids, use_cache=False)[0]
+
+
+@torch.inference_mode()
+def negative_log_likelihood(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    """-log p(target | state) in nats and fp32: hidden [n, hidden], targets [n] -> [n]."""
+    pairs = zip(hidden.split(_ROWS), targets.split(_ROWS), strict=True)
+    return torch.cat([cross_entropy(model.lm_head(h).float(), t, reduction="none") for h, t in pairs])

@@ -1,0 +1,134 @@
+"""Multiple choice by log-likelihood: the choice the model finds likeliest counts as its answer.
+
+Scores follow lm-evaluation-harness: ``acc`` compares the summed log-likelihood of each choice, ``acc_norm`` divides it
+by the choice's length in characters first. A query with one lone ``_`` (WinoGrande) is filled with each choice, and
+what follows the blank is scored, which is the same text for every choice. Queries are used as they stand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from neuronmm.engine.scoring import hidden_states, negative_log_likelihood
+from neuronmm.models.errors import UserError
+
+_BLANK = re.compile(r"(?<![\w])_(?![\w])")
+_BATCH_TOKENS = 2048  # padded tokens that run through the model at once
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row of a task: for each choice the text before and the text that is scored, and its length in characters."""
+
+    pairs: list[tuple[str, str]]
+    lengths: list[int]
+    gold: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice as tokens: the last ``scored`` of ``ids`` are what is scored."""
+
+    ids: list[int]
+    scored: int
+
+
+def read_task(path: Path, limit: int | None) -> list[Question]:
+    """The first ``limit`` rows {"id", "query", "choices", "gold"} of a .jsonl file.
+
+    Raises:
+        UserError: the file is missing or empty, or a row is malformed (its line is named).
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
+    if not numbered:
+        raise UserError(f"{path}: there are no rows in it")
+    return [_question(line, f"{path}:{number}") for number, line in numbered]
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        row = json.loads(line)
+        query, choices, gold = row["query"], row["choices"], row["gold"]
+        good = isinstance(query, str) and len(choices) > 1 and all(isinstance(c, str) and c for c in choices)
+        good = good and isinstance(gold, int) and 0 <= gold < len(choices)
+    except (ValueError, KeyError, TypeError):
+        good = False
+    if not good:
+        raise UserError(f'{where}: a row has to be {{"query": text, "choices": [text, text, ...], "gold": index}}')
+    blanks = list(_BLANK.finditer(query))
+    if len(blanks) == 1:
+        before, after = query[: blanks[0].start()], query[blanks[0].end() :]
+        if after.strip():
+            return Question([(before + choice, after) for choice in choices], [len(after)] * len(choices), gold)
+    pairs = [(query, choice if choice[0].isspace() else f" {choice}") for choice in choices]
+    return Question(pairs, [len(choice) for choice in choices], gold)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, before: str, after: str, context: int) -> Choice:
+    """Tokenise both texts as one; the tokens beyond those of ``before`` alone are scored.
+
+    A sequence longer than ``context`` loses its beginning.
+    """
+    kept = before.rstrip()
+    whole = tokenizer(before + after).input_ids
+    prefix = tokenizer(kept).input_ids
+    scored = max(len(whole) - len(prefix), 1)
+    if len(whole) < 2 or scored >= context:
+        raise UserError(f"a row cannot be scored: {len(whole)} tokens, {scored} of them scored, context {context}")
+    return Choice(whole[-context:], min(scored, len(whole) - 1))
+
+
+def score(model: Any, sequences: list[Choice], advance: Callable[[int], None]) -> list[float]:
+    """Summed log-likelihood (nats) of each sequence's scored tokens; similar lengths share a batch."""
+    device = model.get_input_embeddings().weight.device
+    result = [0.0] * len(sequences)
+    for batch in _batches(sequences):
+        longest = max(len(sequences[i].ids) for i in batch)
+        padded = [sequences[i].ids + [0] * (longest - len(sequences[i].ids)) for i in batch]
+        hidden = hidden_states(model, torch.tensor(padded, device=device))
+        states, targets = [], []
+        for row, i in enumerate(batch):
+            end, scored = len(sequences[i].ids), sequences[i].scored
+            states.append(hidden[row, end - scored - 1 : end - 1])
+            targets += sequences[i].ids[end - scored :]
+        nll = negative_log_likelihood(model, torch.cat(states), torch.tensor(targets, device=device)).double()
+        for i, part in zip(batch, nll.split([sequences[i].scored for i in batch]), strict=True):
+            result[i] = -part.sum().item()
+        advance(len(batch))
+    return result
+
+
+def _batches(sequences: list[Choice]) -> Iterator[list[int]]:
+    """Indices, longest sequences first, in groups whose padded size stays within the token budget."""
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].ids))
+    while order:
+        size = max(1, _BATCH_TOKENS // len(sequences[order[0]].ids))
+        yield order[:size]
+        order = order[size:]
+
+
+def answer(questions: list[Question], scores: list[float]) -> dict[str, list[float]]:
+    """For each metric, 1.0 or 0.0 a question: is the likeliest choice the gold one?"""
+    correct: dict[str, list[float]] = {"acc": [], "acc_norm": []}
+    position = 0
+    for question in questions:
+        own = scores[position : position + len(question.pairs)]
+        position += len(own)
+        normed = [score / length for score, length in zip(own, question.lengths, strict=True)]
+        correct["acc"].append(float(own.index(max(own)) == question.gold))
+        correct["acc_norm"].append(float(normed.index(max(normed)) == question.gold))
+    return correct

@@ -1,0 +1,60 @@
+"""Measure dense, naive two-GEMM and fused decoding side by side in one process.
+
+examples:
+  neuronmm benchmark OUT --baseline MODEL
+  neuronmm benchmark OUT --baseline MODEL --prompt-lengths 32,512 --batch 1,4 --runs 5 --output results
+  neuronmm benchmark MODEL --threads 2 --dtype bf16        (a dense model alone)
+
+Prompts are random tokens, the same for every variant, and end-of-sequence tokens are ignored. TTFT is the time to the
+first token (prefill), TPOT the time of each later one; tokens/s never counts prompt tokens. The table goes to stdout
+and the last line of stdout is one JSON document; --output also writes benchmark.json and benchmark.png there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
+    parser.add_argument("model", metavar="OUT", help="a compressed model folder, or a dense model alone")
+    parser.add_argument("--baseline", metavar="MODEL", help="the dense model to compare with; default: none")
+    parser.add_argument("--prompt-lengths", type=_numbers, default=(32, 512), metavar="N,N", help="default 32,512")
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="tokens a run; default 128")
+    parser.add_argument("--batch", type=_numbers, default=(1, 4), metavar="N,N", help="rows at once; default 1,4")
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured rounds; default 5")
+    parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: as torch chooses")
+    parser.add_argument("--backend", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="also write benchmark.json and benchmark.png")
+    parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print, write."""
+    from neuronmm.engine.benchmark import benchmark
+    from neuronmm.engine.report import print_benchmark, write_benchmark
+
+    result = benchmark(
+        args.model,
+        args.baseline,
+        prompt_lengths=args.prompt_lengths,
+        new_tokens=args.new_tokens,
+        batches=args.batch,
+        runs=args.runs,
+        dtype=args.dtype,
+        threads=args.threads,
+        backend=args.backend,
+        progress=True,
+    )
+    if args.output:
+        write_benchmark(result, args.output)
+    if not args.json:
+        print_benchmark(result)
+    print(json.dumps(result))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))

@@ -1,0 +1,55 @@
+"""Measure a model's quality: perplexity on a text, accuracy on multiple-choice tasks.
+
+examples:
+  neuronmm evaluate OUT --text wikitext2.txt
+  neuronmm evaluate OUT --baseline MODEL --text wikitext2.txt --context 2048
+  neuronmm evaluate OUT --baseline MODEL --tasks hellaswag.jsonl piqa.jsonl --limit 200
+
+--text is raw text, or, when its name ends in .jsonl, one object with a "text" a line, joined by blank lines. The
+tokens are cut into windows of --context tokens (default: 2048, or the model's maximum if that is less), as in the
+literature. --tasks are JSON lines {"id", "query", "choices", "gold"}; a `_` in a query is filled with each choice and
+what follows it is scored. With --baseline both models are shown, and their paired difference. The last line of stdout
+is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
+    parser.add_argument("model", metavar="OUT", help="a model folder (compressed or dense), a GGUF file or a hub id")
+    parser.add_argument("--baseline", metavar="MODEL", help="a second model to compare with, usually the dense one")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text for the perplexity")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens a window; default min(2048, model's maximum)")
+    parser.add_argument("--stride", type=int, metavar="N", help="tokens from window to window; default: the context")
+    parser.add_argument("--tasks", type=Path, nargs="+", default=[], metavar="FILE", help="multiple-choice files")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N windows, and the first N rows a task")
+    parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
+    parser.add_argument("--backend", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluate and print."""
+    from neuronmm.engine.evaluate import evaluate
+    from neuronmm.engine.report import print_evaluation
+
+    result = evaluate(
+        args.model,
+        args.baseline,
+        text=args.text,
+        context=args.context,
+        stride=args.stride,
+        tasks=args.tasks,
+        limit=args.limit,
+        dtype=args.dtype,
+        backend=args.backend,
+        progress=True,
+    )
+    if not args.json:
+        print_evaluation(result)
+    print(json.dumps(result))
