@@ -1,0 +1,125 @@
+"""The engine's two verbs: streaming equals generating, limits are kept, mistakes are one clear line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuronmm.engine.backends import BACKENDS, choose
+from neuronmm.engine.engine import MAX_BATCH, load, pick_dtype
+from neuronmm.engine.sampling import SamplingParams
+from neuronmm.models import UserError
+
+
+def test_streaming_equals_generating(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    for params in (
+        SamplingParams(max_new_tokens=20),
+        SamplingParams(max_new_tokens=20, temperature=1.0, seed=1),
+        SamplingParams(max_new_tokens=20, ignore_eos=True, stop=("w1",)),
+    ):
+        (whole,) = engine.generate(["w9 w10"], params)
+        stream = engine.stream("w9 w10", params)
+        assert "".join(stream) == stream.result.text == whole.text
+        assert stream.result.token_ids == whole.token_ids
+        assert stream.result.finish_reason == whole.finish_reason
+
+
+def test_a_stop_string_ends_its_own_row(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    prompts = ["w9 w10", "w40"]
+    free = engine.generate(prompts, SamplingParams(max_new_tokens=16, ignore_eos=True))
+    word = free[0].text.split()[3]
+    stopped = engine.generate(prompts, SamplingParams(max_new_tokens=16, ignore_eos=True, stop=(f" {word}",)))
+    for before, after in zip(free, stopped, strict=True):
+        assert after.text == before.text.split(f" {word}")[0]
+        assert after.finish_reason == ("stop" if f" {word}" in before.text else "length")
+
+
+def test_results_keep_the_order_of_more_prompts_than_a_batch_holds(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    prompts = [" ".join(f"w{3 + (i * 7 + j) % 60}" for j in range(1 + (i * 5) % 9)) for i in range(2 * MAX_BATCH + 3)]
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    together = engine.generate(prompts, params)
+    assert [result.prompt for result in together] == prompts
+    assert [r.token_ids for r in together] == [engine.generate([p], params)[0].token_ids for p in prompts]
+
+
+def test_chat_uses_the_template_and_no_second_bos(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    assert engine.encode("w9", chat=True) == [3, 9, 4, 5]
+    engine.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        engine.encode("w9", chat=True)
+
+
+def test_an_empty_prompt_starts_from_bos_or_is_refused(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    assert engine.encode("") == [1]
+    engine.tokenizer.bos_token = None
+    with pytest.raises(UserError, match="prompt is empty"):
+        engine.encode("")
+
+
+def test_context_overflow(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    assert engine.context == 128
+    with pytest.raises(UserError, match=r"128 tokens, but .* context of 128"):
+        engine.generate([" ".join(["w9"] * 128)])
+    long, short = engine.generate([" ".join(["w9"] * 120), "w9"], SamplingParams(max_new_tokens=20, ignore_eos=True))
+    assert (len(long.token_ids), long.finish_reason) == (8, "context")
+    assert (len(short.token_ids), short.finish_reason) == (20, "length")
+
+
+def test_speed_counts_later_tokens_only(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    (result,) = engine.generate(["w9"], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert result.ttft > 0
+    assert result.tokens_per_second == pytest.approx(4 / result.decode_seconds)
+    (single,) = engine.generate(["w9"], SamplingParams(max_new_tokens=1))
+    assert single.tokens_per_second is None
+
+
+def test_backends() -> None:
+    assert choose("auto").name == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(UserError, match="unknown backend 'tpu'; there are: auto, cuda, cpu, neuron"):
+        choose("tpu")
+    if BACKENDS["neuron"].missing():
+        with pytest.raises(UserError, match="transformers-neuronx is not present"):
+            choose("neuron")
+
+
+def test_empty_packages_under_the_sdk_names_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyPI has such stubs, with and without an ImportError inside."""
+    for body in ("", "raise ImportError('install from another index')"):
+        (tmp_path / "transformers_neuronx.py").write_text(body)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(__import__("sys").modules, "transformers_neuronx", raising=False)
+        assert "not present" in str(BACKENDS["neuron"].missing())
+    monkeypatch.delitem(__import__("sys").modules, "transformers_neuronx", raising=False)
+
+
+def test_dtype_follows_the_checkpoint(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint()
+    assert pick_dtype(folder, "auto") == torch.float32
+    assert pick_dtype(folder, "bf16") == torch.bfloat16
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"float32"', '"float16"'))
+    assert pick_dtype(folder, "auto") == torch.bfloat16
+    with pytest.raises(UserError, match="unknown dtype 'int8'"):
+        pick_dtype(folder, "int8")
+
+
+def test_kernels_give_the_same_tokens_and_an_unknown_one_is_refused(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint()
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    tokens = {
+        impl: load(folder, dtype="fp32", impl=impl).generate(["w9 w10"], params)[0].token_ids
+        for impl in ("auto", "naive", "torch", "reference")
+    }
+    assert len(set(map(tuple, tokens.values()))) == 1
+    with pytest.raises(UserError, match="unknown kernel implementation 'magic'"):
+        load(folder, impl="magic")

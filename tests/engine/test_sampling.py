@@ -1,0 +1,80 @@
+"""Sampling: reproducible by seed, equal to transformers' own filters, and strict about its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from neuronmm.engine.engine import load
+from neuronmm.engine.sampling import Sampler, SamplingParams
+from neuronmm.models import UserError
+from tiny import load_plain
+
+PROMPTS = ["w7 w8", "w20 w21 w22 w23", "w30"]
+
+
+def test_seed_makes_a_batch_reproducible_and_rows_independent(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    params = SamplingParams(max_new_tokens=20, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
+    first = [r.token_ids for r in engine.generate(PROMPTS, params)]
+    assert [r.token_ids for r in engine.generate(PROMPTS, params)] == first
+    assert engine.generate(PROMPTS[:1], params)[0].token_ids == first[0]
+    others = SamplingParams(max_new_tokens=20, temperature=0.9, top_p=0.95, seed=6, ignore_eos=True)
+    assert engine.generate(PROMPTS[1:2], others)[0].token_ids == first[1], "row i draws with seed + i"
+    same = engine.generate([PROMPTS[0]] * 2, params)
+    assert same[0].token_ids != same[1].token_ids
+
+
+def test_filters_leave_only_what_they_keep() -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]])
+    seen = torch.tensor([[0]])
+
+    def drawn(**changes: Any) -> set[int]:
+        sampler = Sampler(SamplingParams(temperature=5.0, **changes), [3], torch.device("cpu"))
+        return {int(sampler(seen, logits)) for _ in range(200)}
+
+    assert drawn() == {0, 1, 2, 3, 4}
+    assert drawn(top_k=2) == {0, 1}
+    assert drawn(top_p=0.3) == {0, 1}
+    greedy = Sampler(SamplingParams(), [0], torch.device("cpu"))
+    assert int(greedy(seen, logits)) == 0
+    penalised = Sampler(SamplingParams(repetition_penalty=2.0), [0], torch.device("cpu"))
+    assert int(penalised(seen, logits)) == 1
+
+
+def test_repetition_penalty_equals_transformers_and_ignores_padding(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint()
+    engine, model = load(folder, dtype="fp32"), load_plain(folder)
+    model.generation_config.eos_token_id = None
+    params = SamplingParams(max_new_tokens=24, repetition_penalty=1.7, ignore_eos=True)
+    for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+        ids = torch.tensor([engine.encode(prompt)])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, repetition_penalty=1.7
+        )
+        assert result.token_ids == out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"seed": -1},
+        {"stop": ("",)},
+        {"stop": "word"},
+    ],
+)
+def test_values_out_of_range_are_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(UserError, match=name):
+        SamplingParams(**wrong)

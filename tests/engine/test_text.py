@@ -1,0 +1,70 @@
+"""Text leaves the engine only when it is certain: whole characters, no part of a stop string."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from neuronmm.engine.text import TextStream
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    """Push ``text`` token by token, as the loop does; the pieces that came out, and the stream."""
+    prompt = tokenizer("Prompt:").input_ids
+    stream = TextStream(tokenizer, prompt, stop)
+    out = []
+    for token in tokenizer(text).input_ids:
+        out.append(stream.push(token))
+        if stream.stopped:
+            return out, stream
+    return [*out, stream.finish()], stream
+
+
+def test_characters_of_many_bytes_come_whole(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "naïve 😀 русский 中文"
+    assert len(byte_tokenizer("😀").input_ids) == 4, "the test needs a character of several tokens"
+    out, stream = pieces(byte_tokenizer, text)
+    assert "".join(out) == stream.text == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in out)
+
+
+def test_half_a_character_at_the_end_is_dropped(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = byte_tokenizer("ok😀").input_ids
+    stream = TextStream(byte_tokenizer, byte_tokenizer("x").input_ids, ())
+    for token in ids[:-1]:
+        stream.push(token)
+    assert stream.finish() == ""
+    assert stream.text == "ok"
+
+
+def test_stop_string_across_tokens_is_never_half_printed(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    out, stream = pieces(byte_tokenizer, "a STOQ b STOP c", ("STOP",))
+    assert stream.stopped
+    assert "".join(out) == stream.text == "a STOQ b "
+    assert all("ST" not in piece or "STOQ" in piece for piece in out)
+
+
+def test_the_earliest_of_several_stops_cuts(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    _, stream = pieces(byte_tokenizer, "one two three", ("three", "two", "w"))
+    assert stream.text == "one t"
+
+
+def test_an_unfinished_stop_string_comes_out_at_the_end(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    _, stream = pieces(byte_tokenizer, "all the ST", ("STOP",))
+    assert stream.text == "all the ST"
+    assert not stream.stopped
+
+
+def test_text_continues_the_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    stream = TextStream(tokenizer, [7, 8], ())
+    assert [stream.push(9), stream.push(10)] == [" w9", " w10"]
+
+
+@given(text=st.text(st.characters(codec="utf-8"), max_size=40), stop=st.text(min_size=1, max_size=3))
+def test_any_text_is_cut_at_the_stop_and_nowhere_else(
+    byte_tokenizer: PreTrainedTokenizerBase, text: str, stop: str
+) -> None:
+    text = text.replace("\N{REPLACEMENT CHARACTER}", "")
+    out, stream = pieces(byte_tokenizer, text, (stop,))
+    assert "".join(out) == stream.text == text.split(stop)[0]
