@@ -115,6 +115,7 @@ def _reduction(op: str) -> Any:
         instructions.reduce(result, op, x, axis, mask)
         return result
 
+    reduction.__name__ = op  # an ISA reduction takes nl.max as its op, too
     return reduction
 
 
