@@ -1,0 +1,161 @@
+"""Every kernel, both dialects, bfloat16 and float32, over drawn shapes with tails.
+
+float32: 1e-5 relative of float64. bfloat16: at most twice the error of torch in bfloat16 (``rule``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronmm.emulator.nki import TensorSpec, run
+from neuronmm.kernels.layout import pack
+from neuronmm.kernels.nki.baselines import Tutorial
+from neuronmm.kernels.nki.blocks import Blocks
+from rule import assert_twice_plain, draws
+
+DIALECTS = ("neuronxcc", "nki")
+SIZES = st.sampled_from([1, 2, 7, 64, 127, 128, 129, 200, 255, 256, 257, 300, 384])
+TOKENS = st.sampled_from([1, 2, 3, 16, 65, 128, 129, 200])
+BLOCKS = st.builds(
+    Blocks,
+    tokens=st.sampled_from([64, 128, 513]),
+    moving=st.sampled_from([32, 100, 512]),
+    depth=st.sampled_from([0, 1, 2]),
+    intermediate=st.sampled_from([0, 1, 2]),
+)
+QUICK = settings(max_examples=30, deadline=None)
+
+
+def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error <= 1e-5, f"relative error {error:.3g}"
+
+
+def judge(cases: list[Any], execute: Any) -> None:
+    """The project's rule for the cases' dtype."""
+    if cases[0].x.dtype is torch.float32:
+        near(execute(cases[0]), cases[0].exact())
+    else:
+        assert_twice_plain(cases, execute, lambda c: c.plain(), lambda c: c.exact())
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@QUICK
+@given(inputs=SIZES, rank=SIZES, out=SIZES, tokens=TOKENS, sizes=BLOCKS, norm=st.booleans(), residual=st.booleans())
+def test_low_rank_matmul(
+    kernels: Any, make: Any, dialect: str, dtype: torch.dtype, inputs: int, rank: int, out: int, tokens: int,
+    sizes: Blocks, norm: bool, residual: bool,
+) -> None:  # fmt: skip
+    count = draws(out * tokens) if dtype is torch.bfloat16 else 1
+    cases = [make.linear(inputs, rank, out, tokens, dtype, seed=s, norm=norm, residual=residual) for s in range(count)]
+    judge(cases, lambda c: c.run(kernels, dialect, sizes))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@QUICK
+@given(
+    hidden=SIZES, middle=SIZES, ranks=st.tuples(SIZES, SIZES, SIZES), tokens=TOKENS, sizes=BLOCKS, norm=st.booleans(),
+    residual=st.booleans(), shared=st.booleans(),
+)  # fmt: skip
+def test_low_rank_swiglu_mlp(
+    kernels: Any, make: Any, dialect: str, dtype: torch.dtype, hidden: int, middle: int, ranks: tuple[int, int, int],
+    tokens: int, sizes: Blocks, norm: bool, residual: bool, shared: bool,
+) -> None:  # fmt: skip
+    if shared:
+        ranks = (ranks[0], ranks[0], ranks[2])
+    count = draws(hidden * tokens) if dtype is torch.bfloat16 else 1
+    options = {"norm": norm, "residual": residual, "shared": shared}
+    cases = [make.mlp(hidden, middle, ranks, tokens, dtype, seed=s, **options) for s in range(count)]
+    judge(cases, lambda c: c.run(kernels, dialect, sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 33, 600])
+def test_the_dialects_agree_to_the_bit(kernels: Any, make: Any, dtype: torch.dtype, tokens: int) -> None:
+    for case in (
+        make.linear(576, 200, 300, tokens, dtype, norm=True, residual=True),
+        make.mlp(200, 300, (130, 64, 70), tokens, dtype, norm=True),
+    ):
+        assert torch.equal(case.run(kernels, "neuronxcc"), case.run(kernels, "nki"))
+
+
+@pytest.mark.parametrize("tokens", [1, 600])
+@pytest.mark.parametrize("residual", [False, True])
+def test_entries_of_both_dialects(kernels: Any, make: Any, arrays: Any, tokens: int, residual: bool) -> None:
+    for shared in (False, True):
+        linear = make.linear(200, 130, 150, tokens, torch.float32, norm=True, residual=residual)
+        mlp = make.mlp(200, 300, (130, 130, 70), tokens, torch.float32, norm=True, residual=residual, shared=shared)
+        for case in (linear, mlp):
+            packed = case.packed()
+            if case.shared:
+                del packed[2]
+            tensors = [arrays.to_numpy(case.x), *packed, *([arrays.to_numpy(case.residual)] if residual else [])]
+            name = "low_rank_matmul" if case is linear else f"low_rank_swiglu_mlp{'_shared' * shared}"
+            static = len(case.weights[0]) if case is linear else case.ranks()
+            first = getattr(kernels.entry_neuronxcc, name)(static, epsilon=case.epsilon, residual=residual)
+            second = getattr(kernels.entry_nki, name)(static, epsilon=case.epsilon, residual=residual)
+            near(arrays.to_torch(run(first, *tensors, outputs=[case.output()]).outputs[0]), case.exact())
+            near(arrays.to_torch(second[1](*tensors)), case.exact())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_strips_does_not_matter(kernels: Any, make: Any, arrays: Any, seed: int) -> None:
+    case = make.linear(130, 40, 70, 200, torch.float32)
+    kernel = kernels.entry_neuronxcc.low_rank_matmul(40, Blocks(tokens=32, moving=32))
+    tensors = [arrays.to_numpy(case.x), *case.packed()]
+    shuffled = run(kernel, *tensors, outputs=[case.output()], shuffle=seed).outputs[0]
+    near(arrays.to_torch(shuffled), case.exact())
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [3, 150, 600])
+def test_baselines(kernels: Any, make: Any, arrays: Any, dialect: str, dtype: torch.dtype, tokens: int) -> None:
+    d, b, sizes = (
+        getattr(kernels, f"dialect_{dialect}"),
+        kernels.baselines,
+        Blocks(tokens=512, moving=256, intermediate=2),
+    )
+    case = make.linear(300, 130, 200, tokens, dtype)
+    x, (A, B) = case.x, case.weights
+    exact, plain = case.exact(), case.plain()
+
+    def judged(body: Any, tensors: list[torch.Tensor], want: torch.Tensor, easy: torch.Tensor) -> None:
+        spec = TensorSpec(tuple(want.shape), arrays.to_numpy(x).dtype)
+        made = run(body, *(arrays.to_numpy(t) for t in tensors), outputs=[spec])
+        got = arrays.to_torch(made.outputs[0])
+        if dtype is torch.float32:
+            near(got, want)
+        else:
+            assert_twice_plain([0], lambda _: got, lambda _: easy, lambda _: want)
+
+    judged(lambda x, a, v, y: b.recomputing(d, x, a, v, y, 130, sizes), [x, pack(A), pack(B)], exact, plain)
+    one_block = Tutorial(rows=1, columns=1)
+    judged(lambda x, u, v, y: b.sequential(d, x, u, v, y, one_block), [x, A.T, B.T], exact.T, plain.T)
+    wide = [x, A, (A.double() @ x.double()), A @ x]
+    judged(lambda w, x, y: b.dense_blocked(d, w, x, y, Tutorial()), [wide[1].T, wide[0]], wide[2], wide[3])
+    judged(lambda x, w, y: b.dense_strips(d, x, w, y, sizes), [x, pack(A)], wide[2], wide[3])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_papers_two_kernel_mlp(kernels: Any, make: Any, arrays: Any, dialect: str) -> None:
+    d, sizes = getattr(kernels, f"dialect_{dialect}"), Blocks(tokens=64, moving=64, intermediate=1)
+    case = make.mlp(200, 300, (130, 64, 70), 100, torch.float32)
+    packed = case.packed()
+
+    def both(x: Any, *rest: Any) -> None:
+        *weights, y = rest
+        w = kernels.low_rank_mlp.Weights(*weights)
+        act = d.hbm((300, x.shape[1]), x.dtype)
+        kernels.baselines.gate_up(d, x, w, act, case.ranks(), sizes)
+        kernels.low_rank_matmul.low_rank_matmul(d, act, w.down_a, w.down_b, y, 70, sizes)
+
+    made = run(both, arrays.to_numpy(case.x), *packed, outputs=[case.output()])
+    near(arrays.to_torch(made.outputs[0]), case.exact())
