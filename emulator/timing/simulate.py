@@ -1,9 +1,10 @@
 """The event-driven simulation: when does every instruction start and end?
 
-Tensor, Vector, Scalar and GpSimd execute their instructions in program order. DMAs start in the order in which
-they become ready, each on as many of the 16 engines as it has descriptors (up to all), after a start latency that
-overlaps with other transfers. On NeuronCore v3 and v4 the tensor engine runs at half speed when cold and reaches
-full speed after ``tensor_warm_up_ns`` of work; idle time cools it at the same rate.
+Tensor, Vector, Scalar and GpSimd execute their instructions in program order. A DMA waits for its start latency,
+which overlaps with other transfers, and then for as many of the 16 engines as it has descriptors (up to all); of
+the DMAs that are ready the first in program order goes first, so a far prefetch does not hold up what is needed now.
+On NeuronCore v3 and v4 the tensor engine runs at half speed when cold and reaches full speed after
+``tensor_warm_up_ns`` of work; idle time cools it at the same rate.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import heapq
 from dataclasses import dataclass
 
 from neuronmm.emulator.nki.trace import Engine, Trace
+from neuronmm.emulator.timing.cost import Cost
 from neuronmm.emulator.timing.program import Program, prepare
 from neuronmm.kernels.hardware import NeuronCore
 
@@ -61,46 +63,68 @@ def run(program: Program) -> Timeline:
     engine_of = [instructions[i].engine for i in program.source]
     waiting, after, heads = _graph(program, engine_of)
     start, end, cause = [0.0] * count, [0.0] * count, [-1] * count
-    ready, ready_cause = [0.0] * count, [-1] * count
-    dma_free, dma_last = [0.0] * core.dma_engines, [-1] * core.dma_engines
+    ready = [0.0] * count
+    lanes = _Lanes(core)
     warm = core.tensor_warm_up_ns
     heat = tensor_end = 0.0
+    wake = -1.0
     events = [(core.dma_start_ns if engine_of[i] is Engine.DMA else 0.0, i) for i in heads]
     heapq.heapify(events)
-    while events:
-        now, i = heapq.heappop(events)
-        busy = program.costs[i].busy
-        cause[i] = ready_cause[i]
-        begin = now
-        if engine_of[i] is Engine.DMA:
-            lanes = range(core.dma_engines)
-            if program.costs[i].engines < core.dma_engines:
-                lanes = sorted(lanes, key=dma_free.__getitem__)[: program.costs[i].engines]  # type: ignore[assignment]
-            begin = max(now, min(dma_free[lane] for lane in lanes))
-            finish = now
-            for lane in lanes:
-                if dma_free[lane] > now:
-                    cause[i] = dma_last[lane]
-                dma_free[lane] = max(now, dma_free[lane]) + busy
-                dma_last[lane] = i
-                finish = max(finish, dma_free[lane])
-        elif engine_of[i] is Engine.TENSOR and warm:
-            heat = max(0.0, heat - (now - tensor_end))
-            finish = now + busy / (0.5 + 0.5 * heat / warm)
-            heat = min(warm, heat + finish - now)
-            tensor_end = finish
-        else:
-            finish = now + busy
-        start[i], end[i] = begin, finish
+    pending: list[int] = []  # DMAs that are ready and have no engine yet
+
+    def done(i: int, finish: float) -> None:
+        end[i] = finish
         for j in after[i]:
             if finish >= ready[j]:
-                ready[j], ready_cause[j] = finish, i
+                ready[j], cause[j] = finish, i
             waiting[j] -= 1
             if not waiting[j]:
                 latency = core.dma_start_ns if engine_of[j] is Engine.DMA else 0.0
                 heapq.heappush(events, (ready[j] + latency, j))
+
+    while events:
+        now, i = heapq.heappop(events)
+        if i < count and engine_of[i] is not Engine.DMA:
+            start[i] = now
+            busy = program.costs[i].busy
+            if warm and engine_of[i] is Engine.TENSOR:
+                heat = max(0.0, heat - (now - tensor_end))
+                busy /= 0.5 + 0.5 * heat / warm
+                heat = min(warm, heat + busy)
+                tensor_end = now + busy
+            done(i, now + busy)
+            continue
+        if i < count:
+            heapq.heappush(pending, i)
+        while pending and lanes.free <= now:
+            i = heapq.heappop(pending)
+            if now > ready[i] + core.dma_start_ns:
+                cause[i] = lanes.last
+            start[i] = now
+            done(i, lanes.take(i, now, program.costs[i]))
+        if pending and wake <= now:
+            wake = lanes.free
+            heapq.heappush(events, (wake, count))  # look again when an engine is free
     latency, drift = _extrapolate(program, end)
     return Timeline(program, start, end, cause, latency, drift)
+
+
+class _Lanes:
+    """The DMA engines. ``free`` is when the first one is, ``last`` the step it worked on."""
+
+    def __init__(self, core: NeuronCore) -> None:
+        self._until = [(0.0, -1)] * core.dma_engines
+        self.free, self.last = self._until[0]
+
+    def take(self, step: int, now: float, cost: Cost) -> float:
+        """Give ``step`` the engines that are free first; return when it ends."""
+        finish = now
+        for lane in range(cost.engines):  # the list is in order of time
+            finish = max(now, self._until[lane][0]) + cost.busy
+            self._until[lane] = (finish, step)
+        self._until.sort()
+        self.free, self.last = self._until[0]
+        return finish
 
 
 def _graph(program: Program, engine_of: list[Engine]) -> tuple[list[int], list[list[int]], list[int]]:
