@@ -1,0 +1,59 @@
+"""Packing: undone exactly, rows long enough, chunks that cost what they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronmm.kernels.layout import Chunks, Packing, pack, unpack
+
+FEATURES = st.integers(1, 1200)
+MODELS = [(2048, 8192, 1280), (3072, 8192, 1792), (2560, 9728, 1664), (4096, 14336, 2560), (576, 1536, 320)]
+"""Hidden size, intermediate size and a rank of Llama-3.2-1B and -3B, Qwen3-4B, Llama-3.1-8B, SmolLM2-135M."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=FEATURES, columns=FEATURES, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_unpack_undoes_pack(rows: int, columns: int, dtype: torch.dtype) -> None:
+    weight = torch.arange(rows * columns).reshape(columns, rows).remainder(251).to(dtype)
+    packed = pack(weight)
+    assert packed.dtype == dtype and packed.shape == (Packing.of(rows, columns, weight.element_size()).elements,)
+    assert torch.equal(unpack(packed, rows, columns), weight)
+
+
+def test_the_norms_weight_is_folded_in() -> None:
+    weight, scale = torch.randn(7, 300), torch.randn(300)
+    assert torch.equal(unpack(pack(weight, scale), 300, 7), weight * scale)
+
+
+@given(size=st.integers(1, 3000))
+def test_chunks_cover_a_dimension_once(size: int) -> None:
+    cut = Chunks(size)
+    lengths = [cut.length(c) for c in range(cut.count)]
+    assert cut.count == -(-size // 128) and sum(lengths) == size and max(lengths) == cut.width <= 128
+    assert max(lengths) - min(lengths) <= 1
+    assert sorted(cut.order()) == list(range(size))
+    assert [cut.start(c) for c in range(cut.count)] == [sum(lengths[:c]) for c in range(cut.count)]
+
+
+@pytest.mark.parametrize(("hidden", "middle", "rank"), MODELS)
+def test_rows_of_the_models_are_long_and_little_is_padded(hidden: int, middle: int, rank: int) -> None:
+    for rows, columns in ((hidden, rank), (rank, middle), (middle, rank), (rank, hidden)):
+        how = Packing.of(rows, columns, 2)
+        assert how.elements <= 1.01 * rows * columns
+        panels = how.panels()
+        assert sum(p.columns for p in panels) == columns
+        assert all(how.rows.count * p.columns * 2 >= 2048 for p in panels)
+
+
+def test_a_panel_is_contiguous_for_each_partition() -> None:
+    rows, columns = 256, 300
+    weight = torch.arange(rows * columns, dtype=torch.float32).reshape(columns, rows)
+    how, packed = Packing.of(rows, columns, 4), pack(weight)
+    panel = how.panels()[0]
+    part = packed[panel.offset : panel.offset + 128 * 2 * panel.columns].view(128, 2, panel.columns)
+    order = how.columns.order()
+    for p, c, q in ((0, 0, 0), (3, 1, 5), (127, 1, panel.columns - 1)):
+        assert part[p, c, q] == weight[order[how.columns.start(panel.first) + q], p * how.rows.count + c]

@@ -1,0 +1,95 @@
+"""Read as text: the kernels touch a dialect only through its layer, and the layer only what that dialect has."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from neuronmm.emulator.nki.modules import surface
+from neuronmm.kernels import nki as kernels
+
+FOLDER = Path(kernels.__file__).parent
+BODIES = ("stages", "low_rank_matmul", "low_rank_mlp", "baselines")
+REMOVED = {
+    "neuronxcc": {"tensor_copy_dynamic_src", "tensor_copy_dynamic_dst", "loop_reduce", "dma_transpose", "nc_matmul_mx"},
+    "nki": {"arange", "mgrid", "par_dim", "load", "store", "affine_range", "loop_reduce", "dma_transpose"},
+}
+"""What the SDK's releases removed, deprecated, or has no place in these kernels, by dialect."""
+
+
+def tree(name: str) -> ast.Module:
+    return ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+
+
+def calls(name: str) -> list[ast.Call]:
+    return [node for node in ast.walk(tree(name)) if isinstance(node, ast.Call)]
+
+
+def functions(name: str) -> dict[str, list[str]]:
+    """Public functions of a module with their parameters."""
+    found = [node for node in tree(name).body if isinstance(node, ast.FunctionDef)]
+    return {f.name: [a.arg for a in (*f.args.args, *([f.args.vararg] if f.args.vararg else []))] for f in found}
+
+
+@pytest.mark.parametrize("dialect", ["neuronxcc", "nki"])
+def test_the_layer_uses_what_its_dialect_has(dialect: str) -> None:
+    prefix = "neuronxcc.nki" if dialect == "neuronxcc" else "nki"
+    table = {"nisa": surface(dialect)[f"{prefix}.isa"], "nl": surface(dialect)[f"{prefix}.language"]}
+    used = [
+        node
+        for node in ast.walk(tree(f"dialect_{dialect}"))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in table
+    ]
+    assert len(used) > 15
+    for node in used:
+        assert node.attr in table[node.value.id], f"line {node.lineno}: {ast.unparse(node)} is not in {prefix}"  # type: ignore[attr-defined]
+        assert node.attr not in REMOVED[dialect]
+    for call in calls(f"dialect_{dialect}"):
+        target = ast.unparse(call.func).split(".")
+        function = table[target[0]][target[1]] if target[0] in table else None
+        if inspect.isfunction(function):
+            parameters = inspect.signature(function).parameters
+            assert len(call.args) <= len(parameters)
+            assert {k.arg for k in call.keywords} <= set(parameters), f"line {call.lineno}: {ast.unparse(call)}"
+
+
+def test_both_layers_have_the_same_functions() -> None:
+    first, second = functions("dialect_neuronxcc"), functions("dialect_nki")
+    assert second.pop("output") == ["shape", "dtype"]  # only this dialect returns its outputs
+    assert first == second
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_know_no_dialect(name: str) -> None:
+    for node in ast.walk(tree(name)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            text = ast.unparse(node)
+            assert "nki.language" not in text and "nki.isa" not in text and "neuronxcc" not in text
+    layer = functions("dialect_nki")
+    through = [c for c in calls(name) if isinstance(c.func, ast.Attribute) and ast.unparse(c.func.value) == "d"]
+    assert through
+    for call in through:
+        parameters = layer[call.func.attr]  # type: ignore[attr-defined]
+        assert call.func.attr == "at" or len(call.args) == len(parameters), ast.unparse(call)  # type: ignore[attr-defined]
+        assert not call.keywords
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_keep_to_the_language_of_the_second_dialect(name: str) -> None:
+    for node in ast.walk(tree(name)):
+        assert not isinstance(node, (ast.Is, ast.IsNot, ast.Yield, ast.YieldFrom, ast.Lambda, ast.Global, ast.Nonlocal))
+        assert not isinstance(node, (ast.Try, ast.With, ast.While, ast.AsyncFunctionDef, ast.Await))
+        if isinstance(node, ast.arguments):
+            assert not node.kwonlyargs and not node.kwarg and not node.vararg
+
+
+@pytest.mark.parametrize("name", [*BODIES, "dialect_neuronxcc", "dialect_nki"])
+def test_tiles_put_partitions_first(name: str) -> None:
+    """No block dimension before the partitions: ``par_dim`` only ever marks the first axis."""
+    for call in calls(name):
+        if ast.unparse(call.func).endswith(("ndarray", "zeros")):
+            shape = ast.unparse(call.args[0])
+            assert "par_dim" not in shape or shape.startswith("(nl.par_dim(shape[0])")
