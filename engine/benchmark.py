@@ -7,7 +7,8 @@ a *round*; a bandwidth probe stands before and after each round. Rounds that loo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -62,9 +63,23 @@ def benchmark(
         UserError: a number out of range, a context overflow, or models that cannot be compared.
     """
     _check(prompt_lengths, new_tokens, batches, runs, threads)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    hosts, facts = _load(model, baseline, dtype, backend)
+    with _threads(threads):
+        return _benchmark(model, baseline, prompt_lengths, new_tokens, batches, runs, dtype, backend, progress)
+
+
+def _benchmark(
+    model: str | Path,
+    baseline: str | Path | None,
+    prompt_lengths: Sequence[int],
+    new_tokens: int,
+    batches: Sequence[int],
+    runs: int,
+    dtype: str,
+    backend: str,
+    progress: bool,
+) -> dict[str, Any]:
+    """:func:`benchmark` once its numbers are known to be sane and the threads are set."""
+    hosts, loading, facts = _load(model, baseline, dtype, backend)
     first = next(iter(hosts.values()))
     context = first.model.config.max_position_embeddings
     if max(prompt_lengths) + new_tokens > context:
@@ -97,6 +112,7 @@ def benchmark(
         "variants": {
             name: {
                 "kernels": host.path,
+                "load_seconds": loading[name],
                 "weight_bytes": weight_bytes(host.model),
                 "weight_bytes_per_token": step_bytes[name],
             }
@@ -104,6 +120,16 @@ def benchmark(
         },
         "points": points,
     }
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check(
@@ -123,14 +149,19 @@ def _check(
 
 def _load(
     model: str | Path, baseline: str | Path | None, dtype: str, backend: str
-) -> tuple[dict[str, TorchHost], dict[str, Any]]:
-    """The variants by name, in the order they are shown, and what the report says of the models."""
+) -> tuple[dict[str, TorchHost], dict[str, float], dict[str, Any]]:
+    """The variants by name, in the order they are shown, their loading times, and the report's words on the models."""
     chosen = choose(backend)
     folder = resolve(model)
     torch_dtype = pick_dtype(folder, dtype)
 
-    def load(where: Path, impl: str) -> TorchHost:
-        host = chosen.load(where, torch_dtype, impl)
+    hosts: dict[str, TorchHost] = {}
+    loading: dict[str, float] = {}
+
+    def load(name: str, where: Path) -> TorchHost:
+        start = time.perf_counter()
+        host = chosen.load(where, torch_dtype, "auto")
+        loading[name] = time.perf_counter() - start
         if not isinstance(host, TorchHost):
             raise UserError(f"the benchmark does not run on backend {chosen.name}; use cpu or cuda")
         return host
@@ -144,20 +175,20 @@ def _load(
     if block is None:
         if baseline is not None:
             raise UserError(f"{model} is a dense model; --baseline is for a compressed one")
-        return {"dense": load(folder, "auto")}, {**facts, "compression": None}
+        return {"dense": load("dense", folder)}, loading, {**facts, "compression": None}
     kept = ("method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align")
     facts["compression"] = {key: block.get(key) for key in kept}
-    hosts = {}
     if baseline is not None:
         dense = resolve(baseline)
         if "quantization_config" in read_config(dense):
             raise UserError(f"{baseline} is a compressed model itself; --baseline has to be the dense one")
-        hosts["dense"] = load(dense, "auto")
-    fused = load(folder, "auto")
+        hosts["dense"] = load("dense", dense)
+    fused = load("fused", folder)
     hosts.update(naive=fused.sibling("naive"), fused=fused)
+    loading["naive"] = loading["fused"]  # the very same weights
     if len({host.model.config.vocab_size for host in hosts.values()}) > 1:
         raise UserError(f"{model} and {baseline} have different vocabularies; they are not the same model")
-    return hosts, facts
+    return hosts, loading, facts
 
 
 def _point(

@@ -23,7 +23,8 @@ def print_benchmark(result: dict[str, Any]) -> None:
     console.print(f"{machine['device']}, torch threads: {result['threads']}, {result['dtype']}, {versions}")
     for name, variant in result["variants"].items():
         megabytes = variant["weight_bytes_per_token"] / 1e6
-        console.print(f"{name}: {megabytes:.1f} MB of weights a token; kernels: {variant['kernels']}")
+        loaded = f"loaded in {variant['load_seconds']:.1f} s"
+        console.print(f"{name}: {megabytes:.1f} MB of weights a token; kernels: {variant['kernels']}; {loaded}")
     console.print(
         f"read bandwidth {bandwidth['median'] / 1e9:.1f} GB/s "
         f"({bandwidth['min'] / 1e9:.1f} to {bandwidth['max'] / 1e9:.1f}) over {bandwidth['buffer_bytes'] / 1e6:.0f} MB"
@@ -69,8 +70,7 @@ def print_benchmark(result: dict[str, Any]) -> None:
 
 
 def write_benchmark(result: dict[str, Any], folder: Path) -> None:
-    """Write ``benchmark.json`` and ``benchmark.png`` into ``folder``, which is made if need be."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write ``benchmark.json`` and ``benchmark.png`` into ``folder``, which exists."""
     (folder / "benchmark.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     draw_benchmark(result, folder / "benchmark.png")
 

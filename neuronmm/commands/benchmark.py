@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> None:
     from neuronmm.engine.benchmark import benchmark
     from neuronmm.engine.report import print_benchmark, write_benchmark
 
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)  # before measuring: a bad path should not cost minutes
     result = benchmark(
         args.model,
         args.baseline,

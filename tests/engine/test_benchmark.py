@@ -44,9 +44,9 @@ def test_document(checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytes
             assert limit < point["batch"] * result["read_bandwidth"]["max"] / step_bytes * 1.001
             assert figures["warm_up_seconds"] > 0
             assert len(figures["runs"]) == SMALL["runs"]
-    write_benchmark(result, tmp_path / "new" / "folder")
-    assert json.loads((tmp_path / "new" / "folder" / "benchmark.json").read_text()) == result
-    assert (tmp_path / "new" / "folder" / "benchmark.png").read_bytes().startswith(b"\x89PNG")
+    write_benchmark(result, tmp_path)
+    assert json.loads((tmp_path / "benchmark.json").read_text()) == result
+    assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
     print_benchmark(result)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("measured", "TTFT ms", "TPOT ms", "naive", "fused", "read bandwidth"))

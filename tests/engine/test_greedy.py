@@ -48,13 +48,14 @@ def test_equals_transformers(
     tied: bool,
 ) -> None:
     folder = checkpoint(model_type, compressed=compressed, tied=tied)
-    engine, model = load(folder, dtype="fp32"), load_plain(folder)
-    engine.tokenizer = tokenizer  # transformers 5 reads any tokenizer beside a Qwen2 model as Qwen2's own
-    expected = hf_tokens(model, tokenizer, PROMPTS)
+    model = load_plain(folder)
+    expected, alone = hf_tokens(model, tokenizer, PROMPTS), hf_tokens(model, tokenizer, PROMPTS[1:2])
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-    assert [result.token_ids for result in engine.generate(PROMPTS, params)] == expected
-    alone = engine.generate(PROMPTS[1:2], params)[0].token_ids
-    assert alone == hf_tokens(model, tokenizer, PROMPTS[1:2])[0]
+    for impl in ("auto", "torch"):
+        engine = load(folder, dtype="fp32", impl=impl)
+        engine.tokenizer = tokenizer  # transformers 5 reads any tokenizer beside a Qwen2 model as Qwen2's own
+        assert [result.token_ids for result in engine.generate(PROMPTS, params)] == expected
+        assert [result.token_ids for result in engine.generate(PROMPTS[1:2], params)] == alone
 
 
 def test_each_row_ends_at_its_own_eos(checkpoint: Callable[..., Path]) -> None:
