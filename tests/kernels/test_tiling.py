@@ -1,0 +1,119 @@
+"""The tiling solver: within the budget always, the published optimum, and the simulator's opinion of its model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronmm.emulator.nki import TensorSpec, nki_modules, run
+from neuronmm.emulator.nki.trace import Space, Trace
+from neuronmm.emulator.timing import report, simulate
+from neuronmm.kernels import KernelError
+from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
+from neuronmm.kernels.layout import Packing
+from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.tiling import Problem, consider, evaluate, explain, solve
+
+DEEPSEEK_UP = Problem(tokens=4096, inputs=7168, rank=4096, outputs=18432)
+problems = st.builds(
+    Problem,
+    tokens=st.integers(1, 40000),
+    inputs=st.integers(1, 16384),
+    rank=st.integers(1, 4096),
+    outputs=st.integers(1, 20000),
+    dtype=st.sampled_from(("bfloat16", "float32")),
+)
+
+
+def kernel_trace(problem: Problem, blocks: Blocks, core: NeuronCore) -> Trace:
+    size = problem.element
+    a = TensorSpec((Packing.of(problem.inputs, problem.rank, size).elements,), problem.dtype)
+    b = TensorSpec((Packing.of(problem.rank, problem.outputs, size).elements,), problem.dtype)
+    x = TensorSpec((problem.inputs, problem.tokens), problem.dtype)
+    y = TensorSpec((problem.outputs, problem.tokens), problem.dtype)
+    with nki_modules():
+        from neuronmm.kernels.nki.entry_neuronxcc import low_rank_matmul
+
+        return run(low_rank_matmul(problem.rank, blocks), x, a, b, outputs=[y], core=core, fold=True).trace
+
+
+def test_the_published_optimum() -> None:
+    """The paper's block sweep of DeepSeek-V3's up projection: 1024 is best, 2048 and 4096 spill."""
+    assert solve(DEEPSEEK_UP).blocks.tokens == 1024
+    for strip in (2048, 4096):
+        refusals = [refusal for t, refusal in consider(DEEPSEEK_UP, TRN1) if t.blocks.tokens == strip]
+        assert refusals and all(refusal is not None and "would spill" in refusal for refusal in refusals)
+        with pytest.raises(KernelError, match="would spill"):
+            evaluate(DEEPSEEK_UP, Blocks(strip, 512, 8))
+
+
+def test_traffic_is_the_papers_equation() -> None:
+    m, k, r, n = 8192, 8192, 4096, 16384
+    tiling = solve(Problem(m, k, r, n))
+    assert tiling.traffic == 2 * (m * k + m // tiling.blocks.tokens * (k * r + r * n) + m * n)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems, st.sampled_from(sorted(CORES)))
+def test_what_is_chosen_fits(problem: Problem, device: str) -> None:
+    core = CORES[device]
+    tiling = solve(problem, core)
+    assert max(tiling.sbuf) <= core.sbuf_partition_bytes
+    assert tiling.psum_banks <= core.psum_banks
+    assert 0 < tiling.mfu <= 1
+    assert tiling.seconds >= max(tiling.tensor, tiling.dma / 2, tiling.vector / 2)
+    fitting = [t for t, refusal in consider(problem, core) if refusal is None]
+    assert tiling.seconds <= 1.01 * min(t.seconds for t in fitting)
+
+
+@pytest.mark.parametrize(
+    ("problem", "device"),
+    [
+        (Problem(2048, 2048, 1280, 4096), "trn1"),
+        (Problem(1024, 2048, 1024, 4096), "trn2"),
+        (Problem(1500, 576, 200, 1536), "trn1"),
+        (Problem(512, 1024, 512, 1024, "float32"), "trn1"),
+        (Problem(1, 2048, 1280, 8192), "trn1"),
+        (Problem(64, 2048, 1280, 8192), "trn3"),
+    ],
+    ids=str,
+)
+def test_the_simulator_agrees(problem: Problem, device: str) -> None:
+    """The real kernel under the emulator: it fits in the counted memory, moves what was counted, takes as long."""
+    core = CORES[device]
+    tiling = solve(problem, core)
+    trace = kernel_trace(problem, tiling.blocks, core)
+    result = report(simulate(trace, core))
+    assert trace.peak(Space.SBUF) <= max(tiling.sbuf)
+    assert result.traffic == pytest.approx(tiling.traffic, rel=1e-3)
+    warm_up = core.tensor_warm_up_ns * 1e-9
+    assert result.latency == pytest.approx(tiling.seconds, rel=0.1, abs=4e-6 + warm_up)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.builds(
+        Problem, tokens=st.integers(1, 700), inputs=st.integers(1, 1500), rank=st.integers(1, 600),
+        outputs=st.integers(1, 1500),
+    )
+)  # fmt: skip
+def test_the_kernel_needs_no_more_than_is_counted(problem: Problem) -> None:
+    tiling = solve(problem)
+    trace = kernel_trace(problem, tiling.blocks, TRN1)  # the emulator raises where memory runs out
+    assert trace.peak(Space.SBUF) <= max(tiling.sbuf)
+
+
+def test_the_explanation_names_the_choice_and_the_refusals() -> None:
+    lines = explain(DEEPSEEK_UP)
+    assert any(line.strip().startswith("1024") and "<- chosen" in line for line in lines)
+    assert sum("refused" in line for line in lines) == 2
+
+
+def test_bad_problems_are_refused() -> None:
+    with pytest.raises(KernelError, match="must be positive"):
+        Problem(0, 1, 1, 1)
+    with pytest.raises(KernelError, match="dtype 'int8'"):
+        Problem(1, 1, 1, 1, "int8")
+    with pytest.raises(KernelError, match="does not fit"):
+        solve(Problem(4096, 4096, 400000, 4096))
