@@ -71,7 +71,7 @@ NEURONMM_EXPORT void neuronmm_low_rank_swiglu(const neuronmm::Linear* gate, cons
                                               int32_t batch, void* y, int32_t threads);
 
 // One token a row: tokens [batch] are written to slot `slot` of the cache, of which row i begins at starts[i];
-// logits [batch, vocab] follow it. The result is 0; or -1, with nothing done, where a token is not in the vocabulary, the
-// slot not in the cache or a start behind the slot.
+// logits [batch, vocab] follow it. The result is 0; or -1, with nothing done, where a token is not in the vocabulary,
+// the slot not in the cache or a start behind the slot.
 NEURONMM_EXPORT int neuronmm_decode_step(const neuronmm::Model* model, const int64_t* tokens, const int32_t* starts,
                                          int32_t slot, float* logits, int32_t threads);

@@ -7,6 +7,7 @@ row's step is its largest absolute value / 127.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +46,15 @@ def _linear(linear: LinearWeights) -> LinearWeights:
     return replace(linear, A=_quantize(linear.A), B=None if linear.B is None else _quantize(linear.B))
 
 
-def _layer(layer: LayerWeights) -> LayerWeights:
+def _linears(layer: LayerWeights) -> dict[str, LinearWeights]:
     parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return replace(layer, **{name: _linear(part) for name, part in parts.items() if isinstance(part, LinearWeights)})
+    return {name: part for name, part in parts.items() if isinstance(part, LinearWeights)}
+
+
+def _layer(layer: LayerWeights) -> LayerWeights:
+    changed: dict[str, Any] = {name: _linear(part) for name, part in _linears(layer).items()}
+    return replace(layer, **changed)
 
 
 def _matrices(layer: LayerWeights) -> list[Tensor | Int8 | None]:
-    linears = [getattr(layer, field.name) for field in fields(layer)]
-    return [matrix for part in linears if isinstance(part, LinearWeights) for matrix in (part.A, part.B)]
+    return [matrix for part in _linears(layer).values() for matrix in (part.A, part.B)]

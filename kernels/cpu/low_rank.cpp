@@ -54,7 +54,8 @@ void neuronmm_low_rank_swiglu(const Linear* gate, const Linear* up, const Linear
                      scratch.take(batch, rank),
                      scratch.take(batch, intermediate),
                      scratch.take(batch, rank)};
-    run(x, hidden, y, down->last().rows, type, batch, threads, scratch, [&](const Worker& worker, Rows wide, Rows result) {
+    const int out = down->last().rows;
+    run(x, hidden, y, out, type, batch, threads, scratch, [&](const Worker& worker, Rows wide, Rows result) {
         swiglu(worker, mlp, wide, batch, result, false);
     });
 }

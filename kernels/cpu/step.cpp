@@ -26,7 +26,7 @@ struct Private {
 class Step {
 public:
     Step(const Model& model, const int64_t* tokens, const int32_t* starts, int slot, float* logits, int threads)
-        : m_(model), tokens_(tokens), starts_(starts), slot_(slot), kv_type_bytes_(model.cache_type == kFloat32 ? 4 : 2) {
+        : m_(model), tokens_(tokens), starts_(starts), slot_(slot) {
         static thread_local Scratch scratch;
         const int batch = m_.batch, q_size = m_.heads * m_.head_dim, kv_size = m_.kv_heads * m_.head_dim;
         int rank = max_rank({&m_.head});
@@ -113,8 +113,8 @@ private:
     // The cache of one KV head of one row from its first token on; `count` positions.
     Matrix cached(void* cache, int b, int kv_head, int start, int count) const {
         const size_t first = (static_cast<size_t>(b) * m_.kv_heads + kv_head) * m_.max_len + start;
-        return {static_cast<char*>(cache) + first * m_.head_dim * kv_type_bytes_, nullptr, count, m_.head_dim,
-                m_.cache_type};
+        const size_t bytes = m_.cache_type == kFloat32 ? 4 : 2;
+        return {static_cast<char*>(cache) + first * m_.head_dim * bytes, nullptr, count, m_.head_dim, m_.cache_type};
     }
 
     // Write this token's keys and values to the cache.
@@ -163,7 +163,6 @@ private:
     const int64_t* tokens_;
     const int32_t* starts_;
     int slot_;
-    size_t kv_type_bytes_;
     Buffers buffers_;
     Rows private_;
 };

@@ -45,7 +45,7 @@ void Barrier::wait(int count) {
 
 // The job is handed over, and its end awaited, through atomics: the order of memory then follows from this code alone,
 // which the thread sanitizer can check; OpenMP's own synchronisation is invisible to it.
-void run_team(int threads, const std::function<void(const Worker&)>& work) {
+void run_team([[maybe_unused]] int threads, const std::function<void(const Worker&)>& work) {
     static std::mutex turn;
     const std::lock_guard<std::mutex> lock(turn);
     Job job{active(), work, {}, {}};

@@ -1,0 +1,170 @@
+// Runs every entry point of the CPU core on small random models, for the sanitizers and for processors that have no
+// Python at hand: every instruction set, weight type and batch, one to three threads, shapes full of tails. Buffers are
+// allocated at their exact sizes. The number of threads must not change a result beyond the order of summation.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <random>
+#include <vector>
+
+#include "../../../kernels/cpu/core.h"
+
+using namespace neuronmm;
+
+namespace {
+
+std::mt19937 random_bits(7);
+
+float draw() { return std::uniform_real_distribution<float>(-1, 1)(random_bits); }
+
+// Owns what the structs point at.
+struct Memory {
+    std::deque<std::vector<char>> blocks;
+
+    void* bytes(size_t n) { return blocks.emplace_back(n).data(); }
+
+    float* floats(size_t n, float offset = 0) {
+        float* p = static_cast<float*>(bytes(n * sizeof(float)));
+        for (size_t i = 0; i < n; i++) p[i] = draw() + offset;
+        return p;
+    }
+
+    void* values(Type type, size_t n) {
+        if (type == kFloat32) return floats(n);
+        if (type == kInt8) {
+            int8_t* p = static_cast<int8_t*>(bytes(n));
+            for (size_t i = 0; i < n; i++) p[i] = static_cast<int8_t>(127 * draw());
+            return p;
+        }
+        uint16_t* p = static_cast<uint16_t*>(bytes(2 * n));
+        for (size_t i = 0; i < n; i++) {
+            const float value = draw();
+            uint32_t bits;
+            std::memcpy(&bits, &value, 4);
+            p[i] = static_cast<uint16_t>(bits >> 16);
+        }
+        return p;
+    }
+
+    Matrix matrix(Type type, int rows, int cols) {
+        float* scale = nullptr;
+        if (type == kInt8) {
+            scale = floats(rows);
+            for (int i = 0; i < rows; i++) scale[i] /= 127;
+        }
+        return {values(type, static_cast<size_t>(rows) * cols), scale, rows, cols, type};
+    }
+
+    Linear linear(Type type, int out, int in, int rank) {
+        float* bias = floats(out);
+        if (!rank) return {matrix(type, out, in), {}, bias};
+        return {matrix(type, rank, in), matrix(type, out, rank), bias};
+    }
+};
+
+bool close(const std::vector<float>& a, const std::vector<float>& b) {
+    if (a.size() != b.size()) return false;
+    float worst = 0, largest = 0;
+    for (size_t i = 0; i < a.size(); i++) {
+        if (!std::isfinite(a[i])) return false;
+        worst = std::max(worst, std::fabs(a[i] - b[i]));
+        largest = std::max(largest, std::fabs(a[i]));
+    }
+    return worst <= 1e-4f * largest;
+}
+
+// Logits of a few steps of a model of this weight type, batch and rank (0: dense).
+std::vector<float> decode(Type type, Type cache, int batch, int rank, int threads) {
+    random_bits.seed(11);
+    Memory memory;
+    const int hidden = 37, heads = 6, kv_heads = 2, head_dim = 10, intermediate = 75, vocab = 53, max_len = 21;
+    const int q_size = heads * head_dim, kv_size = kv_heads * head_dim;
+    std::vector<Layer> layers;
+    for (int i = 0; i < 2; i++) {
+        const size_t cached = static_cast<size_t>(batch) * kv_heads * max_len * head_dim * (cache == kFloat32 ? 4 : 2);
+        Layer layer{};
+        layer.input_norm = memory.floats(hidden, 1);
+        layer.post_norm = memory.floats(hidden, 1);
+        layer.q_norm = i ? memory.floats(head_dim, 1) : nullptr;
+        layer.k_norm = i ? memory.floats(head_dim, 1) : nullptr;
+        layer.q = memory.linear(type, q_size, hidden, rank);
+        layer.k = memory.linear(type, kv_size, hidden, 0);
+        layer.v = memory.linear(type, kv_size, hidden, rank);
+        layer.o = memory.linear(type, hidden, q_size, rank);
+        layer.gate = memory.linear(type, intermediate, hidden, rank);
+        layer.up = memory.linear(type, intermediate, hidden, i ? 0 : rank);
+        layer.down = memory.linear(type, hidden, intermediate, rank);
+        layer.keys = memory.bytes(cached);
+        layer.values = memory.bytes(cached);
+        layers.push_back(layer);
+    }
+    const Model model{2,     hidden,
+                      heads, kv_heads,
+                      head_dim, intermediate,
+                      batch, max_len,
+                      cache, 1e-5f,
+                      0.3f,  memory.matrix(type, vocab, hidden),
+                      memory.linear(type, vocab, hidden, 0), memory.floats(hidden, 1),
+                      memory.floats(max_len * head_dim), memory.floats(max_len * head_dim),
+                      layers.data()};
+    std::vector<int32_t> starts(batch);
+    std::vector<int64_t> tokens(batch);
+    std::vector<float> all, logits(static_cast<size_t>(batch) * vocab);
+    for (int b = 0; b < batch; b++) starts[b] = b % 3;
+    for (int slot = 2; slot < max_len; slot++) {
+        for (int b = 0; b < batch; b++) tokens[b] = (slot * 7 + b) % vocab;
+        if (neuronmm_decode_step(&model, tokens.data(), starts.data(), slot, logits.data(), threads)) return {};
+        all.insert(all.end(), logits.begin(), logits.end());
+    }
+    tokens[0] = vocab;
+    if (!neuronmm_decode_step(&model, tokens.data(), starts.data(), 5, logits.data(), threads)) return {};
+    return all;
+}
+
+// The bytes of both ops' results: every row is one worker's, so they do not depend on the number of threads at all.
+std::vector<char> low_rank(Type type, int batch, int threads) {
+    random_bits.seed(13);
+    Memory memory;
+    const int hidden = 67, intermediate = 131;
+    const Linear gate = memory.linear(type, intermediate, hidden, 9);
+    const Linear up = memory.linear(type, intermediate, hidden, 33);
+    const Linear down = memory.linear(type, hidden, intermediate, 17);
+    const size_t size = type == kFloat32 ? 4 : 2;
+    void* x = memory.values(type, static_cast<size_t>(batch) * hidden);
+    std::vector<char> y(batch * (hidden + intermediate) * size);
+    neuronmm_low_rank_swiglu(&gate, &up, &down, x, type, batch, y.data(), threads);
+    neuronmm_low_rank_linear(&gate, x, type, batch, y.data() + batch * hidden * size, threads);
+    return y;
+}
+
+}  // namespace
+
+int main() {
+    int failures = 0;
+    for (const char* isa : {"avx512", "avx2", "portable"}) {
+        if (neuronmm_set_isa(isa)) {
+            std::printf("%s: not on this processor\n", isa);
+            continue;
+        }
+        for (const Type type : {kFloat32, kBFloat16, kInt8})
+            for (int batch = 1; batch <= kMaxBatch; batch++)
+                for (const int threads : {2, 3}) {
+                    for (const int rank : {0, 5, 19}) {
+                        const Type cache = batch % 2 ? kFloat32 : kBFloat16;
+                        const auto one = decode(type, cache, batch, rank, 1);
+                        if (!one.empty() && close(decode(type, cache, batch, rank, threads), one)) continue;
+                        std::printf("%s: step: type %d batch %d rank %d threads %d\n", isa, type, batch, rank, threads);
+                        failures++;
+                    }
+                    if (type == kInt8 || low_rank(type, batch, threads) == low_rank(type, batch, 1)) continue;
+                    std::printf("%s: low rank: type %d batch %d threads %d\n", isa, type, batch, threads);
+                    failures++;
+                }
+        std::printf("%s: done\n", isa);
+    }
+    std::printf("%d failures\n", failures);
+    return failures ? EXIT_FAILURE : EXIT_SUCCESS;
+}
