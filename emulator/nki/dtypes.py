@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +36,12 @@ def as_dtype(value: Any) -> np.dtype:
 
 def is_float(dtype: np.dtype) -> bool:
     return dtype in _FLOATS
+
+
+@cache
+def dtype_name(dtype: np.dtype) -> str:
+    """``dtype.name``, which NumPy computes anew each time."""
+    return dtype.name
 
 
 def unwritten(count: int, dtype: np.dtype) -> np.ndarray:

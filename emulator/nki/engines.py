@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
+from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype, dtype_name
 from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import Machine, current
 from neuronmm.emulator.nki.ops import OPS, Op
@@ -61,8 +61,8 @@ def _no_hazard(machine: Machine, dst: Tile, written: Region, src: Any, read: Reg
     """Refuse a destination that overlaps a source without being exactly it."""
     if not written.overlaps(read) or (dst.offset, dst.shape, dst.strides) == (src.offset, src.shape, src.strides):
         return
-    places = [Affine(t.shape, t.strides, t.offset).values() for t in (dst, src)]
-    if np.intersect1d(*places).size:
+    to, of = (Affine(t.shape, t.strides, t.offset).values() for t in (dst, src))
+    if np.intersect1d(to, of).size:
         machine.fail("overlapping write", "the destination overlaps a source and is not the same view")
 
 
@@ -102,7 +102,7 @@ def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, t
     adds = _joins(machine, dst, written, accumulate)
     op = "transpose" if transpose else "matmul"
     machine.emit(
-        Engine.TENSOR, op, reads, (written,), dtype=stationary.dtype.name, k=k, m=m, n=n, accumulate=adds
+        Engine.TENSOR, op, reads, (written,), dtype=dtype_name(stationary.dtype), k=k, m=m, n=n, accumulate=adds
     )  # fmt: skip
     if machine.data:
         with np.errstate(invalid="ignore", over="ignore"):
@@ -190,7 +190,7 @@ def elementwise(
         elif isinstance(source, np.ndarray) and source.ndim:
             machine.fail("operand", f"an operand of {op} must be a tile or a number, not an array")
     machine.emit(
-        engine, op, tuple(reads), (written,), dtype=dst.dtype.name, partitions=dst.shape[0],
+        engine, op, tuple(reads), (written,), dtype=dtype_name(dst.dtype), partitions=dst.shape[0],
         elements=prod(shape[1:]),
     )  # fmt: skip
     _mark(dst, written, engine)
@@ -223,7 +223,7 @@ def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
     size = dst.dtype.itemsize
     chip = dst if dst.space is Space.SBUF else src
     machine.emit(
-        Engine.DMA, "dma", (regions[0],), (regions[1],), dtype=dst.dtype.name, partitions=chip.shape[0],
+        Engine.DMA, "dma", (regions[0],), (regions[1],), dtype=dtype_name(dst.dtype), partitions=chip.shape[0],
         bytes=count * size, row_bytes=min(_run(dst), _run(src)) * size, source=src.space, target=dst.space,
     )  # fmt: skip
     if machine.data:
@@ -251,7 +251,7 @@ def _run(tile: Tile) -> int:
 
 def memset(dst: Tile, value: float, engine: Engine = Engine.VECTOR, mask: Mask = None) -> None:
     """Fill ``dst`` with a constant."""
-    elementwise(engine, "memset", dst, (), lambda: np.float32(value), mask)
+    elementwise(engine, "memset", dst, (), lambda: np.asarray(value, np.float32), mask)
 
 
 def fresh(shape: tuple[int, ...], dtype: Any, space: Space = Space.SBUF, mask: Mask = None) -> Tile:
@@ -332,7 +332,7 @@ def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
     else:
         _mark(dst, written, last.engine)
     _no_overlap(machine, dst)
-    last.writes, last.dtype = (written,), last.dtype if tensor else dst.dtype.name
+    last.writes, last.dtype = (written,), last.dtype if tensor else dtype_name(dst.dtype)
     machine.trace.buffers[dst.storage.record.id].released = len(machine.trace.instructions)
     if machine.trace.buffers[-1] is value.storage.record:
         machine.trace.buffers.pop()

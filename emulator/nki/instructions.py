@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from neuronmm.emulator.nki.ops import as_op
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Space
 
-_REDUCERS = {"add": np.sum, "maximum": np.max, "minimum": np.min, "multiply": np.prod}
+_REDUCERS: dict[str, Callable[..., Any]] = {"add": np.sum, "maximum": np.max, "minimum": np.min, "multiply": np.prod}
 _REDUCTIONS = {
     **{name: name for name in _REDUCERS},
     "max": "maximum",

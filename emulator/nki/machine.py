@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from neuronmm.emulator.nki.dtypes import unwritten
+from neuronmm.emulator.nki.dtypes import dtype_name, unwritten
 from neuronmm.emulator.nki.errors import NkiError
 from neuronmm.emulator.nki.trace import Buffer, Engine, Fold, Instruction, Region, Space, Trace
 from neuronmm.kernels.hardware import NeuronCore
@@ -123,7 +123,7 @@ class Machine:
             )
         at, here = len(self.trace.instructions), self.location()
         record = Buffer(
-            len(self.trace.buffers), name, space, shape, dtype.name, partitions, per_partition, at, at, here,
+            len(self.trace.buffers), name, space, shape, dtype_name(dtype), partitions, per_partition, at, at, here,
             tuple([loop.index for loop in self.loops]), content is not None,
         )  # fmt: skip
         self.trace.buffers.append(record)
@@ -177,14 +177,15 @@ class Machine:
                     "that another iteration wrote",
                 )
 
-    def finish(self) -> Trace:
-        """Check the capacities over all live ranges and return the trace.
+    def finish(self, capacity: bool) -> Trace:
+        """Check the capacities over all live ranges (unless not ``capacity``) and return the trace.
 
         A PSUM tile is counted in whole banks: matrix products write one bank, and two tiles never share one here.
         """
         banks, bank = self.core.psum_banks, self.core.psum_bank_bytes
-        self._check_capacity(Space.SBUF, self.core.sbuf_partition_bytes, 1, "bytes a partition")
-        self._check_capacity(Space.PSUM, banks, bank, "banks")
+        if capacity:
+            self._check_capacity(Space.SBUF, self.core.sbuf_partition_bytes, 1, "bytes a partition")
+            self._check_capacity(Space.PSUM, banks, bank, "banks")
         return self.trace
 
     def _check_capacity(self, space: Space, limit: int, unit: int, what: str) -> None:

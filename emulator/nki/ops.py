@@ -31,9 +31,7 @@ class Op:
         self.name, self.function, self.engine, self.operands = name, function, engine, operands
 
     def __call__(self, *operands: Any, dtype: Any = None, mask: Any = None) -> Any:
-        from neuronmm.emulator.nki.engines import compute
-
-        return compute(self, operands, dtype, mask)
+        return engines.compute(self, operands, dtype, mask)
 
     def __repr__(self) -> str:
         return f"nl.{self.name}"
@@ -97,3 +95,7 @@ def as_op(op: Any) -> Op:
     if found is None:
         raise TypeError(f"{op!r} is not an operator of nki.language that the emulator knows: {', '.join(sorted(OPS))}")
     return found
+
+
+# Calling an operator runs an instruction, and instructions look operators up: this comes last.
+from neuronmm.emulator.nki import engines  # noqa: E402

@@ -69,6 +69,7 @@ def run(
     core: NeuronCore = TRN1,
     shuffle: int | None = None,
     fold: bool = False,
+    capacity: bool = True,
     **constants: Any,
 ) -> Run:
     """Run ``kernel`` under the emulator.
@@ -76,7 +77,8 @@ def run(
     Arguments that are arrays or :class:`TensorSpec` become HBM tensors, all others are passed as they are; any spec
     among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
     them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of
-    ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only).
+    ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only). ``capacity``
+    False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill.
 
     Raises:
         NkiError: the kernel broke a rule.
@@ -95,7 +97,7 @@ def run(
         for program in itertools.product(*(range(n) for n in machine.grid)):
             machine.program, machine.declared = program, 0
             result = function(*tensors, *made, **named)
-        trace = machine.finish()
+        trace = machine.finish(capacity)
     finally:
         machines.pop()
         if collecting:

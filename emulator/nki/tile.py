@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from neuronmm.emulator.nki.dtypes import FLOAT32
-from neuronmm.emulator.nki.index import Affine
+from neuronmm.emulator.nki.index import Affine, ParDim
 from neuronmm.emulator.nki.machine import Storage, current
 from neuronmm.emulator.nki.trace import Region, Space
 
@@ -155,9 +155,7 @@ class Tile:
         return tile
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        from neuronmm.emulator.nki.engines import assign
-
-        assign(self[key], value)
+        engines.assign(self[key], value)
 
     def reshape(self, *shape: Any) -> Tile:
         """The same elements in another shape; the view must be contiguous (on chip: partition by partition)."""
@@ -253,7 +251,7 @@ class Tile:
         if self.beyond is None:
             values, stamps = self._view(storage.data), self._view(storage.stamps)
         else:
-            chosen = np.broadcast_to(mask, self.shape)
+            chosen = np.broadcast_to(np.asarray(mask), self.shape)
             at = np.where(chosen, self._flat(), 0)
             values, stamps = np.where(chosen, storage.data[at].astype(np.float64), np.nan), storage.stamps[at]
             values = values.astype(storage.dtype if storage.dtype.kind != "i" else np.float64)
@@ -285,8 +283,6 @@ class Tile:
     # --- operators (the language's infix form; one vector instruction each) -------------------------------------------
 
     def _binary(self, op: str, other: Any, reverse: bool = False) -> Tile:
-        from neuronmm.emulator.nki.ops import OPS
-
         return OPS[op](other, self) if reverse else OPS[op](self, other)
 
     def __add__(self, other: Any) -> Tile:
@@ -314,9 +310,7 @@ class Tile:
         return self._binary("divide", other, reverse=True)
 
     def __iadd__(self, other: Any) -> Tile:
-        from neuronmm.emulator.nki.engines import accumulate
-
-        accumulate(self, other)
+        engines.accumulate(self, other)
         return self
 
     def __repr__(self) -> str:
@@ -325,9 +319,12 @@ class Tile:
 
 def declare(shape: Any, dtype: np.dtype = FLOAT32, space: Space = Space.SBUF, name: str = "") -> Tile:
     """Allocate a tile or tensor of ``shape`` (an axis marked ``par_dim`` is the partition axis, else axis 0)."""
-    from neuronmm.emulator.nki.index import ParDim
-
     dims = tuple(shape) if not isinstance(shape, int) else (shape,)
     axis = next((i for i, n in enumerate(dims) if isinstance(n, ParDim)), 0)
     storage = current().allocate(tuple(int(n) for n in dims), axis, dtype, space, name)
     return Tile.of(storage, axis)
+
+
+# A tile's operators are instructions, and instructions work on tiles: these two come last.
+from neuronmm.emulator.nki import engines  # noqa: E402
+from neuronmm.emulator.nki.ops import OPS  # noqa: E402

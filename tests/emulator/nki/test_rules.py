@@ -250,6 +250,7 @@ def test_capacity_counts_live_ranges(space: Any, columns: int, fits: int) -> Non
     with pytest.raises(NkiError, match="capacity") as caught:
         run(holds(fits + 1, space, columns, together=True), x)
     assert caught.value.location.startswith(__file__)
+    assert run(holds(fits + 1, space, columns, together=True), x, capacity=False).trace.instructions
 
 
 def carried(x: Any, out: Any) -> None:
