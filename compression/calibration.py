@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -119,7 +120,7 @@ def from_model(
         members = range(first, min(first + together, rows.count))
         openings = [starts[index % len(starts)][: rows.length] for index in members]
         share = len(openings) / rows.count / rows.length
-        done.append(_sample(model, openings, rows.length, generator, lambda share=share: advance(share)))
+        done.append(_sample(model, openings, rows.length, generator, partial(advance, share)))
     return torch.cat(done)
 
 

@@ -79,7 +79,9 @@ def check_factors(folder: Path, spec: CompressionSpec) -> None:
         for factor, dim in (("A", 0), ("B", 1)):
             key = f"{name}.{factor}.weight"
             if key not in files:
-                raise UserError(f"{folder}: config.json and weights disagree: {key} is missing; compress the model again")
+                raise UserError(
+                    f"{folder}: config.json and weights disagree: {key} is missing; compress the model again"
+                )
             with safe_open(files[key], framework="pt") as tensors:
                 shape = tensors.get_slice(key).get_shape()
             if shape[dim] != rank:

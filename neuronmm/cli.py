@@ -12,7 +12,8 @@ COMMANDS = ("compress", "generate", "benchmark", "evaluate")
 def parser() -> argparse.ArgumentParser:
     """The whole command line; each subcommand module adds its own part."""
     root = argparse.ArgumentParser(
-        prog="neuronmm", description="Compress a Llama or Qwen checkpoint by SVD, generate, and measure tokens per second."
+        prog="neuronmm",
+        description="Compress a Llama or Qwen checkpoint by SVD, generate, and measure tokens per second.",
     )
     root.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = root.add_subparsers(dest="command", metavar="COMMAND")

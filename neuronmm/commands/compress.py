@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     from neuronmm.models import UserError
 
     align: str | int | None = args.align
-    if align is not None and align != "auto":
+    if isinstance(align, str) and align != "auto":
         if not align.isdigit():
             raise UserError(f"--align {align}: must be a positive number of ranks, or auto")
         align = int(align)
