@@ -12,53 +12,39 @@ from neuronmm.emulator.timing.sketch import Sketch, part
 
 CHUNK = 16
 """128 x 128 weight tiles in one transfer: rows of 4 KiB in bf16."""
+CACHE_PIECE = 8192
+"""Elements a partition of one transfer of the KV cache."""
 RINGS = 8
 """Allocation sites of weight chunks: with double buffering 16 transfers, 8 MiB, can be in flight."""
 
 
+Layer = list[list[tuple[int, int]]]
+"""The linears of a decoder layer as (in, out), in groups that share their input, in order; the attention follows the
+first group."""
+
+
 def decoder_step(
-    layer: list[list[tuple[int, int]]],
-    layers: int,
-    head: tuple[int, int],
-    cache_bytes: int,
-    tokens: int = 1,
-    name: str = "decode",
+    layers: list[tuple[Layer, int]], head: tuple[int, int], cache_bytes: int, tokens: int = 1, name: str = "decode"
 ) -> Trace:
     """One step for ``tokens`` sequences (up to 128).
 
     Args:
-        layer: the linears of one decoder layer as (in, out), in groups that can run side by side, in order; the
-            group after the first follows the attention.
-        layers: how many such layers.
+        layers: kinds of decoder layers and how many there are of each.
         head: the language-model head, (in, out).
         cache_bytes: KV cache bytes that one layer reads.
     """
     step = _Step(name, tokens)
-    step.sketch.open_fold()
-    for number, group in enumerate(layer):
-        if number == 1:
-            step.attend(cache_bytes)
-        step.products(group)
-        step.elementwise()
-    step.sketch.close_fold(layers)
+    for layer, times in layers:
+        step.sketch.open_fold()
+        for number, group in enumerate(layer):
+            if number == 1:
+                step.attend(cache_bytes)
+            step.products(group)
+            step.elementwise()
+        step.sketch.close_fold(times)
     step.products([head])
     step.sketch.free(*step.activations)
     return step.sketch.trace
-
-
-def dense_decoder_step(
-    *, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int, context: int,
-    tokens: int = 1,
-) -> Trace:  # fmt: skip
-    """:func:`decoder_step` of a dense model in bf16 with ``context`` tokens in the cache."""
-    queries, keys = heads * head, kv_heads * head
-    layer = [
-        [(hidden, queries), (hidden, keys), (hidden, keys)],
-        [(queries, hidden)],
-        [(hidden, intermediate), (hidden, intermediate)],
-        [(intermediate, hidden)],
-    ]
-    return decoder_step(layer, layers, (hidden, vocabulary), 4 * keys * context * tokens, tokens)
 
 
 class _Step:
@@ -92,15 +78,19 @@ class _Step:
         self.activations.reverse()
 
     def attend(self, cache_bytes: int) -> None:
-        """Read the cache and pass over the scores: scale and mask, exponentials, sums."""
-        row = max(1, cache_bytes // 128 // 2)
-        cache = self.sketch.tile("cache", row)
-        self.sketch.load(cache, 0, row, self.weights)
+        """Stream the cache and pass over its scores: scale and mask, exponentials, sums."""
         scores = self._whole(self.activations[0])
-        for engine in (Engine.VECTOR, Engine.SCALAR, Engine.VECTOR):
-            operands = (scores, part(cache, 0, row))
-            self.sketch.elementwise(engine, "softmax", scores, operands, max(self.tokens, row // 64), "bfloat16")
-        self.sketch.free(cache)
+        left = max(1, cache_bytes // 128 // 2)
+        while left > 0:
+            row = min(left, CACHE_PIECE)
+            cache = self.sketch.tile("cache", row)
+            self.sketch.load(cache, 0, row, self.weights)
+            for engine in (Engine.VECTOR, Engine.SCALAR, Engine.VECTOR):
+                operands = (scores, part(cache, 0, row))
+                elements = max(self.tokens, row // 64)  # a score takes the 64 or more elements of a key
+                self.sketch.elementwise(engine, "softmax", scores, operands, elements, "bfloat16")
+            self.sketch.free(cache)
+            left -= row
 
     def elementwise(self) -> None:
         """A norm or an activation between products: three passes."""

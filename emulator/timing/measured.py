@@ -29,3 +29,7 @@ COMPILER_XW = Sweep("compiler XW", {8192: 33.0, 16384: 65.4, 32768: 130.3}, {819
 DENSE_DECODE_MS = 10.42
 """Llama-3.2-1B, bf16, batch 1, context 32: ms a token in the report without a label, which only a dense path that
 streams 2.47 GB of weights at 237 GB/s explains."""
+
+MEAN_LATENCY_ERROR = 0.058
+DECODE_ERROR = -0.099
+"""The timing model's errors on the above: mean absolute over the sweep's nine latencies, signed for decode."""

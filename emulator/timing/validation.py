@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from neuronmm.emulator.nki.trace import Trace
 from neuronmm.emulator.timing import measured
-from neuronmm.emulator.timing.decode import dense_decoder_step
+from neuronmm.emulator.timing.inference import Decoder, predict
 from neuronmm.emulator.timing.measured import Sweep
 from neuronmm.emulator.timing.published import dense_xw, fused_xuv, sequential_xuv
 from neuronmm.emulator.timing.report import Report, report
@@ -54,9 +54,9 @@ def rows(core: NeuronCore = TRN1, sizes: Iterable[int] = (8192, 16384, 32768)) -
 
 def decode_row(core: NeuronCore = TRN1) -> Row:
     """Dense decode of Llama-3.2-1B, every weight read once a token, against the published time a token."""
-    llama = {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "head": 64}
-    step = report(simulate(dense_decoder_step(**llama, vocabulary=128256, context=32), core))
-    return Row("latency", "dense decode of Llama-3.2-1B, a token", measured.DENSE_DECODE_MS, step.latency * 1e3)
+    llama = Decoder(2048, 8192, layers=16, heads=32, kv_heads=8, head=64, vocabulary=128256)
+    tpot = predict(llama, core, prompt=32).tpot
+    return Row("latency", "dense decode of Llama-3.2-1B, a token", measured.DENSE_DECODE_MS, tpot * 1e3)
 
 
 def mean_error(table: Iterable[Row], kind: str = "latency") -> float:

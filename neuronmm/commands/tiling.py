@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> None:
     sizes = args.shape.split(",")
     if len(sizes) != 4 or not all(size.strip().isdigit() for size in sizes):
         raise UserError(f"--shape {args.shape}: must be four positive numbers M,K,R,N, such as 4096,7168,4096,18432")
-    problem = Problem(*map(int, sizes), dtype=args.dtype)
+    tokens, inputs, rank, outputs = (int(size) for size in sizes)
+    problem = Problem(tokens, inputs, rank, outputs, args.dtype)
     core = CORES[args.device]
     if args.json:
         print(json.dumps({**asdict(solve(problem, core)), "seconds_are": "predicted"}))

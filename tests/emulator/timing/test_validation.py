@@ -34,12 +34,14 @@ def test_traffic(table: list[Row]) -> None:
 
 def test_latency(table: list[Row]) -> None:
     assert mean_error(table) <= 0.10
+    assert mean_error(table) == pytest.approx(measured.MEAN_LATENCY_ERROR, abs=5e-4), "what predictions carry with them"
     assert all(abs(row.error) <= 0.20 for row in table if row.kind == "latency")
     assert all(row.error < 0 for row in table if row.kind == "bound"), "a lower bound above the measurement is wrong"
 
 
 def test_dense_decode() -> None:
     assert abs(decode_row().error) <= 0.15
+    assert decode_row().error == pytest.approx(measured.DECODE_ERROR, abs=5e-4), "what predictions carry with them"
 
 
 def test_traffic_of_the_sequential_baseline_is_the_closed_form_where_nothing_spills() -> None:

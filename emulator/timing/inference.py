@@ -1,0 +1,151 @@
+"""Time to first token and time per later token of a whole model, from its dimensions alone.
+
+Decode, and prefill of up to 128 tokens, is the simulated stream of :mod:`.decode`. Longer prefill is closed form: each
+linear takes its tensor or its DMA time, whichever is longer, with strips of 1024 tokens; attention its products,
+exponentials or row sums. Tensor parallelism shards as transformers-neuronx does: q, k, v, gate and up by output, o and
+down by input, the factors that have no sharded dimension replicated; two all-reduces a layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from neuronmm.emulator.timing.decode import Layer, decoder_step
+from neuronmm.emulator.timing.report import report
+from neuronmm.emulator.timing.simulate import simulate
+from neuronmm.kernels.hardware import NeuronCore
+
+STRIP = 1024
+STREAM_TOKENS = 128
+ALL_REDUCE_NS = 10_000.0
+"""Latency of one all-reduce between cores: an assumption, no measurement of it is published."""
+ELEMENT = 2
+"""Bytes of bfloat16, which everything is in."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Dimensions of a Llama-style decoder. ``ranks[i]`` maps q, k, v, o, gate, up, down of layer i to a rank; a name
+    that is missing is dense."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    ranks: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of a layer's linears by name."""
+        queries, keys = self.heads * self.head, self.kv_heads * self.head
+        return {
+            "q": (self.hidden, queries),
+            "k": (self.hidden, keys),
+            "v": (self.hidden, keys),
+            "o": (queries, self.hidden),
+            "gate": (self.hidden, self.intermediate),
+            "up": (self.hidden, self.intermediate),
+            "down": (self.intermediate, self.hidden),
+        }
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted times in seconds for a batch; ``weight_bytes`` and ``cache_bytes`` are one core's."""
+
+    ttft: float
+    tpot: float
+    tokens_per_second: float
+    weight_bytes: int
+    cache_bytes: int
+
+    def fits(self, core: NeuronCore) -> bool:
+        """Whether weights and cache fit the core's share of the HBM."""
+        return self.weight_bytes + self.cache_bytes <= core.hbm_bytes
+
+
+def predict(model: Decoder, core: NeuronCore, batch: int = 1, prompt: int = 128, parallel: int = 1) -> Prediction:
+    """Generation with ``batch`` sequences (up to 128) of ``prompt`` tokens on ``parallel`` cores."""
+    kinds = Counter(_layer(model, dict(ranks), parallel) for ranks in model.ranks or ((),) * model.layers)
+    layers = [([list(group) for group in layer], times) for layer, times in kinds.items()]
+    head = (model.hidden, -(-model.vocabulary // parallel))
+    cache = 2 * ELEMENT * max(1, model.kv_heads // parallel) * model.head * prompt
+    reduce = 2 * model.layers * ALL_REDUCE_NS * (parallel > 1)
+
+    def stream(tokens: int, cache_bytes: int) -> float:
+        return report(simulate(decoder_step(layers, head, cache_bytes, tokens), core)).latency * 1e9
+
+    tpot = stream(batch, cache * batch) + reduce
+    if batch * prompt <= STREAM_TOKENS:
+        ttft = stream(batch * prompt, cache * batch) + reduce
+    else:
+        ttft = _prefill(model, layers, head, core, batch, prompt, parallel) + reduce
+    weights = sum(times * _parameters(layer) for layer, times in layers) + model.hidden * head[1]
+    return Prediction(
+        ttft=ttft / 1e9,
+        tpot=tpot / 1e9,
+        tokens_per_second=batch / tpot * 1e9,
+        weight_bytes=ELEMENT * weights,
+        cache_bytes=cache * batch * model.layers,
+    )
+
+
+def _layer(model: Decoder, ranks: dict[str, int], parallel: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The linears of one layer on one core, in groups as :data:`Layer`, hashable."""
+    sizes = model.linears()
+
+    def shard(name: str) -> tuple[int, int]:
+        rows, columns = sizes[name]
+        by_input = name in ("o", "down")
+        return (-(-rows // parallel), columns) if by_input else (rows, -(-columns // parallel))
+
+    groups: list[tuple[tuple[int, int], ...]] = []
+    for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
+        firsts = tuple((shard(n)[0], ranks[n]) for n in names if n in ranks)
+        seconds = tuple((ranks[n], shard(n)[1]) if n in ranks else shard(n) for n in names)
+        groups += [firsts] if firsts else []
+        groups.append(seconds)
+    if any(n in ranks for n in ("q", "k", "v")):  # the attention follows the first group: q, k, v have to be one
+        groups[:2] = [groups[0] + groups[1]]
+    return tuple(groups)
+
+
+def _parameters(layer: Layer) -> int:
+    return sum(rows * columns for group in layer for rows, columns in group)
+
+
+def _prefill(
+    model: Decoder, layers: list[tuple[Layer, int]], head: tuple[int, int], core: NeuronCore, batch: int, prompt: int,
+    parallel: int,
+) -> float:  # fmt: skip
+    """Nanoseconds for batch x prompt tokens; the head sees the last token of each sequence only."""
+    linears = sum(
+        times * _linear(rows, columns, batch * prompt, core)
+        for layer, times in layers
+        for group in layer
+        for rows, columns in group
+    )
+    heads = -(-model.heads // parallel)
+    attention = model.layers * batch * _attention(heads, model.head, prompt, core)
+    return linears + attention + ELEMENT * head[0] * head[1] / core.dma_rate
+
+
+def _linear(rows: int, columns: int, tokens: int, core: NeuronCore) -> float:
+    """The longer of tensor and DMA time; a strip re-reads the weights, activations cross the HBM once."""
+    whole, rest = divmod(tokens, core.moving_columns)
+    passes = whole * (core.moving_columns + core.matmul_overhead_cycles)
+    passes += (max(rest, core.matmul_min_cycles) + core.matmul_overhead_cycles) * (rest > 0)
+    tensor = -(-rows // 128) * -(-columns // 128) * passes / core.tensor_ghz
+    traffic = ELEMENT * (-(-tokens // STRIP) * rows * columns + tokens * (rows + columns))
+    return max(tensor, traffic / (core.dma_rate * core.row_efficiency(4096)))
+
+
+def _attention(heads: int, head: int, length: int, core: NeuronCore) -> float:
+    """Causal attention of one sequence in one layer: two products, one exponential, two vector passes an element."""
+    scores = heads * length * (length + 1) / 2
+    tiles = scores / (128 * core.moving_columns)
+    products = 2 * tiles * -(-head // 128) * (core.moving_columns + core.matmul_overhead_cycles) / core.tensor_ghz
+    return max(products, scores / 128 / core.scalar_ghz, 2 * scores / 128 / core.vector_ghz)

@@ -1,0 +1,132 @@
+"""Whole-model predictions and ``neuronmm predict``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronmm.cli import main
+from neuronmm.commands.predict import predict as predict_from
+from neuronmm.emulator.timing.inference import Decoder, predict
+from neuronmm.kernels.hardware import CORES, TRN1
+from neuronmm.models.errors import UserError
+
+SMALL = Decoder(hidden=1024, intermediate=2048, layers=6, heads=16, kv_heads=4, head=64, vocabulary=4096)
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+}
+
+
+def low(rank: int) -> Decoder:
+    ranks = (("gate", rank), ("up", rank), ("down", rank))
+    return Decoder(*(getattr(SMALL, f) for f in Decoder.__dataclass_fields__ if f != "ranks"), ranks=(ranks,) * 6)
+
+
+def parameters(model: Decoder) -> int:
+    total = model.hidden * model.vocabulary
+    for layer in model.ranks or ((),) * model.layers:
+        ranks = dict(layer)
+        for name, (rows, columns) in model.linears().items():
+            total += ranks[name] * (rows + columns) if name in ranks else rows * columns
+    return total
+
+
+@pytest.mark.parametrize("model", [SMALL, low(384)], ids=["dense", "low"])
+@pytest.mark.parametrize("device", sorted(CORES))
+def test_decode_is_bounded_by_the_bytes(model: Decoder, device: str) -> None:
+    core = CORES[device]
+    found = predict(model, core)
+    assert found.weight_bytes == 2 * parameters(model)
+    floor = found.weight_bytes / core.dma_rate * 1e-9
+    assert floor <= found.tpot <= 2 * floor
+    assert found.tokens_per_second == pytest.approx(1 / found.tpot)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 64), st.integers(1, 3000))
+def test_more_work_takes_longer(layers: int, batch: int, prompt: int) -> None:
+    ranks = (("gate", 128 * layers), ("up", 128 * layers), ("down", 128 * layers))
+    model = Decoder(512, 1024, layers, 8, 2, 64, 1000, ranks=(ranks,) * layers)
+    found = predict(model, TRN1, batch, prompt)
+    assert predict(model, TRN1, batch + 8, prompt).ttft >= found.ttft
+    assert predict(model, TRN1, batch, 2 * prompt).ttft >= found.ttft
+    assert predict(model, TRN1, batch, 2 * prompt).tpot >= found.tpot * (1 - 1e-6)
+    assert predict(model, TRN1, batch, prompt).cache_bytes * 2 == predict(model, TRN1, batch, 2 * prompt).cache_bytes
+
+
+def test_fewer_ranks_are_faster_and_parallel_cores_share_the_weights() -> None:
+    assert predict(low(256), TRN1).tpot < predict(low(512), TRN1).tpot < predict(SMALL, TRN1).tpot
+    halves = predict(SMALL, TRN1, parallel=2)
+    assert halves.weight_bytes * 2 == predict(SMALL, TRN1).weight_bytes
+    # the factors without a sharded dimension are replicated: sharing helps a compressed model less
+    assert predict(low(512), TRN1, parallel=2).weight_bytes * 2 > predict(low(512), TRN1).weight_bytes
+
+
+def test_layers_of_different_ranks_count_each() -> None:
+    def ranks(r: int) -> tuple[tuple[str, int], ...]:
+        return (("gate", r), ("up", r), ("down", r))
+
+    mixed = Decoder(1024, 2048, 6, 16, 4, 64, 4096, ranks=(ranks(256), ranks(512)) * 3)
+    assert predict(mixed, TRN1).weight_bytes == 2 * parameters(mixed)
+    assert predict(low(256), TRN1).tpot < predict(mixed, TRN1).tpot < predict(low(512), TRN1).tpot
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["predict", str(tmp_path), "--ratio", "0.3", "--device", "trn2", "--prompt-length", "700"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted, not measured" in printed and "mean absolute error" in printed
+    document = json.loads(printed.splitlines()[-1])
+    assert document["kind"] == "predicted"
+    assert document["mlp_ratio"] == pytest.approx(0.3, abs=0.02)
+    assert document["compressed"]["tpot"] < document["dense"]["tpot"]
+    assert main(["tiling", "--shape", "4096,7168,4096,18432", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["blocks"]["tokens"] == 1024
+    assert main(["tiling", "--shape", "4096,7168"]) == 2
+
+
+def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path) -> None:
+    ranks = {f"model.layers.{i}.mlp.{n}": 256 for i in range(6) for n in ("gate_proj", "up_proj", "down_proj")}
+    spec = {
+        "quant_method": "neuronmm", "format": 1, "ranks": ranks, "method": "svd", "targets": "mlp", "asked_ratio": 0.6,
+        "realised_ratio": 0.6, "model_ratio": 0.3, "align": 128, "version": "0",
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**CONFIG, "quantization_config": spec}))
+    found = predict_from(file)
+    assert found["mlp_ratio"] == pytest.approx(1 - 256 * 3072 / (1024 * 2048))
+    assert found["compressed"]["weight_bytes"] == 2 * parameters(low(256))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": 0}, "--tp 0"),
+        ({"batch": 129}, "--batch 129"),
+        ({"prompt_length": 0}, "--prompt-length 0"),
+        ({"ratio": 0.9}, "--ratio 0.9"),
+    ],
+)
+def test_bad_options_are_named(tmp_path: Path, options: dict[str, float], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(UserError, match=message):
+        predict_from(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_bad_models_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        predict_from(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "vocab_size"}))
+    with pytest.raises(UserError, match="vocab_size"):
+        predict_from(tmp_path)
