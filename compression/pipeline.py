@@ -17,8 +17,8 @@ from torch import Tensor
 
 from neuronmm.compression import calibration, report
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.factorize import Whitener, factorize
-from neuronmm.compression.gram import gathering, leader
+from neuronmm.compression.factorize import factorize
+from neuronmm.compression.moments import Moments, gathering
 from neuronmm.compression.ranks import Linear, auto_align, balance, realised
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel, run_layer
@@ -181,23 +181,23 @@ def _layers(
     for index in range(first, len(model)):
         inside = f"{LAYERS}.{index}."
         here = {linear.name.removeprefix(inside): linear for linear in linears if linear.name.startswith(inside)}
-        grams = {} if hidden is None else _advance(model, index, hidden, list(here))
+        moments = {} if hidden is None else _advance(model, index, hidden, list(here), config.damping)
         if hidden is not None and index + 1 < len(model):
             workspace.save(f"hidden-{index + 1:05d}", {"hidden": hidden})
-        tensors, matrices = _factorise(model.reader, inside, here, ranks, grams, config)
+        tensors, matrices = _factorise(model.reader, inside, here, ranks, moments, config)
         workspace.save_layer(index, tensors, matrices)
         workspace.drop(f"hidden-{index:05d}")
         progress("compressing", 1 / len(model))
 
 
-def _advance(model: StreamedModel, index: int, hidden: Tensor, names: list[str]) -> dict[str, Tensor]:
-    """Run layer ``index`` over ``hidden`` [rows, length, hidden] in place; return its linears' Gram matrices."""
+def _advance(model: StreamedModel, index: int, hidden: Tensor, names: list[str], damping: float) -> dict[str, Moments]:
+    """Run layer ``index`` over ``hidden`` [rows, length, hidden] in place; return its linears' moments."""
     together = max(1, _BATCH_TOKENS // hidden.shape[1])
     rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
-    with model.layer(index) as layer, gathering(layer, names) as grams:
+    with model.layer(index) as layer, gathering(layer, names, damping) as moments:
         for batch in hidden.split(together):
             batch.copy_(run_layer(layer, batch, rotary))
-    return grams
+    return moments
 
 
 def _factorise(
@@ -205,19 +205,18 @@ def _factorise(
     inside: str,
     here: dict[str, Linear],
     ranks: dict[str, int | None],
-    grams: dict[str, Tensor],
+    moments: dict[str, Moments],
     config: CompressionConfig,
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """All tensors of one layer, its targeted linears factorised, and their lines of the report."""
     tensors = {name: reader[name] for name in reader.under(inside) if not name.endswith("rotary_emb.inv_freq")}
     matrices = []
     try:
-        whiteners = {name: Whitener(gram, config.damping) for name, gram in grams.items()}
         for name, linear in here.items():
             rank, error = ranks[linear.name], 0.0
             if rank is not None:
                 weight = tensors.pop(f"{linear.name}.weight")
-                factors = factorize(weight, rank, whiteners.get(leader(name)))
+                factors = factorize(weight, rank, moments.get(name))
                 tensors[f"{linear.name}.A.weight"] = factors.A.to(weight.dtype)
                 tensors[f"{linear.name}.B.weight"] = factors.B.to(weight.dtype)
                 if f"{linear.name}.bias" in tensors:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from neuronmm.compression import factorize as module
-from neuronmm.compression.factorize import Whitener, factorize
+from neuronmm.compression.factorize import factorize
+from neuronmm.compression.moments import Moments
 
 SIZES = st.tuples(st.integers(2, 40), st.integers(2, 40), st.integers(1, 60))
 
@@ -24,31 +24,45 @@ def draw(out: int, into: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     return weight, inputs
 
 
-def objective(delta: Tensor, whitener: Whitener) -> float:
-    """``tr(D G D^T)`` with the damped Gram matrix, directly."""
-    gram = whitener.gram.double() + whitener.damping * torch.eye(delta.shape[1], dtype=torch.float64)
+def gather(weight: Tensor, inputs: Tensor, damping: float, of_inputs: bool | None = None) -> Moments:
+    """The moments of ``weight`` [out, in] over ``inputs`` [in, tokens]; by default of its smaller side."""
+    out, into = weight.shape
+    of_inputs = out > into if of_inputs is None else of_inputs
+    moments = Moments(into if of_inputs else out, of_inputs, damping)
+    moments.add(inputs.T, (weight.double() @ inputs.double()).T)
+    return moments
+
+
+def damped(inputs: Tensor, moments: Moments) -> Tensor:
+    """The damped Gram matrix of the inputs [in, in], directly, in float64."""
+    return inputs.double() @ inputs.double().T + moments.damping * torch.eye(len(inputs), dtype=torch.float64)
+
+
+def objective(delta: Tensor, gram: Tensor) -> float:
+    """``tr(D G D^T)``, directly."""
     return float(((delta @ gram) * delta).sum())
 
 
 @settings(deadline=None, max_examples=60)
-@given(sizes=SIZES, share=st.floats(0, 1), seed=st.integers(0, 99))
+@given(sizes=SIZES, share=st.floats(0, 1), of_inputs=st.booleans(), seed=st.integers(0, 99))
 def test_the_reported_loss_is_the_dropped_spectrum_and_the_direct_product(
-    sizes: tuple[int, int, int], share: float, seed: int
+    sizes: tuple[int, int, int], share: float, of_inputs: bool, seed: int
 ) -> None:
     out, into, tokens = sizes
     weight, inputs = draw(out, into, tokens, seed)
     rank = 1 + int(share * (min(out, into) - 1))
-    whitener = Whitener(inputs @ inputs.T, 1e-3)
-    factors = factorize(weight, rank, whitener)
+    moments = gather(weight, inputs, 1e-3, of_inputs)
+    factors = factorize(weight, rank, moments)
     assert factors.A.shape == (rank, into) and factors.B.shape == (out, rank)
 
-    gram = whitener.gram.double() + whitener.damping * torch.eye(into, dtype=torch.float64)
+    gram = damped(inputs, moments)
     root = torch.linalg.cholesky(gram)
     spectrum = torch.linalg.svdvals(weight.double() @ root).square()
+    rounding = 1e-9 * factors.energy
     assert factors.energy == pytest.approx(float(spectrum.sum()), rel=1e-9)
-    assert factors.loss == pytest.approx(float(spectrum[rank:].sum()), rel=1e-6, abs=1e-9 * factors.energy)
-    direct = objective(weight.double() - factors.B @ factors.A, whitener)
-    assert direct == pytest.approx(factors.loss, rel=1e-6, abs=1e-9 * factors.energy)
+    assert factors.loss == pytest.approx(float(spectrum[rank:].sum()), rel=1e-6, abs=rounding)
+    direct = objective(weight.double() - factors.B @ factors.A, gram)
+    assert direct == pytest.approx(factors.loss, rel=1e-6, abs=rounding)
 
 
 @settings(deadline=None, max_examples=30)
@@ -68,14 +82,14 @@ def test_no_other_matrix_of_the_rank_does_better(out: int, into: int) -> None:
     """Brute force: gradient descent on random factors never gets below the closed form, and comes close to it."""
     weight, inputs = draw(out, into, 30, 3)
     inputs[-1] /= 100
-    whitener = Whitener(inputs @ inputs.T, 1e-3)
-    best = factorize(weight, 4, whitener).loss
+    moments = gather(weight, inputs, 1e-3)
+    gram = damped(inputs, moments)
+    best = factorize(weight, 4, moments).loss
     found = []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         a = torch.randn(4, into, generator=generator, dtype=torch.float64, requires_grad=True)
         b = torch.randn(out, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-        gram = whitener.gram.double() + whitener.damping * torch.eye(into, dtype=torch.float64)
         optimizer = torch.optim.LBFGS([a, b], max_iter=500, line_search_fn="strong_wolfe")
 
         def loss(a: Tensor = a, b: Tensor = b, gram: Tensor = gram) -> Tensor:
@@ -97,46 +111,42 @@ def test_no_other_matrix_of_the_rank_does_better(out: int, into: int) -> None:
 @pytest.mark.parametrize(("out", "into"), [(16, 24), (24, 16)])
 def test_whitening_beats_plain_svd_on_its_own_inputs(out: int, into: int) -> None:
     weight, inputs = draw(out, into, 100, 5)
-    whitener = Whitener(inputs @ inputs.T, 1e-4)
+    moments = gather(weight, inputs, 1e-4)
     plain = factorize(weight, 6)
-    whitened = factorize(weight, 6, whitener)
-    assert whitened.loss < 0.5 * objective(weight.double() - plain.B @ plain.A, whitener)
+    whitened = factorize(weight, 6, moments)
+    assert whitened.loss < 0.5 * objective(weight.double() - plain.B @ plain.A, damped(inputs, moments))
 
 
 def test_the_factors_are_balanced() -> None:
     weight, inputs = draw(20, 30, 50, 1)
-    factors = factorize(weight, 8, Whitener(inputs @ inputs.T, 1e-3))
+    factors = factorize(weight, 8, gather(weight, inputs, 1e-3))
     torch.testing.assert_close(factors.A.norm(dim=1), factors.B.norm(dim=0))
 
 
-def test_fewer_tokens_than_features_and_no_tokens_at_all() -> None:
+@pytest.mark.parametrize("of_inputs", [True, False])
+def test_fewer_tokens_than_features_and_no_tokens_at_all(of_inputs: bool) -> None:
     """A singular Gram matrix is the commonest complaint about whitening: it must be served, an all-zero one too."""
     weight, inputs = draw(24, 16, 2, 2)
-    for gram in (inputs @ inputs.T, torch.zeros(16, 16)):
-        factors = factorize(weight, 16, Whitener(gram, 1e-4))
+    for x in (inputs, torch.zeros(16, 3)):
+        factors = factorize(weight, 16, gather(weight, x, 1e-4, of_inputs))
         assert torch.isfinite(factors.A).all() and torch.isfinite(factors.B).all()
         torch.testing.assert_close(factors.B @ factors.A, weight.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_gram_matrix_made_indefinite_by_rounding_is_served() -> None:
+@pytest.mark.parametrize("of_inputs", [True, False])
+def test_a_gram_matrix_made_indefinite_by_rounding_is_served(of_inputs: bool) -> None:
     weight, inputs = draw(24, 16, 4, 2)
-    gram = inputs @ inputs.T - 1e-3 * torch.eye(16)
-    factors = factorize(weight, 5, Whitener(gram, 1e-4))
+    moments = gather(weight, inputs, 1e-9, of_inputs)
+    moments.gram -= 1e-3 * torch.eye(len(moments.gram))
+    factors = factorize(weight, 5, moments)
     assert torch.isfinite(factors.A).all() and 0 <= factors.relative_error < 1
 
 
-def test_blocks_of_the_gram_matrix_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, inputs = draw(9, 23, 40, 4)
-    whole = factorize(weight, 4, Whitener(inputs @ inputs.T, 1e-3))
-    monkeypatch.setattr(module, "_BLOCK", 5)
-    blocks = factorize(weight, 4, Whitener(inputs @ inputs.T, 1e-3))
-    torch.testing.assert_close(whole.B @ whole.A, blocks.B @ blocks.A)
-
-
-def test_bad_numbers_are_refused() -> None:
-    weight, _ = draw(8, 6, 10, 0)
+@pytest.mark.parametrize("of_inputs", [True, False])
+def test_bad_numbers_are_refused(of_inputs: bool) -> None:
+    weight, inputs = draw(8, 6, 10, 0)
     with pytest.raises(ValueError, match="activations contain NaN"):
-        Whitener(torch.full((6, 6), float("nan")), 1e-3)
+        factorize(weight, 2, gather(weight, inputs * float("nan"), 1e-3, of_inputs))
     with pytest.raises(ValueError, match="weight contains NaN"):
         factorize(weight.index_fill(0, torch.tensor([1]), float("inf")), 2)
     for rank in (0, 7):

@@ -1,0 +1,57 @@
+"""Moments gathered by hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from neuronmm.compression.moments import gathering
+from neuronmm.models.families import TARGETS
+from tiny import make_tiny
+
+
+def test_each_linear_gets_the_moments_of_its_smaller_side() -> None:
+    layer = make_tiny("qwen2").model.layers[0]
+    weights = {name: layer.get_submodule(name) for name in TARGETS["all"]}
+    assert weights["self_attn.q_proj"].bias is not None  # it must not enter the outputs' moments
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in TARGETS["all"]}
+    for name, linear in weights.items():
+        linear.register_forward_pre_hook(lambda _, inputs, keep=seen[name]: keep.append(inputs[0]))
+    with torch.no_grad(), gathering(layer, TARGETS["all"], 1e-3) as moments:
+        for x in torch.randn(3, 2, 5, 32):
+            layer.mlp(x)
+            layer.self_attn(x, position_embeddings=(torch.ones(1, 5, 8), torch.zeros(1, 5, 8)), attention_mask=None)
+    assert moments["mlp.gate_proj"] is moments["mlp.up_proj"] and moments["mlp.gate_proj"].of_inputs
+    assert not moments["mlp.down_proj"].of_inputs and not moments["self_attn.k_proj"].of_inputs
+    for name, inputs in seen.items():
+        x = torch.cat([one.flatten(0, -2) for one in inputs]).double()
+        y = x if moments[name].of_inputs else x @ weights[name].weight.detach().double().T
+        torch.testing.assert_close(moments[name].gram, y.T @ y, rtol=1e-4, atol=1e-3)
+        expected = 1e-3 * float((x.T @ x).diagonal().mean())
+        torch.testing.assert_close(moments[name].damping, expected, rtol=1e-5, atol=0)
+
+
+def test_autocast_does_not_reach_the_products() -> None:
+    layer = nn.ModuleDict({"a": nn.Linear(8, 9)})
+    x = torch.randn(64, 8) + 100
+    with torch.autocast("cpu", dtype=torch.bfloat16), gathering(layer, ["a"], 1e-3) as moments:
+        layer["a"](x)
+    torch.testing.assert_close(moments["a"].gram, x.double().T @ x.double(), rtol=1e-12, atol=0)
+
+
+def test_the_hooks_are_gone_afterwards() -> None:
+    layer = nn.ModuleDict({"a": nn.Linear(4, 4)})
+    with gathering(layer, ["a"], 1e-3) as moments:
+        layer["a"](torch.ones(1, 4))
+    before = moments["a"].gram.clone()
+    layer["a"](torch.ones(1, 4))
+    assert torch.equal(moments["a"].gram, before)
+
+
+def test_small_directions_survive_beside_a_massive_activation() -> None:
+    layer = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False)})
+    x = torch.tensor([[1e4, 1e-2], [1e4, -1e-2]])
+    with gathering(layer, ["a"], 1e-3) as moments:
+        layer["a"](x)
+    torch.testing.assert_close(moments["a"].gram[1, 1].item(), 2e-4, rtol=1e-6, atol=0)
+    assert moments["a"].gram[0, 1].abs() < 1e-9
