@@ -11,7 +11,7 @@ from neuronmm.emulator.nki import engines, instructions
 from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
 from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.neuronxcc_isa import _reduced
+from neuronmm.emulator.nki.neuronxcc_isa import reduced_shape
 from neuronmm.emulator.nki.ops import OPS
 from neuronmm.emulator.nki.tile import Tile, declare
 from neuronmm.emulator.nki.trace import Space
@@ -111,7 +111,7 @@ def transpose(x: Tile, *, dtype: Any = None, mask: Any = None) -> Tile:
 
 def _reduction(op: str) -> Any:
     def reduction(x: Tile, axis: Any, *, dtype: Any = None, mask: Any = None, keepdims: bool = False) -> Tile:
-        result = fresh(_reduced(x, axis, keepdims), dtype or x.dtype, mask=mask)
+        result = fresh(reduced_shape(x, axis, keepdims), dtype or x.dtype, mask=mask)
         instructions.reduce(result, op, x, axis, mask)
         return result
 

@@ -222,9 +222,16 @@ def current() -> Machine:
     return _stack[-1]
 
 
+def running() -> bool:
+    """Whether a kernel is running."""
+    return bool(_stack)
+
+
 def push(machine: Machine) -> None:
+    """Begin a run: ``machine`` is the current one until :func:`pop`."""
     _stack.append(machine)
 
 
 def pop() -> None:
+    """End the run begun last."""
     _stack.pop()

@@ -27,13 +27,8 @@ _FIRST_DIALECT_ONLY = {
 }
 
 
-def _public(module: ModuleType) -> dict[str, Any]:
-    names = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
-    own = (module.__name__, neuronxcc_isa.__name__)
-    return {
-        n: v for n in names for v in [getattr(module, n)] if not isinstance(v, ModuleType)
-        and (getattr(v, "__module__", None) in own or n.endswith("_engine"))
-    }  # fmt: skip
+def _isa(module: ModuleType) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in module.__all__}
 
 
 def _language(first: bool) -> dict[str, Any]:
@@ -59,13 +54,14 @@ def surface(dialect: str) -> dict[str, dict[str, Any]]:
             "neuronxcc": {"__version__": "2.0.0+emulated"},
             "neuronxcc.nki": top,
             "neuronxcc.nki.language": _language(first=True),
-            "neuronxcc.nki.isa": _public(neuronxcc_isa),
+            "neuronxcc.nki.isa": _isa(neuronxcc_isa),
             "neuronxcc.nki.typing": {"tensor": _Subscript()},
         }
     return {
         "nki": {"jit": jit, "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k)},
         "nki.language": _language(first=False),
-        "nki.isa": _public(nki_isa),
+        "nki.isa": _isa(nki_isa),
+        "nki.typing": {"tensor": _Subscript()},
     }
 
 

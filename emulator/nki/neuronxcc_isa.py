@@ -14,6 +14,27 @@ from neuronmm.emulator.nki.ops import OPS
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Engine, Space
 
+__all__ = [
+    "activation",
+    "activation_reduce",
+    "dma_copy",
+    "engine",
+    "gpsimd_engine",
+    "memset",
+    "nc_matmul",
+    "nc_transpose",
+    "reciprocal",
+    "scalar_engine",
+    "tensor_copy",
+    "tensor_engine",
+    "tensor_reduce",
+    "tensor_scalar",
+    "tensor_tensor",
+    "tensor_tensor_scan",
+    "unknown_engine",
+    "vector_engine",
+]
+
 tensor_engine, vector_engine = Engine.TENSOR, Engine.VECTOR
 scalar_engine, gpsimd_engine, unknown_engine = Engine.SCALAR, Engine.GPSIMD, None
 
@@ -61,7 +82,7 @@ def tensor_reduce(
     op: Any, data: Tile, axis: Any, *, mask: Any = None, dtype: Any = None, negate: bool = False, keepdims: bool = False
 ) -> Tile:
     """Reduce free axes of ``data``."""
-    result = fresh(_reduced(data, axis, keepdims), dtype or data.dtype, mask=mask)
+    result = fresh(reduced_shape(data, axis, keepdims), dtype or data.dtype, mask=mask)
     instructions.reduce(result, op, data, axis, mask, negate=negate)
     return result
 
@@ -126,7 +147,8 @@ def _unmasked(mask: Any) -> None:
         current().fail("unsupported", "the emulator does not mask tensor-engine instructions: slice the operands")
 
 
-def _reduced(data: Tile, axis: Any, keepdims: bool) -> tuple[int, ...]:
+def reduced_shape(data: Tile, axis: Any, keepdims: bool) -> tuple[int, ...]:
+    """The shape a reduction of ``data`` over free axes leaves."""
     axes = {a % data.ndim for a in (axis if isinstance(axis, (tuple, list)) else (axis,))}
     kept = [1 if i in axes else n for i, n in enumerate(data.shape) if keepdims or i not in axes]
     return tuple(kept) if len(kept) > 1 else (*kept, 1)

@@ -46,7 +46,7 @@ class Kernel:
         return Kernel(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,))
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
-        if machines._stack:
+        if machines.running():
             return self.function(*arguments, **constants)
         return simulate_kernel(self, *arguments, **constants)
 
