@@ -96,7 +96,7 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", MISSING)
 def test_a_missing_model_is_one_line_and_status_2(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
