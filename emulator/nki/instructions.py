@@ -10,7 +10,7 @@ import numpy as np
 from neuronmm.emulator.nki.dtypes import FLOAT32
 from neuronmm.emulator.nki.engines import elementwise, matmul
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.ops import as_op
+from neuronmm.emulator.nki.ops import OPS, as_op
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Space
 
@@ -40,6 +40,8 @@ def activation(
         machine.fail("operand dtype", "the scale of an activation must be float32", "float32", scale.dtype.name)
     _column(scale, data, "scale")
     _column(bias, data, "bias")
+    if machine.core.name == "v2" and not (bias is None or isinstance(bias, Tile)):
+        machine.fail("operand", "the bias of an activation is a tile on NeuronCore-v2", "[partitions, 1] tile", bias)
     offset = 0.0 if bias is None else bias
     elementwise(
         Engine.SCALAR, as_op(op).name, dst, (data, scale, offset), lambda x, s, b: function(x * s + b), mask
@@ -91,6 +93,14 @@ def tensors(dst: Tile, a: Tile, b: Tile, op: Any, engine: Engine = Engine.VECTOR
     if all(isinstance(t, Tile) and t.space is Space.PSUM for t in (a, b)):
         current().fail("operand space", "both operands of tensor_tensor lie in psum", "one in sbuf", "psum, psum")
     elementwise(engine, as_op(op).name, dst, (a, b), as_op(op).function, mask)
+
+
+def copy(dst: Tile, src: Tile, engine: Engine, mask: Mask = None) -> None:
+    """``dst = src`` on chip; the scalar engine of NeuronCore-v2 copies only by ``activation``."""
+    machine = current()
+    if engine is Engine.SCALAR and machine.core.name == "v2":
+        machine.fail("engine", "tensor_copy on the scalar engine of NeuronCore-v2", "vector or gpsimd", "scalar")
+    elementwise(engine, "copy", dst, (src,), OPS["copy"].function, mask)
 
 
 def scan(dst: Tile, a: Tile, b: Tile, initial: Any, op0: Any, op1: Any, mask: Mask = None) -> None:

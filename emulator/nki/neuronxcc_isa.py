@@ -10,7 +10,6 @@ from neuronmm.emulator.nki import engines, instructions
 from neuronmm.emulator.nki.dtypes import FLOAT32
 from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.ops import OPS
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Engine, Space
 
@@ -62,8 +61,8 @@ def nc_transpose(data: Tile, *, mask: Any = None, dtype: Any = None, engine: Any
 
 
 def activation(
-    op: Any, data: Tile, *, bias: Any = None, scale: Any = 1.0, mask: Any = None, dtype: Any = None,
-    reduce_op: Any = None, reduce_res: Tile | None = None,
+    op: Any, data: Tile, *, bias: Any = None, scale: Any = 1.0, reduce_op: Any = None, reduce_res: Tile | None = None,
+    mask: Any = None, dtype: Any = None,
 ) -> Tile:  # fmt: skip
     """``op(data * scale + bias)`` on the scalar engine."""
     result = fresh(data.shape, dtype or data.dtype, mask=mask)
@@ -119,7 +118,7 @@ def tensor_tensor_scan(
 def tensor_copy(src: Tile, *, mask: Any = None, dtype: Any = None, engine: Any = None) -> Tile:
     """A copy of ``src`` in SBUF."""
     result = fresh(src.shape, dtype or src.dtype, mask=mask)
-    engines.elementwise(engine or Engine.VECTOR, "copy", result, (src,), OPS["copy"].function, mask)
+    instructions.copy(result, src, engine or Engine.VECTOR, mask)
     return result
 
 

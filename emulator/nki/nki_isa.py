@@ -16,7 +16,6 @@ from neuronmm.emulator.nki.neuronxcc_isa import (
     unknown_engine,
     vector_engine,
 )
-from neuronmm.emulator.nki.ops import OPS
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Engine
 
@@ -102,7 +101,7 @@ def tensor_copy(dst: Tile, src: Tile, engine: Any = None, name: str | None = Non
     """``dst = src`` within SBUF and PSUM."""
     if (dst.shape[0], dst.elements) != (src.shape[0], src.elements):
         current().fail("shape", "source and destination of tensor_copy differ in shape", dst.shape, src.shape)
-    engines.elementwise(engine or Engine.VECTOR, "copy", dst, (src,), OPS["copy"].function)
+    instructions.copy(dst, src, engine or Engine.VECTOR)
 
 
 def reciprocal(dst: Tile, data: Tile, name: str | None = None) -> None:

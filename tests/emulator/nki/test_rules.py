@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
+from neuronmm.kernels.hardware import TRN2
 
 with nki_modules():
     import neuronxcc.nki.isa as xisa
@@ -155,6 +156,14 @@ def bias_must_be_a_column(x: Any) -> None:
     nisa.activation(sb(8, 4), op=nl.exp, data=sb(8, 4), bias=sb(8, 4))  # broken
 
 
+def bias_must_be_a_tile_on_v2(x: Any) -> None:
+    nisa.activation(sb(8, 4), op=nl.exp, data=sb(8, 4), bias=1.0)  # broken
+
+
+def scalar_engine_of_v2_copies_only_by_activation(x: Any) -> None:
+    nisa.tensor_copy(sb(8, 4), sb(8, 4), engine=nisa.scalar_engine)  # broken
+
+
 def reduction_over_partitions(x: Any) -> None:
     nisa.tensor_reduce(sb(1, 4), nl.add, sb(8, 4), axis=0)  # broken
 
@@ -220,6 +229,11 @@ def test_limit_and_actual_value_are_given(kernel: Callable[..., None], rule: str
         run(kernel, TensorSpec((64, 128)))
     assert (caught.value.rule, caught.value.limit, caught.value.actual) == (rule, limit, actual)
     assert f"limit: {limit}; actual: {actual}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", [bias_must_be_a_tile_on_v2, scalar_engine_of_v2_copies_only_by_activation])
+def test_v3_allows_what_v2_does_not(kernel: Callable[..., None]) -> None:
+    run(kernel, TensorSpec((64, 128)), core=TRN2)
 
 
 def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[Any], None]:

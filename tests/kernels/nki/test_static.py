@@ -19,6 +19,40 @@ REMOVED = {
 }
 """What the SDK's releases removed, deprecated, or has no place in these kernels, by dialect."""
 
+ISA = {
+    "neuronxcc": {
+        "nc_matmul": "stationary moving is_stationary_onezero is_moving_onezero is_transpose tile_position "
+        "tile_size mask",
+        "nc_transpose": "data mask dtype engine",
+        "activation": "op data bias scale reduce_op reduce_res reduce_cmd mask dtype",
+        "activation_reduce": "op data reduce_op reduce_res bias scale mask dtype",
+        "tensor_reduce": "op data axis mask dtype negate keepdims",
+        "tensor_tensor": "data1 data2 op dtype mask engine",
+        "tensor_tensor_scan": "data0 data1 initial op0 op1 reverse0 reverse1 dtype mask",
+        "tensor_scalar": "data op0 operand0 reverse0 op1 operand1 reverse1 dtype mask engine",
+        "tensor_copy": "src mask dtype engine",
+        "reciprocal": "data dtype mask",
+        "memset": "shape value dtype mask engine",
+        "dma_copy": "dst src mask dst_rmw_op oob_mode dge_mode",
+    },
+    "nki": {
+        "nc_matmul": "dst stationary moving is_stationary_onezero is_moving_onezero is_transpose accumulate "
+        "tile_position tile_size perf_mode name",
+        "nc_transpose": "dst data engine name",
+        "activation": "dst op data bias scale reduce_op reduce_res reduce_cmd name",
+        "activation_reduce": "dst op data reduce_op reduce_res bias scale name",
+        "tensor_reduce": "dst op data axis negate keepdims name",
+        "tensor_tensor": "dst data1 data2 op engine name",
+        "tensor_tensor_scan": "dst data0 data1 initial op0 op1 reverse0 reverse1 name",
+        "tensor_scalar": "dst data op0 operand0 reverse0 op1 operand1 reverse1 engine name",
+        "tensor_copy": "dst src engine name",
+        "reciprocal": "dst data name",
+        "memset": "dst value engine name",
+        "dma_copy": "dst src priority oob_mode dge_mode engine name",
+    },
+}
+"""Parameters in their order, from the SDK's documentation: 2.26 for ``neuronxcc.nki.isa``, 2.32 for ``nki.isa``."""
+
 
 def tree(name: str) -> ast.Module:
     return ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
@@ -54,6 +88,16 @@ def test_the_layer_uses_what_its_dialect_has(dialect: str) -> None:
             parameters = inspect.signature(function).parameters
             assert len(call.args) <= len(parameters)
             assert {k.arg for k in call.keywords} <= set(parameters), f"line {call.lineno}: {ast.unparse(call)}"
+
+
+@pytest.mark.parametrize("dialect", ["neuronxcc", "nki"])
+def test_the_emulated_instructions_are_the_documented_ones(dialect: str) -> None:
+    module = surface(dialect)["neuronxcc.nki.isa" if dialect == "neuronxcc" else "nki.isa"]
+    functions = {name: f for name, f in module.items() if inspect.isfunction(f)}
+    assert set(functions) == set(ISA[dialect])
+    for name, function in functions.items():
+        documented, emulated = ISA[dialect][name].split(), list(inspect.signature(function).parameters)
+        assert emulated == [p for p in documented if p in emulated], name
 
 
 def test_both_layers_have_the_same_functions() -> None:
