@@ -8,6 +8,16 @@
 #include <math.h>
 #include <string.h>
 
+#if defined(__AVX2__)
+#pragma GCC diagnostic push  // GCC's own header uses undefined vectors on purpose
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
 #include "kernels.h"
 
 namespace neuronmm {
@@ -18,7 +28,6 @@ typedef float Vec __attribute__((vector_size(4 * L)));
 typedef int32_t IVec __attribute__((vector_size(4 * L)));
 typedef uint32_t UVec __attribute__((vector_size(4 * L)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * L)));
-typedef int8_t ByteVec __attribute__((vector_size(L)));
 
 inline Vec splat(float value) { return value - Vec{}; }
 
@@ -28,17 +37,37 @@ inline Vec load(const float* p) {
     return v;
 }
 
-inline Vec load(const uint16_t* p) {  // bf16 is the upper half of an fp32
+// Widening loads and the sum of a vector's lanes, the innermost operations, are spelled out: compilers take detours for
+// them. bf16 is the upper half of an fp32.
+#if defined(__AVX512F__)
+inline Vec load(const uint16_t* p) {
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+inline Vec load(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+#elif defined(__AVX2__)
+inline Vec load(const uint16_t* p) {
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
+inline Vec load(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline float sum(Vec v) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+#else
+inline Vec load(const uint16_t* p) {
     HalfVec h;
     memcpy(&h, p, sizeof h);
     return (Vec)(__builtin_convertvector(h, UVec) << 16);
 }
-
-inline Vec load(const int8_t* p) {
-    ByteVec b;
-    memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(__builtin_convertvector(b, IVec), Vec);
-}
+inline Vec load(const int8_t* p) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
+inline float sum(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+#endif
 
 inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 
@@ -63,14 +92,6 @@ inline void store_part(T* p, Vec v, int n) {
     T buffer[L];
     store(buffer, v);
     memcpy(p, buffer, n * sizeof(T));
-}
-
-inline float sum(Vec v) {
-    float lanes[L];
-    store(lanes, v);
-    for (int half = L / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
 }
 
 inline float max_lane(Vec v) {
