@@ -65,25 +65,28 @@ def mean_error(table: Iterable[Row], kind: str = "latency") -> float:
     return sum(errors) / len(errors)
 
 
-def leave_one_out(overheads: tuple[float, ...] = (32.0, 38.0, 44.0, 50.0, 56.0)) -> tuple[float, dict[str, float]]:
-    """The fitted overhead with all nine latencies, and each one's signed error when fitted to the other eight.
+def leave_one_out(low: int = 32, high: int = 56) -> tuple[int, dict[str, float]]:
+    """The overhead fitted to all nine latencies, and each one's signed error when fitted to the other eight.
 
-    The fit takes the candidate with the least mean absolute error.
+    The fit takes the whole number of cycles with the least mean absolute error; latencies between the two simulated
+    overheads are interpolated, which is exact where the same engine stays the longest.
     """
-    tables = {
-        overhead: [r for r in _kernel_rows(dataclasses.replace(TRN1, matmul_overhead_cycles=overhead),
-                                           tuple(measured.NEURONMM.latency)) if r.kind == "latency"]
-        for overhead in overheads
-    }  # fmt: skip
+    ends = []
+    for overhead in (low, high):
+        core = dataclasses.replace(TRN1, matmul_overhead_cycles=float(overhead))
+        ends.append([r for r in _kernel_rows(core, tuple(measured.NEURONMM.latency)) if r.kind == "latency"])
 
-    def best(without: int) -> float:
-        def loss(overhead: float) -> float:
-            return mean_error(row for i, row in enumerate(tables[overhead]) if i != without)
+    def errors(overhead: int) -> list[float]:
+        share = (overhead - low) / (high - low)
+        return [a.error + share * (b.error - a.error) for a, b in zip(*ends, strict=True)]
 
-        return min(overheads, key=loss)
+    def best(without: int | None) -> int:
+        def loss(overhead: int) -> float:
+            return sum(abs(e) for i, e in enumerate(errors(overhead)) if i != without)
 
-    left_out = {row.case: tables[best(i)][i].error for i, row in enumerate(tables[overheads[0]])}
-    return best(-1), left_out
+        return min(range(low, high + 1), key=loss)
+
+    return best(None), {row.case: errors(best(i))[i] for i, row in enumerate(ends[0])}
 
 
 @lru_cache(maxsize=64)
