@@ -91,14 +91,9 @@ def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, t
         machine.fail(
             "result shape", "the result has another shape than the product", (m, n), (dst.shape[0], dst.elements)
         )
-    if dst.dtype != (stationary.dtype if transpose else FLOAT32):
-        machine.fail("result dtype", "a matrix product accumulates in float32", "float32", dst.dtype.name)
     if (stationary.dtype == FLOAT32) != (moving.dtype == FLOAT32):
         machine.fail("operand dtype", "float32 multiplies only float32", stationary.dtype.name, moving.dtype.name)
-    bank = core.psum_bank_bytes
-    if written.low // bank != (written.high - 1) // bank:
-        machine.fail("psum bank", "the result crosses a PSUM bank", bank, written.high - written.low)
-    _no_overlap(machine, dst)
+    _check_result(machine, dst, written, stationary.dtype if transpose else FLOAT32)
     adds = _joins(machine, dst, written, accumulate)
     op = "transpose" if transpose else "matmul"
     machine.emit(
@@ -110,6 +105,16 @@ def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, t
             product = (a.T @ moving.read().reshape(k, n).astype(np.float32)).reshape(dst.shape)
             total = dst.read(accumulating=True) + product if adds else product
         dst.write(total, accumulating=adds)
+
+
+def _check_result(machine: Machine, dst: Tile, written: Region, dtype: np.dtype) -> None:
+    """The rules for what the tensor engine writes to."""
+    if dst.dtype != dtype:
+        machine.fail("result dtype", "a matrix product accumulates in float32", dtype.name, dst.dtype.name)
+    bank = machine.core.psum_bank_bytes
+    if written.low // bank != (written.high - 1) // bank:
+        machine.fail("psum bank", "the result crosses a PSUM bank", bank, written.high - written.low)
+    _no_overlap(machine, dst)
 
 
 def _joins(machine: Machine, dst: Tile, written: Region, accumulate: bool | None) -> bool:
@@ -278,11 +283,8 @@ def assign(dst: Tile, value: Any) -> None:
     machine = current()
     if not isinstance(value, Tile):
         return memset(dst, value)
-    if value.storage is dst.storage and (value.offset, value.shape, value.strides) == (
-        dst.offset,
-        dst.shape,
-        dst.strides,
-    ):
+    same = (value.offset, value.shape, value.strides) == (dst.offset, dst.shape, dst.strides)
+    if value.storage is dst.storage and same:
         return None  # the second half of ``tile[...] += x``
     last = machine.trace.instructions[-1] if machine.trace.instructions else None
     if (
@@ -322,16 +324,12 @@ def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
         )
     if (dst.shape[0], dst.size) != (value.shape[0], value.size):
         machine.fail("result shape", "the assigned result has another shape", dst.shape, value.shape)
-    if tensor and last.op == "matmul":
-        if dst.dtype != FLOAT32:
-            machine.fail("result dtype", "a matrix product accumulates in float32", "float32", dst.dtype.name)
-        bank = machine.core.psum_bank_bytes
-        if written.low // bank != (written.high - 1) // bank:
-            machine.fail("psum bank", "the result crosses a PSUM bank", bank, written.high - written.low)
+    if tensor:
+        _check_result(machine, dst, written, FLOAT32 if last.op == "matmul" else value.dtype)
         last.accumulate = _joins(machine, dst, written, adds)
     else:
+        _no_overlap(machine, dst)
         _mark(dst, written, last.engine)
-    _no_overlap(machine, dst)
     last.writes, last.dtype = (written,), last.dtype if tensor else dtype_name(dst.dtype)
     machine.trace.buffers[dst.storage.record.id].released = len(machine.trace.instructions)
     if machine.trace.buffers[-1] is value.storage.record:

@@ -155,25 +155,30 @@ def accumulate_block(
                 for j in range(j0, j0 + n):
                     contract(d, acc, j - j0, tile, how, panel, j, x, first, last, t0, t)
                 for at, m, wide in even(how.columns, j0, n):
-                    src = acc[0:wide, at - j0 : at - j0 + m, 0:t]
-                    at = at - panel.first
+                    slot, at = at - j0, at - panel.first
+                    src = acc[0:wide, slot : slot + m, 0:t]
                     place = ((0, wide), (at, at + m), (t0, t0 + t))
-                    if not begins:
-                        before = to.sums[p][0:wide, at : at + m, t0 : t0 + t]
-                    if ends and scaled:
-                        if not begins:
-                            d.add(d.at(to.sums[p], *place), src, before)
-                        base, c0, s0 = (acc, at + panel.first - j0, 0) if begins else (to.sums[p], at, t0)
-                        for c in range(m):
-                            dst = d.at(to.result[p], (0, wide), at + c, (t0, t0 + t))
-                            d.multiply(dst, base[0:wide, c0 + c, s0 : s0 + t], scale[0:wide, t0 : t0 + t])
+                    if begins and not ends:
+                        evict(d, d.at(to.sums[p], *place), src, turn)
+                    elif begins and scaled:
+                        _multiply_columns(d, to.result[p], at, acc, slot, m, wide, scale, t0, 0, t)
+                    elif begins:
+                        evict(d, d.at(to.result[p], *place), src, turn)
                     else:
-                        dst = d.at(to.result[p] if ends else to.sums[p], *place)
-                        if begins:
-                            evict(d, dst, src, turn)
-                        else:
-                            d.add(dst, src, before)
+                        target = to.result[p] if ends and not scaled else to.sums[p]
+                        d.add(d.at(target, *place), src, to.sums[p][0:wide, at : at + m, t0 : t0 + t])
+                        if ends and scaled:
+                            _multiply_columns(d, to.result[p], at, to.sums[p], at, m, wide, scale, t0, t0, t)
                     turn += 1
+
+
+def _multiply_columns(
+    d: Any, dst: Any, at: int, src: Any, slot: int, chunks: int, wide: int, scale: Any, t0: int, s0: int, t: int
+) -> None:
+    """``dst[:, at + c, t0 + i] = src[:, slot + c, s0 + i] * scale[:, t0 + i]`` for some chunks c and t tokens i."""
+    for c in range(chunks):
+        target = d.at(dst, (0, wide), at + c, (t0, t0 + t))
+        d.multiply(target, src[0:wide, slot + c, s0 : s0 + t], scale[0:wide, t0 : t0 + t])
 
 
 def first_factors(
@@ -200,17 +205,9 @@ def first_factors(
 
 
 def add_squares(
-    d: Any,
-    scale: Any,
-    strip: Any,
-    cut: Chunks,
-    first: int,
-    last: int,
-    tokens: int,
-    moving: int,
-    epsilon: float,
+    d: Any, scale: Any, strip: Any, cut: Chunks, first: int, last: int, tokens: int, moving: int, epsilon: float,
     dtype: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Add the squares of a block of the input to ``scale`` [128, tokens]; after the last, make it ``1 / rms(x)``.
 
     The sum over partitions is a product with ones, so every partition of its result holds it. The norm's weight is

@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "a block overwrites the sum",
         "stages",
-        "                            d.add(dst, src, before)",
-        "                            evict(d, dst, src, turn)",
+        "d.add(d.at(target, *place), src, to.sums[p][0:wide, at : at + m, t0 : t0 + t])",
+        "evict(d, d.at(target, *place), src, turn)",
     ),
     Mutant("the second block begins anew", "stages", "begins, ends = first == 0,", "begins, ends = first <= 1,"),
     Mutant(
@@ -143,6 +143,7 @@ MUTANTS = [
         "        if first == 0:\n            d.copy(dst, acc)",
         "        if first >= 0:\n            d.copy(dst, acc)",
     ),
+    Mutant("the sum of the blocks is not scaled", "stages", "if ends and scaled:", "if ends and scaled and first < 0:"),
     Mutant("the scale of the first tokens for all", "stages", "scale[0:wide, t0 : t0 + t])", "scale[0:wide, 0:t])"),
     Mutant("the last strip is dropped", "low_rank_matmul", "    if rest:", "    if rest > 1000:"),
     Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, rest", "0, rest"),
