@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,9 @@ ALLOWED: dict[str, set[str]] = {
     "configs": set(),
 }
 """Who may import whom: a folder, or one module of a folder; a folder may always import itself."""
+
+DEVICE_SDK = {"neuronxcc", "nki", "transformers_neuronx", "triton"}
+"""What only a machine with the device has; its importers do without where it is missing."""
 
 MOST_LINES = 400
 CODE = {".py", ".cpp", ".h", ".sh", ".yaml"}
@@ -80,6 +84,21 @@ def import_problems(root: Path) -> list[str]:
             if not any(f"{rest}.".startswith(f"{one}.") or one == target for one in allowed):
                 problems.append(f"{where}:{line}: {home} may not import {name}")
     return problems
+
+
+def dependency_problems(root: Path) -> list[str]:
+    """Packages that the installed code imports and pyproject.toml does not ask for."""
+    listed = re.search(r"^dependencies = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    asked = set(re.findall(r'"([\w-]+)', listed.group(1) if listed else ""))
+    known = {name.replace("-", "_") for name in asked} | ({"yaml"} if "pyyaml" in asked else set())
+    known |= sys.stdlib_module_names | DEVICE_SDK | {"neuronmm"}
+    found = {}
+    for path, tree in modules(root):
+        for line, name in imported(tree, ["neuronmm"]):
+            first = name.split(".")[0]
+            if first not in known:
+                found[first] = f"{path.relative_to(root)}:{line}: {first} is not in pyproject.toml's dependencies"
+    return list(found.values())
 
 
 def op_problems(root: Path) -> list[str]:

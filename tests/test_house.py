@@ -12,6 +12,7 @@ import house
 ROOT = Path(__file__).parent.parent
 RULES = [
     house.import_problems,
+    house.dependency_problems,
     house.op_problems,
     house.length_problems,
     house.docstring_problems,
@@ -30,6 +31,7 @@ SOUND = {
     "neuronmm/__init__.py": '"""Door."""\nfrom neuronmm.models.patch import patch\nfrom neuronmm.kernels import ops\n',
     "neuronmm/commands/compress.py": '"""compress\n\nexamples:\n  neuronmm compress A -o B\n"""\n',
     "tests/kernels/test_ops.py": "CASES = {Op.ADD: 1}\n",
+    "pyproject.toml": '[project]\ndependencies = [\n    "torch>=2.5",\n    "pyyaml",\n]\n',
     "docs/guide.md": "Models live under `/models/`.\n",
 }
 
@@ -98,6 +100,13 @@ def test_a_wrong_import_is_found(name: str, line: str, problem: str, tmp_path: P
 )
 def test_an_allowed_import_is_let_through(name: str, line: str, tmp_path: Path) -> None:
     assert house.import_problems(plant(tmp_path, {name: f'"""Doc."""\n{line}\n'})) == []
+
+
+def test_a_dependency_nobody_asked_for_is_found(tmp_path: Path) -> None:
+    tree = {"models/a.py": '"""Doc."""\nimport json, torch.nn, yaml\nfrom scipy.linalg import svd\n'}
+    assert house.dependency_problems(plant(tmp_path, {**SOUND, **tree})) == [
+        "models/a.py:3: scipy is not in pyproject.toml's dependencies"
+    ]
 
 
 def test_an_op_without_a_reference_or_a_test_is_found(tmp_path: Path) -> None:
