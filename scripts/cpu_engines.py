@@ -1,0 +1,220 @@
+"""One engine of the CPU benchmark as a process: JSON lines in, JSON lines out. ``bench_cpu.py`` starts it.
+
+    python cpu_engines.py NAME MODEL THREADS
+
+It runs in the environment of that engine, so that each import stands where it is needed. The first line tells what the
+engine is; then every line ``{"context", "new", "batch"}`` is answered with ``{"ttft", "tpot"}`` in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
+"""Facts about the engine (bytes a step, path in words), and the function that does the work of one line."""
+
+
+def serve(prepared: Callable[[], Prepared]) -> None:
+    """Answer the driver until it hangs up."""
+    start = time.perf_counter()
+    facts, run = prepared()
+    print(json.dumps({**facts, "load_seconds": time.perf_counter() - start}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(**json.loads(line))), flush=True)
+
+
+def timed(first: Callable[[], Any], later: Callable[[Any], Any], new: int) -> dict[str, Any]:
+    """Seconds of the first token and of each of ``new`` later ones; each call returns the next tokens."""
+    times = [time.perf_counter()]
+    tokens = first()
+    times.append(time.perf_counter())
+    for _ in range(new):
+        tokens = later(tokens)
+        times.append(time.perf_counter())
+    steps = [after - before for before, after in zip(times, times[1:])]  # noqa: B905, RUF007
+    return {"ttft": steps[0], "tpot": steps[1:]}
+
+
+def torch_model(model: str, variant: str) -> Any:
+    """The dense model, or one with factors of the removed share the variant names."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from neuronmm.models import CompressionSpec, patch
+    from neuronmm.models.families import LAYERS, TARGETS
+    from neuronmm.models.load import load_pretrained
+    from neuronmm.models.source import resolve
+
+    if model == "llama-1b":
+        config = LlamaConfig(
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=64,
+            tie_word_embeddings=True,
+            rope_theta=500000.0,
+        )
+        torch.set_default_dtype(torch.bfloat16)
+        dense: Any = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+        dense.model.rotary_emb = type(dense.model.rotary_emb)(config)
+    else:
+        dense = load_pretrained(resolve(model), torch.bfloat16, "cpu")
+    targets, _, ratio = variant.partition("-")
+    if targets not in TARGETS:
+        return dense
+    removed = float(ratio.split("-")[0])
+    ranks = {}
+    for layer in range(dense.config.num_hidden_layers):
+        for name in TARGETS[targets]:
+            linear = dense.get_submodule(f"{LAYERS}.{layer}.{name}")
+            size, both = linear.in_features * linear.out_features, linear.in_features + linear.out_features
+            ranks[f"{LAYERS}.{layer}.{name}"] = max(16, int((1 - removed) * size / both) // 16 * 16)
+    spec = CompressionSpec(
+        ranks=ranks,
+        method="random",
+        targets=targets,
+        asked_ratio=removed,
+        realised_ratio=removed,
+        model_ratio=removed,
+        align=16,
+        version="0",
+    )
+    return patch(dense, spec)
+
+
+def prepare_ours(model: str, variant: str) -> Prepared:
+    """Our engine."""
+    import torch
+
+    from neuronmm.engine.backends.cpu import CpuHost
+    from neuronmm.engine.bandwidth import weight_bytes_per_step
+    from neuronmm.engine.cpu_decoder import CpuDecoder, describe
+    from neuronmm.kernels.cpu import arena
+    from neuronmm.kernels.cpu.int8 import quantize_model
+
+    host = CpuHost(torch_model(model, variant), "naive" if variant.endswith("naive") else "auto")
+    arena.gather(host.model.parameters())
+    nbytes, path, weights = weight_bytes_per_step(host.model), host.path, None
+    if variant.endswith("int8"):
+        weights = quantize_model(describe(host.model, 1024))
+        nbytes, path = nbytes // 2, path + ", int8"
+
+    def run(context: int, new: int, batch: int) -> dict[str, Any]:
+        shape = (batch, context + new + 1)
+        decoder: Any = CpuDecoder(host.model, *shape, weights) if weights else host.decoder(*shape)
+        ids = torch.randint(3, 1000, (batch, context))
+        mask = torch.ones_like(ids)
+        return timed(
+            lambda: decoder.prefill(ids, mask).argmax(-1), lambda tokens: decoder.decode(tokens).argmax(-1), new
+        )
+
+    return {"bytes": nbytes, "path": path}, run
+
+
+def prepare_transformers(model: str) -> Prepared:
+    """transformers' own ``generate``: the first token and the average of the later ones."""
+    import torch
+    import transformers
+
+    from neuronmm.engine.bandwidth import weight_bytes_per_step
+
+    found = torch_model(model, "dense")
+
+    def generate(ids: Any, new: int) -> float:
+        start = time.perf_counter()
+        found.generate(
+            ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new, do_sample=False
+        )
+        return time.perf_counter() - start
+
+    def run(context: int, new: int, batch: int) -> dict[str, Any]:
+        ids = torch.randint(3, 1000, (batch, context))
+        first, all_of_them = generate(ids, 1), generate(ids, new + 1)
+        return {"ttft": first, "tpot": [(all_of_them - first) / new]}
+
+    return {"bytes": weight_bytes_per_step(found), "path": f"transformers {transformers.__version__}, bf16"}, run
+
+
+def prepare_llama_cpp(model: str, threads: int) -> Prepared:
+    """llama.cpp through its own C interface, flash attention on, greedy."""
+    import llama_cpp as ll
+    import numpy as np
+
+    ll.llama_backend_init()
+    loaded = ll.llama_model_load_from_file(model.encode(), ll.llama_model_default_params())
+    vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(loaded))
+
+    def run(context: int, new: int, batch: int) -> dict[str, Any]:
+        params = ll.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = batch * (context + new + 8), batch * context, 512
+        params.n_seq_max, params.n_threads, params.n_threads_batch = batch, threads, threads
+        params.flash_attn_type = 1
+        state = ll.llama_init_from_model(loaded, params)
+        tokens = ll.llama_batch_init(batch * context, 0, 1)
+
+        def decode(ids: Any, position: int) -> Any:
+            """Dimensions: ids [batch, n] -> the next tokens [batch, 1]."""
+            last, at = [], 0
+            for row in range(batch):
+                for i, token in enumerate(ids[row]):
+                    tokens.token[at], tokens.pos[at], tokens.n_seq_id[at] = int(token), position + i, 1
+                    tokens.seq_id[at][0], tokens.logits[at] = row, i == ids.shape[1] - 1
+                    at += 1
+                last.append(at - 1)
+            tokens.n_tokens = at
+            if ll.llama_decode(state, tokens):
+                raise RuntimeError("llama_decode failed")
+            logits = (np.ctypeslib.as_array(ll.llama_get_logits_ith(state, i), (vocab,)) for i in last)
+            return np.array([[row.argmax()] for row in logits])
+
+        positions = iter(range(context, context + new))
+        prompt = np.random.randint(3, 1000, (batch, context))
+        result = timed(lambda: decode(prompt, 0), lambda ids: decode(ids, next(positions)), new)
+        ll.llama_batch_free(tokens)
+        ll.llama_free(state)
+        return result
+
+    return {"bytes": Path(model).stat().st_size, "path": f"llama-cpp-python {ll.__version__}, flash attention"}, run
+
+
+def prepare_openvino(model: str, threads: int) -> Prepared:
+    """OpenVINO GenAI on the GGUF file, bf16 math."""
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    pipeline = genai.LLMPipeline(model, "CPU", INFERENCE_PRECISION_HINT="bf16", INFERENCE_NUM_THREADS=threads)
+
+    def run(context: int, new: int, batch: int) -> dict[str, Any]:
+        ids = ov.Tensor(np.random.randint(3, 1000, (batch, context)).astype(np.int64))
+        inputs = genai.TokenizedInputs(ids, ov.Tensor(np.ones((batch, context), dtype=np.int64)))
+        metrics = pipeline.generate(inputs, max_new_tokens=new + 1, ignore_eos=True).perf_metrics
+        return {"ttft": metrics.get_ttft().mean / 1e3, "tpot": [metrics.get_tpot().mean / 1e3]}
+
+    return {"bytes": Path(model).stat().st_size, "path": f"openvino-genai {genai.__version__}, bf16 math"}, run
+
+
+def prepare(model: str, name: str, threads: int) -> Prepared:
+    """The engine called ``name`` in this process."""
+    if name.startswith("llama.cpp"):
+        return prepare_llama_cpp(model, threads)
+    if name.startswith("openvino"):
+        return prepare_openvino(model, threads)
+    import torch
+
+    torch.set_num_threads(threads)
+    return prepare_transformers(model) if name == "transformers" else prepare_ours(model, name)
+
+
+if __name__ == "__main__":
+    engine, source, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    serve(lambda: prepare(source, engine, count))
