@@ -95,8 +95,8 @@ class Buffer:
     """One allocation. ``allocated`` and ``released`` are indices into the trace's instructions.
 
     It is live in program order over ``[allocated, released)``: released follows the last access, and a buffer that no
-    instruction touches is never live. HBM tensors have
-    one partition for each leading index. ``kernel_argument`` marks HBM tensors that exist before the kernel.
+    instruction touches is never live. HBM tensors have one partition for each leading index. ``kernel_argument`` marks
+    HBM tensors that exist before the kernel.
     """
 
     id: int
