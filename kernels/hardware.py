@@ -49,8 +49,7 @@ class NeuronCore:
     stationary_columns: int = 128
     moving_columns: int = 512
     matmul_min_cycles: int = 64
-    stationary_load_cycles: int = 32
-    """Loading 128 stationary columns; it overlaps with the product before, and is exposed when that one is shorter."""
+    """What a product of fewer columns costs; the stationary operand loads, in 32 cycles, during the one before."""
     matmul_overhead_cycles: float = 44.0
     """Cycles a product or transposition costs beyond its columns. Not documented: fitted to nine published latencies on
     trn1 (docs/timing.md), and assumed to be the same on trn2 and trn3."""
