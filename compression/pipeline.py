@@ -64,8 +64,7 @@ def compress(
     settings = read_config(folder)
     family_of(settings, str(folder / "config.json"))
     if "quantization_config" in settings:
-        kind = settings["quantization_config"].get("quant_method", "quantised")
-        raise UserError(f"{folder}: is already compressed or quantised ({kind}); compress the original checkpoint")
+        raise UserError(f"{folder}: is already compressed or quantised; compress the original checkpoint")
     reader = Reader(folder)
     linears = targeted(reader, settings["num_hidden_layers"], config.targets)
     align = auto_align(linears) if config.align == "auto" else config.align

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class Workspace:
         """Write ``name``.safetensors; it exists complete or not at all."""
         path = self.folder / f"{name}.safetensors"
         partial = path.with_suffix(".writing")
-        save_file(tensors, partial, metadata={"format": "pt", **(metadata or {})})
+        _write(partial, tensors, metadata or {})
         os.replace(partial, path)  # a crash before this line leaves the old state, after it the new one
 
     def load(self, name: str) -> dict[str, Tensor] | None:
@@ -147,7 +147,7 @@ class Workspace:
         for number, names in enumerate(shards, start=1):
             single = len(shards) == 1
             file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            save_file({name: readers[name][name] for name in names}, final / file, metadata={"format": "pt"})
+            _write(final / file, {name: readers[name][name] for name in names}, {})
             shutil.copymode(final / "config.json", final / file)  # safetensors makes files only the owner can read
             where.update(dict.fromkeys(names, file))
             for reader in {id(readers[name]): readers[name] for name in names}.values():
@@ -155,3 +155,16 @@ class Workspace:
         if len(shards) > 1:
             index_content = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
             write_json(final / "model.safetensors.index.json", index_content)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        UserError: the disk is full or refuses the file.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt", **metadata})
+    except (SafetensorError, OSError) as error:
+        path.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None

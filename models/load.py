@@ -11,7 +11,14 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from neuronmm.models.errors import UserError
@@ -104,6 +111,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Pr
         check_factors(folder, CompressionSpec.parse(config["quantization_config"], str(folder / "config.json")))
     else:
         weight_files(folder)
+    load_config(folder)  # says clearly what transformers itself would not
     kwargs: dict[str, Any] = {DTYPE: dtype, "output_loading_info": True, "local_files_only": True}
     with quiet():
         try:
@@ -122,11 +130,19 @@ def load_config(folder: Path) -> Any:
     """transformers' config object of a checkpoint folder of a supported family.
 
     Raises:
-        UserError: config.json is malformed or its architecture is not supported.
+        UserError: config.json is malformed, or its architecture is not supported here or by this transformers.
     """
-    family_of(read_config(folder), str(folder / "config.json"))
+    where = folder / "config.json"
+    family = family_of(read_config(folder), str(where))
+    if family.model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"{where}: transformers {transformers.__version__} does not know {family.architecture}; install a newer one"
+        )
     with quiet():
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        try:
+            return AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{where}: transformers cannot read it ({str(error).strip().splitlines()[0]})") from None
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from neuronmm.compression import pipeline, workspace
@@ -212,7 +213,7 @@ def test_what_cannot_be_compressed_is_refused(
 ) -> None:
     source, out = dense(), tmp_path / "out"
     compress(source, tmp_path / "done", config(method="svd"))
-    with pytest.raises(UserError, match="already compressed"):
+    with pytest.raises(UserError, match="already compressed or quantised"):
         compress(tmp_path / "done", out, config())
     with pytest.raises(UserError, match="no such"):
         compress(tmp_path / "absent", out, config())
@@ -222,6 +223,27 @@ def test_what_cannot_be_compressed_is_refused(
         with pytest.raises(UserError, match="GB free"):
             compress(source, out, config())
     assert not out.exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_full_disk_is_named_and_the_run_can_be_resumed(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = dense(), tmp_path / "out"
+    save, left = workspace.save_file, [2]
+
+    def full(tensors: Any, path: Path, **kwargs: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise SafetensorError("No space left on device (os error 28)")
+        save(tensors, path, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(workspace, "save_file", full)
+        with pytest.raises(UserError, match=r"No space left.*--resume"):
+            compress(source, out, config())
+    assert not out.exists()
+    compress(source, out, config(), resume=True)
+    load_pretrained(out, torch.float32)
 
 
 def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from neuronmm.models import LowRankSwiGLU, UserError
+from neuronmm.models import load as load_module
 from neuronmm.models.load import load_pretrained, load_tokenizer, quiet, weight_files
 from tiny import compress_tiny, layer_ranks, make_tiny, make_tokens, tiny_checkpoint, write_checkpoint
 
@@ -158,3 +159,19 @@ def test_quiet_gives_the_settings_back_even_after_an_error() -> None:
         assert not logging.is_progress_bar_enabled()
         raise KeyError
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+def test_an_architecture_this_transformers_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_checkpoint(tmp_path)
+    monkeypatch.setattr(load_module, "CONFIG_MAPPING", {})
+    with pytest.raises(UserError, match="does not know LlamaForCausalLM; install a newer one"):
+        load_pretrained(tmp_path, torch.float32)
+
+
+def test_a_config_transformers_cannot_read_is_one_line(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_attention_heads": "four"}))
+    with pytest.raises(UserError, match=r"config\.json") as caught:
+        load_pretrained(tmp_path, torch.float32)
+    assert "\n" not in str(caught.value)
