@@ -141,8 +141,8 @@ def load_config(folder: Path) -> Any:
     with quiet():
         try:
             return AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{where}: transformers cannot read it ({str(error).strip().splitlines()[0]})") from None
+        except Exception as error:  # which one, for a malformed entry, differs from version to version
+            raise UserError(f"{where}: transformers cannot read it ({' '.join(str(error).split())})") from None
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
