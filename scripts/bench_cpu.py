@@ -133,7 +133,9 @@ def install() -> None:
     for environment, package in sorted(set(PEERS.values())):
         where = ENVIRONMENTS / environment
         subprocess.run([sys.executable, "-m", "venv", str(where)], check=True)
-        done = subprocess.run([str(where / "bin" / "python"), "-m", "pip", "install", "--quiet", package], check=False)
+        command = [str(where / "bin" / "python"), "-m", "pip", "install", "--quiet", package]
+        # llama-cpp-python compiles llama.cpp; its image and audio models would be a third of that work.
+        done = subprocess.run(command, env={**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}, check=False)
         print(f"{package}: {'installed' if done.returncode == 0 else 'not installed, see above'}", flush=True)
 
 
