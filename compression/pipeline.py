@@ -186,6 +186,7 @@ def _layers(
         tensors, matrices = _factorise(model.reader, inside, here, ranks, moments, config)
         workspace.save_layer(index, tensors, matrices)
         workspace.drop(f"hidden-{index:05d}")
+        model.reader.close()  # pages of the mapped shard count as resident as long as it is mapped
         progress("compressing", 1 / len(model))
 
 
