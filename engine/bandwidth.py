@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from neuronmm.kernels.cpu.arena import gather
+
 SMALLEST, LARGEST = 64 * 2**20, 2**30
 
 
@@ -22,6 +24,8 @@ class BandwidthProbe:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._buffer = torch.ones(min(max(nbytes, SMALLEST), LARGEST) // 4, device=device)
+        if device.type == "cpu":
+            gather([self._buffer])  # on huge pages, as the weights are: small ones would set the limit too low
         self.nbytes = self._buffer.nbytes
 
     @torch.inference_mode()
