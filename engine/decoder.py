@@ -20,8 +20,8 @@ class Decoder(Protocol):
     """What the generation loop needs of a backend: a batch's state, advanced one step at a time.
 
     Dimensions: input_ids, attention_mask [batch, prompt] (left-padded, 1 = token); token_ids [batch]; logits
-    [batch, vocab] in the model's dtype or float32, of the last position only. The state holds at most ``max_len`` positions in
-    ``state_bytes`` bytes.
+    [batch, vocab] in the model's dtype or float32, of the last position only. The state holds at most ``max_len``
+    positions in ``state_bytes`` bytes.
     """
 
     batch: int
