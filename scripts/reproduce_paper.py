@@ -110,7 +110,8 @@ def fit() -> Iterator[str]:
     overhead, left_out = leave_one_out()
     yield "### The fitted constant, and leaving one out"
     yield ""
-    yield f"Fitted to the nine latencies: {overhead} tensor-engine cycles a product beyond its columns; that is all."
+    yield f"Fitted to the nine latencies: {overhead} tensor-engine cycles a product beyond its columns, that is all;"
+    yield f"the model uses {TRN1.matmul_overhead_cycles:.0f}."
     yield "Refitted without each latency in turn, that latency is predicted with this error:"
     yield ""
     yield "| left out | error |"
