@@ -116,8 +116,8 @@ def load_pretrained(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Pr
     with quiet():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(folder, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
+        except (RuntimeError, ValueError, TypeError) as error:  # TypeError: 4.x builds the model from unchecked values
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"{folder}: config.json and weights disagree ({first})") from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
