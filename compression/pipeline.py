@@ -74,9 +74,11 @@ def compress(
     workspace = Workspace(out, run, resume, force)
 
     rows = None if config.method == "svd" else _rows(folder, config, workspace, progress)
+    found = workspace.layers_done()
     _layers(folder, linears, ranks, rows, config, workspace, progress)
 
-    matrices = workspace.matrices(settings["num_hidden_layers"])
+    layers = workspace.layer_facts(settings["num_hidden_layers"])
+    matrices = [matrix for layer in layers for matrix in layer["matrices"]]
     total = sum(_size(reader, name) for name in reader.names)
     removed = sum(linear.dense - linear.kept(ranks[linear.name]) for linear in linears)
     errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
@@ -100,13 +102,18 @@ def compress(
         "damping": config.damping,
         "parameters": {"dense": total, "compressed": total - removed},
         "mean_relative_error": sum(errors) / len(errors),
-        "seconds": time.perf_counter() - began,
-        "peak_rss_bytes": peak_rss(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "matrices": matrices,
     }
-    texts = {"compression_report.json": report.as_json(done), "compression_report.md": report.as_markdown(done)}
+
+    def texts() -> dict[str, str]:
+        # A resumed run counts the layers that it found done; those of this run lie within its own time.
+        before = sum(layer["seconds"] for layer in layers[:found])
+        done["seconds"] = before + time.perf_counter() - began
+        done["peak_rss_bytes"] = max(peak_rss(), *(layer["peak_rss_bytes"] for layer in layers))
+        return {"compression_report.json": report.as_json(done), "compression_report.md": report.as_markdown(done)}
+
     others = [name for name in reader.names if not name.startswith(f"{LAYERS}.")]
     compressed = {**settings, "quantization_config": spec.model_dump()}
     workspace.finish(reader, others, settings["num_hidden_layers"], compressed, texts)
@@ -178,13 +185,15 @@ def _layers(
         kept = workspace.load(f"hidden-{first:05d}")
         hidden = model.embed(rows) if kept is None else kept["hidden"]
     for index in range(first, len(model)):
+        began = time.perf_counter()
         inside = f"{LAYERS}.{index}."
         here = {linear.name.removeprefix(inside): linear for linear in linears if linear.name.startswith(inside)}
         moments = {} if hidden is None else _advance(model, index, hidden, list(here), config.damping)
         if hidden is not None and index + 1 < len(model):
             workspace.save(f"hidden-{index + 1:05d}", {"hidden": hidden})
         tensors, matrices = _factorise(model.reader, inside, here, ranks, moments, config)
-        workspace.save_layer(index, tensors, matrices)
+        facts = {"matrices": matrices, "seconds": time.perf_counter() - began, "peak_rss_bytes": peak_rss()}
+        workspace.save_layer(index, tensors, facts)
         workspace.drop(f"hidden-{index:05d}")
         model.reader.close()  # pages of the mapped shard count as resident as long as it is mapped
         progress("compressing", 1 / len(model))

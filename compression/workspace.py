@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +83,28 @@ class Workspace:
             count += 1
         return count
 
-    def save_layer(self, index: int, tensors: dict[str, Tensor], matrices: list[dict[str, Any]]) -> None:
-        """Write one finished layer, with its lines of the report."""
-        self.save(self._part(index).stem, tensors, {"matrices": json.dumps(matrices)})
+    def save_layer(self, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Write one finished layer, and what the report has to say of it."""
+        self.save(self._part(index).stem, tensors, {"facts": json.dumps(facts)})
 
-    def matrices(self, layers: int) -> list[dict[str, Any]]:
-        """The report's lines of all finished layers, in order."""
-        lines: list[dict[str, Any]] = []
+    def layer_facts(self, layers: int) -> list[dict[str, Any]]:
+        """What the report has to say of each layer, those of an interrupted run included."""
+        facts = []
         for index in range(layers):
             with safe_open(self._part(index), framework="pt") as part:
-                lines += json.loads(part.metadata()["matrices"])
-        return lines
+                facts.append(json.loads(part.metadata()["facts"]))
+        return facts
 
     def _part(self, index: int) -> Path:
         return self.folder / f"layer-{index:05d}.safetensors"
 
     def finish(
-        self, source: Reader, others: list[str], layers: int, config: dict[str, Any], texts: dict[str, str]
+        self,
+        source: Reader,
+        others: list[str],
+        layers: int,
+        config: dict[str, Any],
+        texts: Callable[[], dict[str, str]],
     ) -> None:
         """Assemble the checkpoint and move it to OUT.
 
@@ -107,7 +113,7 @@ class Workspace:
             others: the tensors outside the decoder layers, copied as they are.
             layers: number of layer parts.
             config: the new config.json.
-            texts: further files by name.
+            texts: makes further files, by name, when everything else is written.
         """
         final = self.folder / "final"
         shutil.rmtree(final, ignore_errors=True)
@@ -118,7 +124,7 @@ class Workspace:
             for file in source.folder.glob(pattern):
                 shutil.copyfile(file, final / file.name)
         make_portable(final)
-        for name, text in texts.items():
+        for name, text in texts().items():
             (final / name).write_text(text, encoding="utf-8")
         old = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():

@@ -138,6 +138,8 @@ def test_an_interrupted_run_resumes_to_identical_bytes(method: str, dense: Calla
             stops += 1
             assert not out.exists() and (tmp_path / "out.partial").is_dir()
     assert stops >= 2 and not (tmp_path / "out.partial").exists()
+    report = json.loads((out / "compression_report.json").read_text())
+    assert report["seconds"] > 0 and report["peak_rss_bytes"] > 2**26
     for file in whole.iterdir():
         if not file.name.startswith("compression_report"):
             assert file.read_bytes() == (out / file.name).read_bytes(), file.name
@@ -169,6 +171,20 @@ def test_a_crash_between_any_two_writes_resumes_to_identical_bytes(
     if call < 5:
         compress(source, out, config(), resume=True)
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_the_reported_time_and_memory_include_the_interrupted_part(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = dense(), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "peak_rss", lambda: 1 << 60)
+        ticks = iter(range(0, 10**9, 1000))
+        patched.setattr(pipeline.time, "perf_counter", lambda: next(ticks))
+        with pytest.raises(Interrupted):
+            compress(source, out, config(), progress=_after(14))
+    report = compress(source, out, config(), resume=True)
+    assert report["peak_rss_bytes"] == 1 << 60 and 1000 <= report["seconds"] < 3000
 
 
 def test_an_interrupted_run_is_neither_lost_nor_mixed_up(dense: Callable[..., Path], tmp_path: Path) -> None:
