@@ -32,19 +32,16 @@ class Workspace:
     """
 
     def __init__(self, out: Path, run: dict[str, Any], resume: bool, force: bool) -> None:
-        self.out = out
+        self.out, self._run = out, run
         self.folder = out.with_name(out.name + ".partial")
         if out.exists() and not force:
             raise UserError(f"{out}: exists already; give another -o, or --force to replace it")
-        plan = self.folder / "run.json"
         if self.folder.exists() and resume:
-            self._check(plan, run)
+            self._check(self.folder / "run.json", run)
             return
         if self.folder.exists() and not force:
             raise UserError(f"{self.folder}: an interrupted run is there; --resume continues it, --force starts over")
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        write_json(plan, run)
 
     def _check(self, plan: Path, run: dict[str, Any]) -> None:
         try:
@@ -61,7 +58,10 @@ class Workspace:
             )
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-        """Write ``name``.safetensors; it exists complete or not at all."""
+        """Write ``name``.safetensors; it exists complete or not at all. The first one makes the folder."""
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+            write_json(self.folder / "run.json", self._run)
         path = self.folder / f"{name}.safetensors"
         partial = path.with_suffix(".writing")
         _write(partial, tensors, metadata or {})

@@ -1,6 +1,6 @@
 """The bridge to transformers: a registered quantizer, so that a plain ``from_pretrained`` gives the compressed model.
 
-Works on transformers 4.45 to 5.x. ``register`` is called once, by ``import neuronmm``.
+Works on transformers 4.47 to 5.x. ``register`` is called once, by ``import neuronmm``.
 Source: https://huggingface.co/docs/transformers/main/en/quantization/contribute
 """
 
