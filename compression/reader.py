@@ -59,9 +59,6 @@ class Reader:
         part = self._shard(name).get_slice(name)
         return math.prod(part.get_shape()) * _ITEMSIZE[part.get_dtype()]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
     def __getitem__(self, name: str) -> Tensor:
         try:
             return self._shard(name).get_tensor(name)

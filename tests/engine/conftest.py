@@ -8,22 +8,16 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from words import word_tokenizer
 
 from neuronmm.models.families import TARGETS
 from tiny import make_tiny, tiny_checkpoint
-
-TEMPLATE = "{% for m in messages %}w3 {{ m['content'] }} w4{% endfor %}{% if add_generation_prompt %} w5{% endif %}"
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     """One token a word: ``w3`` to ``w63`` have the ids 3 to 63, as a tiny model's vocabulary has."""
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 64)}}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    fast.chat_template = TEMPLATE
-    return fast
+    return word_tokenizer()
 
 
 @pytest.fixture(scope="session")
