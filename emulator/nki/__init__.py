@@ -1,7 +1,8 @@
 """NKI on a CPU: runs kernel functions of both dialects, enforces the hardware's limits, records what they did."""
 
 from neuronmm.emulator.nki.errors import NkiError
+from neuronmm.emulator.nki.framework import execute
 from neuronmm.emulator.nki.modules import nki_modules
 from neuronmm.emulator.nki.run import Run, TensorSpec, run
 
-__all__ = ["NkiError", "Run", "TensorSpec", "nki_modules", "run"]
+__all__ = ["NkiError", "Run", "TensorSpec", "execute", "nki_modules", "run"]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from neuronmm.emulator.nki import index, language, neuronxcc_isa, nki_isa
 from neuronmm.emulator.nki.dtypes import NAMES
+from neuronmm.emulator.nki.framework import FrameworkKernel
+from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import OPS
 from neuronmm.emulator.nki.run import jit, simulate_kernel
 
@@ -39,6 +41,18 @@ def _language(first: bool) -> dict[str, Any]:
     return {**names, "affine_range": language.sequential_range}
 
 
+_SDK_KERNELS = ("flash_fwd", "attention_isa_kernel")
+"""The SDK's own kernels that hosts import before they know whether they need them."""
+
+
+def _sdk_kernel(name: str) -> Callable[..., Any]:
+    def kernel(*tensors: Any, **options: Any) -> None:
+        current().fail("unsupported", f"the SDK's kernel {name} is not emulated: switch it off in the host")
+
+    kernel.__name__ = name
+    return kernel
+
+
 class _Subscript:
     """``nki.typing.tensor[...]``: an annotation, without meaning here."""
 
@@ -49,13 +63,15 @@ class _Subscript:
 def surface(dialect: str) -> dict[str, dict[str, Any]]:
     """Module name -> attributes, for ``neuronxcc`` or ``nki``."""
     if dialect == "neuronxcc":
-        top = {"jit": jit, "simulate_kernel": simulate_kernel}
+        top = {"jit": jit, "trace": jit, "simulate_kernel": simulate_kernel, "FrameworkKernel": FrameworkKernel}
         return {
             "neuronxcc": {"__version__": "2.0.0+emulated"},
             "neuronxcc.nki": top,
             "neuronxcc.nki.language": _language(first=True),
             "neuronxcc.nki.isa": _isa(neuronxcc_isa),
             "neuronxcc.nki.typing": {"tensor": _Subscript()},
+            "neuronxcc.nki.kernels": {},
+            "neuronxcc.nki.kernels.attention": {name: _sdk_kernel(name) for name in _SDK_KERNELS},
         }
     return {
         "nki": {"jit": jit, "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k)},
