@@ -43,7 +43,7 @@ $(OLD_VENV)/.done: $(SOURCES)
 	$(PYTHON) -m venv $(OLD_VENV)
 	$(call install-torch,$(OLD_VENV))
 	$(OLD_VENV)/bin/python -m pip install --quiet "setuptools>=77"
-	$(call install,$(OLD_VENV)) -e . $(OLD_TRANSFORMERS) hypothesis peft pytest
+	$(call install,$(OLD_VENV)) -e . $(OLD_TRANSFORMERS) hypothesis pytest
 	touch $@
 
 demo: setup

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from neuronmm.compression.reader import Reader
 from neuronmm.models.errors import UserError
+from neuronmm.models.load import weight_files
 from neuronmm.models.portable import make_portable, write_json
 
 _SHARD_BYTES = 2_000_000_000
@@ -64,7 +66,7 @@ class Workspace:
             write_json(self.folder / "run.json", self._run)
         path = self.folder / f"{name}.safetensors"
         partial = path.with_suffix(".writing")
-        _write(partial, tensors, metadata or {})
+        write_tensors(partial, tensors, metadata)
         os.replace(partial, path)  # a crash before this line leaves the old state, after it the new one
 
     def load(self, name: str) -> dict[str, Tensor] | None:
@@ -153,7 +155,7 @@ class Workspace:
         for number, names in enumerate(shards, start=1):
             single = len(shards) == 1
             file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write(final / file, {name: readers[name][name] for name in names}, {})
+            write_tensors(final / file, {name: readers[name][name] for name in names})
             shutil.copymode(final / "config.json", final / file)  # safetensors makes files only the owner can read
             where.update(dict.fromkeys(names, file))
             for reader in {id(readers[name]): readers[name] for name in names}.values():
@@ -163,14 +165,36 @@ class Workspace:
             write_json(final / "model.safetensors.index.json", index_content)
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file.
 
     Raises:
         UserError: the disk is full or refuses the file.
     """
     try:
-        save_file(tensors, path, metadata={"format": "pt", **metadata})
+        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
     except (SafetensorError, OSError) as error:
         path.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None
+
+
+def replace_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Replace some tensors of a checkpoint: new shards are written beside the old ones first, then take their places.
+
+    Raises:
+        UserError: the disk is full or refuses a file; the old shards are then untouched.
+    """
+    files = weight_files(folder)
+    ready: dict[Path, Path] = {}
+    try:
+        for file in sorted({files[name] for name in tensors}):
+            held = load_file(file)
+            ready[file] = file.with_suffix(".writing")
+            write_tensors(ready[file], {name: tensors.get(name, tensor) for name, tensor in held.items()})
+            shutil.copymode(file, ready[file])
+        for file, new in ready.items():
+            os.replace(new, file)
+    finally:
+        for new in ready.values():
+            with suppress(FileNotFoundError):
+                new.unlink()

@@ -1,0 +1,208 @@
+"""Recovery: a finished low-rank checkpoint's factors trained end to end, by LoRA or directly, and written back.
+
+LoRA adapters go on the ``A`` and ``B`` linears (peft), are trained, and are merged: ``A <- A + Q_a P_a`` and
+``B <- B + Q_b P_b`` keep rank, bytes and format as they were. SVD-LLM (arXiv 2403.07378) trains first the adapters of
+``B`` and then those of ``A``, which keeps the gradient of one factor from being blurred by the other's changes. With
+``rank`` 0 the factors are trained themselves, without adapters.
+
+The loss is that of :mod:`neuronmm.compression.distillation`: with the dense model at hand the KL divergence from its
+next-token distributions, without it the cross entropy of the rows' own next tokens.
+
+Unlike the rest of the compression this needs the whole model in memory: 4 bytes a parameter, the activations of
+``PASS_TOKENS`` tokens, 16 bytes a trained parameter, and 4 bytes x hidden size a calibration token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from transformers import get_cosine_schedule_with_warmup
+
+from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
+from neuronmm.compression.memory import peak_rss
+from neuronmm.compression.reader import Reader
+from neuronmm.compression.workspace import replace_tensors
+from neuronmm.models.errors import UserError
+from neuronmm.models.load import load_pretrained
+
+_HELD_OUT = 8  # one row in so many is never trained on
+_WARM_UP = 0.1  # of the steps, the rate rising linearly
+_PATIENCE = 2  # epochs in a row without a better held-out loss end a stage
+_CLIP = 1.0  # norm of the gradient
+
+
+class Recovery(BaseModel):
+    """How to train; a recipe has these names. The defaults but ``batch`` are SVD-LLM's recipe.
+
+    ``rank`` is LoRA's, 0 trains the factors themselves. ``two_stage``: B first, then A, each for ``epochs`` passes over
+    the rows; else both together. ``batch`` is rows a step. ``autocast``: products in bf16, weights and sums in fp32.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(8, ge=0)
+    alpha: int = Field(16, gt=0)
+    two_stage: bool = True
+    learning_rate: float = Field(1e-4, gt=0)
+    epochs: int = Field(3, ge=1)
+    batch: int = Field(8, ge=1)
+    autocast: bool = False
+    seed: int = 0
+
+
+def recover(
+    folder: Path,
+    rows: Tensor,
+    settings: Recovery,
+    progress: Callable[[str, float], None],
+    *,
+    dense: Path | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Train the factors of the checkpoint in ``folder`` on ``rows`` [rows, length] and write them back.
+
+    The weights on disk change only at the very end, when the loss on rows that were held out has fallen: an
+    interruption, or training that does not help, leaves the checkpoint as it was. Each shard is replaced atomically.
+    The same arguments give the same bytes on the same machine.
+
+    Args:
+        folder: a compressed checkpoint, complete; its factors are replaced, everything else in it stays.
+        rows: token ids; one row in eight is held out.
+        settings: how to train.
+        progress: told of every step: a stage's name and the further share of it that is done.
+        dense: the checkpoint it was made from, to distil from; None trains on the rows' own next tokens.
+        device: where to train.
+
+    Returns:
+        Plain values for the report: losses (nats a token, on the held-out rows) before and after, as they are on disk.
+
+    Raises:
+        UserError: fewer than two rows, rows of fewer than two tokens, or a loss that is not a number.
+    """
+    began = time.perf_counter()
+    if len(rows) < 2 or rows.shape[1] < 2:
+        raise UserError(f"recovery needs two or more rows of two or more tokens, not {tuple(rows.shape)}")
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = torch.randperm(len(rows), generator=generator)
+    states = None if dense is None else dense_states(dense, rows, device, progress)
+    lesson, count = Lesson(rows, states), math.ceil(len(rows) / _HELD_OUT)
+    held_out, training = lesson.pick(order[:count]), lesson.pick(order[count:])
+
+    model = load_pretrained(folder, torch.float32, device).requires_grad_(False)
+    before = evaluate(model, held_out)
+    if not math.isfinite(before):
+        raise UserError(f"{folder}: the held-out loss is {before}; the checkpoint is damaged")
+    stages = ("B", "A") if settings.two_stage else ("AB",)
+    report = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)  # of the adapters' first values
+        for stage in stages:
+            advance = _share(progress, "recovering", len(stages))
+            report.append(_run_stage(model, stage, training, held_out, settings, generator, advance))
+    factors = _stored(model, folder)
+    after = evaluate(model, held_out)
+    if after < before:
+        replace_tensors(folder, factors)
+    return {
+        "kind": "measured",
+        **settings.model_dump(),
+        "objective": "next token" if dense is None else "distillation",
+        "rows": {"trained": len(training), "held_out": len(held_out), "length": rows.shape[1]},
+        "loss_before": before,
+        "loss_after": after,
+        "kept": after < before,
+        "stages": report,
+        "seconds": time.perf_counter() - began,
+        "peak_rss_bytes": peak_rss(),
+    }
+
+
+def _run_stage(
+    model: Any,
+    stage: str,
+    training: Lesson,
+    held_out: Lesson,
+    settings: Recovery,
+    generator: torch.Generator,
+    advance: Callable[[float], None],
+) -> dict[str, Any]:
+    """Train the factors that ``stage`` names (their letters), leave the best state merged, and say how it went."""
+    if settings.rank:
+        shape = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(stage))
+        adapted = get_peft_model(model, shape)
+        parameters = [p for p in adapted.parameters() if p.requires_grad]
+    else:
+        parameters = [p for name, p in model.named_parameters() if name.endswith(tuple(f".{f}.weight" for f in stage))]
+        for parameter in parameters:
+            parameter.requires_grad_()
+    began = time.perf_counter()
+    losses, steps = _train(model, parameters, training, held_out, settings, generator, advance)
+    if settings.rank:
+        adapted.merge_and_unload()
+    model.requires_grad_(False)
+    trained = sum(p.numel() for p in parameters)
+    seconds = time.perf_counter() - began
+    return {"factors": stage, "trained_parameters": trained, "losses": losses, "steps": steps, "seconds": seconds}
+
+
+def _train(
+    model: Any,
+    parameters: list[nn.Parameter],
+    training: Lesson,
+    held_out: Lesson,
+    settings: Recovery,
+    generator: torch.Generator,
+    advance: Callable[[float], None],
+) -> tuple[list[float], int]:
+    """AdamW with warm-up and cosine; the held-out losses, first to last epoch, and the steps taken."""
+    total = settings.epochs * math.ceil(len(training) / settings.batch)
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, round(_WARM_UP * total), total)
+    best = [p.detach().clone() for p in parameters]
+    losses, steps, since = [evaluate(model, held_out)], 0, 0
+    for _ in range(settings.epochs):
+        for chosen in torch.randperm(len(training), generator=generator).split(settings.batch):
+            batch = training.pick(chosen)
+            for part in batch.passes():
+                loss_sum(model, part, 1 / batch.predictions, settings.autocast)
+            nn.utils.clip_grad_norm_(parameters, _CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            steps += 1
+            advance(1 / total)
+        loss = evaluate(model, held_out)
+        since = 0 if loss < min(losses) else since + 1
+        losses.append(loss)
+        if since == 0:
+            best = [p.detach().clone() for p in parameters]
+        if since == _PATIENCE:
+            break
+    advance(1 - steps / total)
+    with torch.no_grad():
+        for parameter, kept in zip(parameters, best, strict=True):
+            parameter.copy_(kept)
+    return losses, steps
+
+
+def _share(progress: Callable[[str, float], None], name: str, parts: int) -> Callable[[float], None]:
+    return lambda share: progress(name, share / parts)
+
+
+@torch.no_grad()
+def _stored(model: Any, folder: Path) -> dict[str, Tensor]:
+    """The factors in the dtype the checkpoint has them in, and the model given exactly these values."""
+    reader, factors = Reader(folder), {}
+    for name, parameter in model.named_parameters():
+        if name.endswith((".A.weight", ".B.weight")):
+            factors[name] = parameter.to("cpu", reader[name].dtype, copy=True)
+            parameter.copy_(factors[name])
+    return factors

@@ -1,0 +1,181 @@
+"""Recovery: the loss against a computation by hand, what training changes and what it leaves, interruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from neuronmm.compression import distillation, recovery
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
+from neuronmm.compression.pipeline import compress
+from neuronmm.compression.recovery import Recovery, recover
+from neuronmm.models import UserError
+from neuronmm.models.load import load_pretrained
+from tiny import load_plain, make_tiny, make_tokens
+
+ROWS = make_tokens(16, 20)
+QUICK = {"learning_rate": 3e-3, "epochs": 2, "batch": 4}
+
+
+def silent(stage: str, share: float) -> None:
+    """Progress that nobody looks at."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture
+def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """Makes a dense and a compressed checkpoint: ``low(dtype=torch.bfloat16)``."""
+
+    def make(**saving: Any) -> tuple[Path, Path]:
+        source, out = dense("llama", **saving), tmp_path / "low"
+        compress(source, out, CompressionConfig(ratio=0.5, align=2, calibration=str(text), calibration_length=16))
+        return source, out
+
+    return make
+
+
+@pytest.mark.parametrize("distil", [True, False])
+@given(batch=st.integers(1, 3), length=st.integers(2, 9), chunk=st.integers(1, 12), seed=st.integers(0, 5))
+@settings(max_examples=10, deadline=None)
+def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
+    distil: bool, batch: int, length: int, chunk: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model, tokens = make_tiny(), make_tokens(batch, length)
+    states = 2 * torch.randn(batch, length, 32) if distil else None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(distillation, "_CHUNK", chunk)
+        found = loss_sum(model, Lesson(tokens, states), scale=0.5)
+    gradients = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
+    model.zero_grad()
+    logits = model(tokens).logits[:, :-1].log_softmax(-1)
+    if states is None:
+        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    else:
+        wanted = model.lm_head(states[:, :-1]).log_softmax(-1).detach()
+        loss = (wanted.exp() * (wanted - logits)).sum()
+    (0.5 * loss).backward()
+    assert found == pytest.approx(loss.item(), rel=1e-4)
+    wanted_gradients = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
+    largest = max(float(gradient.abs().max()) for gradient in wanted_gradients.values())
+    torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-3, atol=1e-5 * largest)
+
+
+def test_distilling_a_model_from_itself_costs_nothing(dense: Callable[..., Path]) -> None:
+    folder = dense()
+    lesson = Lesson(ROWS, dense_states(folder, ROWS, "cpu", silent))
+    assert evaluate(load_pretrained(folder, torch.float32), lesson) == pytest.approx(0, abs=1e-5)
+    assert lesson.predictions == 16 * 19
+
+
+CASES = [{"rank": 4}, {"rank": 4, "two_stage": False}, {"rank": 0, "two_stage": False}, {"rank": 0, "autocast": True}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("distil", [True, False])
+def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
+    low: Callable[..., tuple[Path, Path]], case: dict[str, Any], distil: bool
+) -> None:
+    source, folder = low(dtype=torch.bfloat16, max_shard_size="20KB")
+    before, config = tensors(folder), (folder / "config.json").read_text()
+    shares: dict[str, float] = {}
+
+    def progress(stage: str, share: float) -> None:
+        shares[stage] = shares.get(stage, 0) + share
+
+    # Random rows cannot be told from their past, so without a teacher there is only one row, repeated, to learn.
+    rows = ROWS if distil else ROWS[:1].expand(16, -1)
+    done = recover(folder, rows, Recovery(**QUICK, **case), progress, dense=source if distil else None)
+    assert done["kept"] and done["loss_after"] < 0.98 * done["loss_before"]
+    assert shares == pytest.approx({"recovering": 1, **({"dense model": 1} if distil else {})})
+    assert json.loads(json.dumps(done)) == done
+    assert [stage["factors"] for stage in done["stages"]] == (["B", "A"] if Recovery(**case).two_stage else ["AB"])
+    assert done["rows"] == {"trained": 14, "held_out": 2, "length": 20}
+
+    after = tensors(folder)
+    assert after.keys() == before.keys()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {name for name in after if name.endswith((".A.weight", ".B.weight"))}
+    assert all((after[name].dtype, after[name].shape) == (before[name].dtype, before[name].shape) for name in after)
+    assert (folder / "config.json").read_text() == config
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))[:2]
+    states = dense_states(source, rows, "cpu", silent) if distil else None
+    again = evaluate(load_plain(folder), Lesson(rows, states).pick(order))
+    assert again == pytest.approx(done["loss_after"], rel=1e-6)
+
+
+def test_the_same_run_gives_the_same_bytes(low: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    source, folder = low()
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(torch.seed())  # what ran before must not matter
+        copy = tmp_path / f"copy-{len(found)}"
+        copy.mkdir()
+        for name, data in contents(folder).items():
+            (copy / name).write_bytes(data)
+        recover(copy, ROWS, Recovery(**QUICK, rank=2, seed=seed), silent, dense=source)
+        found.append(contents(copy))
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("where", ["dense model", "recovering", "replacing"])
+def test_an_interruption_leaves_the_checkpoint_as_it_was(
+    low: Callable[..., tuple[Path, Path]], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = low(max_shard_size="20KB")
+    before = contents(folder)
+
+    def stop(stage: str, share: float) -> None:
+        if stage == where:
+            raise KeyboardInterrupt
+
+    def refuse(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    if where == "replacing":
+        monkeypatch.setattr("neuronmm.compression.workspace.shutil.copymode", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        recover(folder, ROWS, Recovery(**QUICK), stop, dense=source)
+    assert contents(folder) == before
+
+
+def test_training_that_does_not_help_changes_nothing(low: Callable[..., tuple[Path, Path]]) -> None:
+    source, folder = low()
+    before = contents(folder)
+    done = recover(folder, ROWS, Recovery(rank=0, learning_rate=100.0, epochs=9), silent, dense=source)
+    assert contents(folder) == before
+    assert not done["kept"] and done["loss_after"] == done["loss_before"]
+    assert [len(stage["losses"]) for stage in done["stages"]] == [3, 3], "stops after two epochs without gain"
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS[:, :1], ROWS[:0]], ids=["one row", "one token", "none"])
+def test_too_little_text_is_refused(low: Callable[..., tuple[Path, Path]], rows: Tensor) -> None:
+    with pytest.raises(UserError, match="two or more rows of two or more tokens"):
+        recover(low()[1], rows, Recovery(), silent)
+
+
+def test_a_damaged_checkpoint_is_refused(low: Callable[..., tuple[Path, Path]]) -> None:
+    _, folder = low()
+    held = tensors(folder)
+    held["model.layers.0.mlp.up_proj.A.weight"][0, 0] = torch.nan
+    recovery.replace_tensors(folder, held)
+    with pytest.raises(UserError, match="damaged"):
+        recover(folder, ROWS, Recovery(), silent)
