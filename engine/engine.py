@@ -18,9 +18,6 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config, load_tokenizer
 from neuronmm.models.source import read_config, resolve
 
-MAX_BATCH = 8
-"""Rows that run at once; more prompts than that run in groups of similar length."""
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -65,7 +62,7 @@ class Engine:
     ) -> list[Generation]:
         """Continue every prompt; the results come in the order of the prompts.
 
-        Prompts run in left-padded batches of up to 8, similar lengths together. Where prompt and
+        Prompts run in left-padded batches of up to ``host.max_batch``, similar lengths together. Where prompt and
         ``max_new_tokens`` exceed the model's context, generation ends when the context is full and the
         ``finish_reason`` is ``context``.
 
@@ -75,8 +72,8 @@ class Engine:
         params = params or SamplingParams()
         rows = self._rows(prompts, params, chat)
         by_length = sorted(rows, key=lambda row: len(row.prompt_ids))
-        for start in range(0, len(rows), MAX_BATCH):
-            for _ in self._run(by_length[start : start + MAX_BATCH], params):
+        for start in range(0, len(rows), self.host.max_batch):
+            for _ in self._run(by_length[start : start + self.host.max_batch], params):
                 pass
         return [row.result for row in rows]
 
@@ -119,7 +116,15 @@ class Stream:
         return self._pieces
 
 
-def load(model: str | Path, *, backend: str = "auto", dtype: str = "auto", impl: str = "auto") -> Engine:
+def load(
+    model: str | Path,
+    *,
+    backend: str = "auto",
+    dtype: str = "auto",
+    impl: str = "auto",
+    amp: str | None = None,
+    **options: Any,
+) -> Engine:
     """Load a checkpoint, dense or compressed, ready to generate.
 
     Args:
@@ -127,16 +132,21 @@ def load(model: str | Path, *, backend: str = "auto", dtype: str = "auto", impl:
         backend: ``auto`` (CUDA where there is one, else the CPU), ``cpu``, ``cuda`` or ``neuron``.
         dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is bf16 for a checkpoint in bf16 or fp16, else fp32.
         impl: the low-rank kernel; ``auto`` is the fastest that serves each call.
+        amp: the Neuron hosts' name for ``dtype``.
+        options: the backend's own; ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout`` and
+            ``emulate`` (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
 
     Raises:
-        UserError: no such model, a checkpoint that disagrees with its config, or a backend that cannot run here.
+        UserError: no such model, a checkpoint that disagrees with its config, an option out of range, or a backend that
+            cannot run here.
     """
-    chosen = choose(backend)
+    chosen = choose(backend, options)
     folder = resolve(model)
-    host = chosen.load(folder, pick_dtype(folder, dtype), impl)
+    host = chosen.load(folder, pick_dtype(folder, amp or dtype), impl, **options)
     tokenizer = load_tokenizer(folder)
     config = load_config(folder)
-    return Engine(host, tokenizer, end_tokens(folder, config, tokenizer), config.max_position_embeddings)
+    context = min(config.max_position_embeddings, host.max_len or config.max_position_embeddings)
+    return Engine(host, tokenizer, end_tokens(folder, config, tokenizer), context)
 
 
 def pick_dtype(folder: Path, name: str) -> torch.dtype:

@@ -13,6 +13,9 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.patch import fuse
 
+MAX_BATCH = 8
+"""Rows that run at once; more prompts than that run in groups of similar length."""
+
 
 class TorchHost:
     """A loaded model whose low-rank modules run the kernel ``impl`` (``auto``: the fastest that serves each call).
@@ -30,6 +33,9 @@ class TorchHost:
         weight = model.get_input_embeddings().weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
+        self.backend: str = weight.device.type
+        self.max_batch = MAX_BATCH
+        self.max_len: int | None = None
 
     @property
     def compressed(self) -> bool:

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Who may import whom: a folder, or one module of a folder; a folder may always import itself."""
 
-DEVICE_SDK = {"neuronxcc", "nki", "transformers_neuronx", "triton"}
+DEVICE_SDK = {"neuronxcc", "nki", "optimum", "transformers_neuronx", "triton"}
 """What only a machine with the device has; its importers do without where it is missing."""
 
 MOST_LINES = 400

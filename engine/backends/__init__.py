@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import torch
 
@@ -15,10 +14,16 @@ from neuronmm.models.errors import UserError
 
 
 class Host(Protocol):
-    """A model loaded on a backend: it makes decoders and says what it is."""
+    """A model loaded on a backend: it makes decoders and says what it is.
 
+    ``max_batch``: rows that can run at once. ``max_len``: positions of a sequence, None: as many as the model has.
+    """
+
+    backend: str
     device: torch.device
     dtype: torch.dtype
+    max_batch: int
+    max_len: int | None
 
     @property
     def path(self) -> str:
@@ -34,13 +39,14 @@ class Host(Protocol):
 class Backend:
     """One kind of place to run.
 
-    ``missing()`` is None where the backend can run, else the reason and the way out. ``load(folder, dtype, impl)``
-    gives the host.
+    ``missing(**options)`` is None where the backend can run, else the reason and the way out. ``load(folder, dtype,
+    impl, **options)`` gives the host. ``options`` are the names of what it takes beside a model.
     """
 
     name: str
-    missing: Callable[[], str | None]
-    load: Callable[[Path, torch.dtype, str], Host]
+    missing: Callable[..., str | None]
+    load: Callable[..., Host]
+    options: frozenset[str] = frozenset()
 
 
 BACKENDS = {
@@ -48,22 +54,27 @@ BACKENDS = {
     for backend in (
         Backend("cuda", cuda.missing, cuda.load),
         Backend("cpu", cpu.missing, cpu.load),
-        Backend("neuron", neuron.missing, neuron.load),
+        Backend("neuron", neuron.missing, neuron.load, frozenset(f.name for f in fields(neuron.NeuronOptions))),
     )
 }
 
 
-def choose(name: str) -> Backend:
+def choose(name: str, options: Mapping[str, Any] | None = None) -> Backend:
     """The backend called ``name``; ``auto`` is CUDA where there is one, else the CPU.
 
     Raises:
-        UserError: there is no such backend, or it cannot run on this machine.
+        UserError: there is no such backend, it cannot run on this machine, or it has no such ``options``.
     """
     if name == "auto":
-        return BACKENDS["cpu"] if BACKENDS["cuda"].missing() else BACKENDS["cuda"]
+        name = "cpu" if BACKENDS["cuda"].missing() else "cuda"
     if name not in BACKENDS:
         raise UserError(f"unknown backend {name!r}; there are: auto, {', '.join(BACKENDS)}")
-    reason = BACKENDS[name].missing()
+    chosen, options = BACKENDS[name], options or {}
+    for option in options:
+        if option not in chosen.options:
+            owners = [backend.name for backend in BACKENDS.values() if option in backend.options]
+            raise UserError(f"backend {name} has no option {option}" + (f"; {owners[0]} has" if owners else ""))
+    reason = chosen.missing(**options)
     if reason is not None:
         raise UserError(f"backend {name} cannot run here: {reason}")
-    return BACKENDS[name]
+    return chosen

@@ -1,39 +1,173 @@
-"""The Neuron backend: transformers-neuronx on a Trainium machine."""
+"""The Neuron backend: a Neuron host on NeuronCores, or the same host on a CPU with the runtime below it emulated."""
 
 from __future__ import annotations
 
-from importlib import import_module
+import time
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from neuronmm.engine.decoder import Decoder
 from neuronmm.models.errors import UserError
+from neuronmm.models.load import load_config
+from neuronmm.models.neuronx import cache, sdk
+from neuronmm.models.neuronx.checkpoint import Checkpoint
+from neuronmm.models.neuronx.settings import Settings
+from neuronmm.models.neuronx.weights import Shards
 
-_WAY_OUT = (
-    "install the Neuron SDK's transformers-neuronx on a Trainium instance: "
-    "pip install transformers-neuronx --extra-index-url https://pip.repos.neuron.amazonaws.com; "
-    "elsewhere use --backend cpu"
-)
+N_POSITIONS = 512
+"""Sequence length where none is asked for and the model has room for it."""
+
+KERNELS: dict[str, Literal["nki", "reference"]] = {"auto": "nki", "nki": "nki", "reference": "reference"}
+"""Kernel name -> what an emulated custom call runs: the NKI function, or its sum in plain torch."""
 
 
-def missing() -> str | None:
-    """None when transformers-neuronx can be used.
+@dataclass(frozen=True)
+class NeuronOptions:
+    """What ``load`` takes for this backend, beside the model.
 
-    PyPI carries empty packages under the SDK's names, some of which import without an error: only a class that the
-    real one has proves that it is there.
+    ``tp_degree``: NeuronCores that share the model. ``batch_size``: rows of a compiled step. ``n_positions``: longest
+    sequence, prompt and answer together (default: 512, or the model's context if that is less). ``layout``: HSB or BSH.
+    ``emulate``: run the host on this machine's CPU.
     """
-    try:
-        import_module("transformers_neuronx").LlamaForSampling  # noqa: B018
-    except (ImportError, AttributeError, RuntimeError):
-        return f"transformers-neuronx is not present; {_WAY_OUT}"
-    return None
+
+    tp_degree: int = 1
+    batch_size: int = 1
+    n_positions: int | None = None
+    layout: str = "HSB"
+    emulate: bool = False
+
+    def settings(self, dtype: torch.dtype, most: int) -> Settings:
+        """The build these options ask for, of a model with a context of ``most`` positions."""
+        positions = min(N_POSITIONS, most) if self.n_positions is None else self.n_positions
+        return Settings(dtype, self.tp_degree, self.batch_size, positions, self.layout)
 
 
-def load(folder: Path, dtype: torch.dtype, impl: str) -> NoReturn:
-    """Not available in this version.
+class NeuronHost:
+    """A checkpoint in a Neuron host. It compiles, or takes a compiled graph from the cache, when first used."""
+
+    def __init__(self, shards: Shards, settings: Settings, adapter: Any, session: Any, leave: ExitStack) -> None:
+        self.shards, self.settings, self.adapter, self.session = shards, settings, adapter, session
+        self.device, self.dtype, self.backend = torch.device("cpu"), settings.dtype, "neuron"
+        self.max_batch = settings.batch_size
+        self.max_len: int | None = settings.n_positions
+        self.cached: bool | None = None
+        self.ready_seconds = 0.0
+        self._model: Any = None
+        self.close = weakref.finalize(self, leave.close)
+        """Gives the cores back, or ends the emulation; the host cannot be used after it."""
+
+    @property
+    def model(self) -> Any:
+        """The host's model, on its cores."""
+        if self._model is None:
+            start = time.perf_counter()
+            model = self.adapter.Model(self.shards, self.settings)
+            name = cache.key(self.shards, self.settings, f"{self.adapter.NAME} {self.adapter.VERSION}")
+            self.cached = cache.to_cores(model, name)
+            self.ready_seconds = time.perf_counter() - start
+            self._model = model
+        return self._model
+
+    @property
+    def path(self) -> str:
+        """One line: which host, where, which kernels, and whether it had to compile."""
+        made = self.model and ("compile cache hit" if self.cached else "compile cache miss")
+        where = "emulated on this CPU" if self.session else "NeuronCores"
+        kernels = "dense" if not self.shards.checkpoint.ranks else "low-rank NKI"
+        sizes = f"tp {self.settings.tp_degree}, batch {self.max_batch}, {self.max_len} positions"
+        return f"{kernels}; {self.adapter.NAME} {self.adapter.VERSION}, {where}, {sizes}; {made}"
+
+    def decoder(self, batch: int, max_len: int) -> Decoder:
+        """A decoder for ``batch`` rows of at most ``max_len`` positions.
+
+        Raises:
+            UserError: the compiled graphs are smaller than that.
+        """
+        sizes = self.settings
+        if batch > sizes.batch_size or max_len > sizes.n_positions:
+            raise UserError(
+                f"{batch} rows of {max_len} positions do not fit graphs of batch_size {sizes.batch_size} and n_positions "
+                f"{sizes.n_positions}; load the model with larger ones"
+            )
+        return NeuronDecoder(self.model, batch, max_len, self.settings, self.shards)
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The host's own ``generate``, transformers' interface. Dimensions: both [batch, prompt], left-padded."""
+        config = load_config(self.shards.checkpoint.folder)
+        return self.adapter.Generation(self.model, config, self.settings).generate(
+            input_ids=input_ids, attention_mask=attention_mask, **kwargs
+        )
+
+
+class NeuronDecoder:
+    """The decoder over a host's model, whose graphs have a fixed batch: missing rows repeat the first."""
+
+    def __init__(self, model: Any, batch: int, max_len: int, settings: Settings, shards: Shards) -> None:
+        self.batch, self.max_len = batch, max_len
+        self._model, self._rows = model, settings.batch_size
+        found = shards.checkpoint.architecture
+        keys = shards.heads.keys_per_rank * settings.tp_degree * found.head
+        self.state_bytes = 2 * found.layers * settings.n_positions * self._rows * keys * settings.dtype.itemsize
+        self._start, self._position = torch.zeros(0), 0
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """See :class:`~neuronmm.engine.decoder.Decoder`."""
+        self._start = self._fill(attention_mask.int().argmax(1).int())
+        self._position = input_ids.shape[1]
+        self._check(self._position, len(input_ids))
+        return self._model(self._fill(input_ids), None, self._start)[: self.batch]
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor) -> Tensor:
+        """See :class:`~neuronmm.engine.decoder.Decoder`."""
+        self._check(self._position + 1, len(token_ids))
+        at = torch.tensor([self._position], dtype=torch.int32)
+        self._position += 1
+        return self._model(self._fill(token_ids)[:, None], at, self._start)[: self.batch]
+
+    def _fill(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows[:1].expand(self._rows - len(rows), *rows.shape[1:])])
+
+    def _check(self, end: int, rows: int) -> None:
+        if end > self.max_len or rows != self.batch:
+            raise ValueError(f"{rows} rows of {end} positions do not fit [{self.batch}, {self.max_len}]")
+
+
+def missing(*, emulate: bool = False, **options: Any) -> str | None:
+    """None where a real host is here, or is not needed; else what is missing and the ways out."""
+    if emulate:
+        return None
+    reason = sdk.missing()
+    return reason and f"{reason}; or run it emulated on this CPU: --emulate"
+
+
+def load(folder: Path, dtype: torch.dtype, impl: str, **options: Any) -> NeuronHost:
+    """The model of ``folder`` in the host that is here; everything that can be refused is refused before it compiles.
 
     Raises:
-        UserError: always.
+        UserError: an option out of range, a model that does not fit, or an SDK that does not.
     """
-    raise UserError("this version of neuronmm cannot load a model into transformers-neuronx yet; use --backend cpu")
+    asked = NeuronOptions(**options)
+    if impl not in KERNELS or (impl == "reference" and not asked.emulate):
+        raise UserError(f"kernel {impl!r} is not for backend neuron; there are: auto, nki, and, emulated, reference")
+    checkpoint = Checkpoint(folder, dtype)
+    settings = asked.settings(dtype, checkpoint.architecture.positions)
+    settings.check(checkpoint.architecture)
+    shards = Shards(checkpoint, settings.tp_degree)
+    with ExitStack() as stack:
+        session = None
+        if asked.emulate:
+            from neuronmm.emulator.runtime import neuron_emulation
+
+            session = stack.enter_context(neuron_emulation(kernels=KERNELS[impl]))
+        else:
+            sdk.check_cores(settings.tp_degree)
+        adapter = sdk.host()
+        return NeuronHost(shards, settings, adapter, session, stack.pop_all())

@@ -5,6 +5,8 @@ examples:
   neuronmm generate OUT --chat --prompt "Name three rivers." --temperature 0.7 --top-p 0.9 --seed 1
   neuronmm generate OUT --prompt "1, 2, 3," --max-new-tokens 40 --stop "10" --json
   neuronmm generate OUT --batch-file prompts.txt > answers.jsonl
+  neuronmm generate OUT --prompt "The sky is" --backend neuron --tp 2            (on Trainium)
+  neuronmm generate OUT --prompt "The sky is" --backend neuron --tp 2 --emulate  (the same on this CPU, slowly)
 
 The text goes to stdout; which backend and kernels ran, TTFT (time to the first token) and decode tokens/s (prompt
 tokens and the first token not counted) go to stderr. A batch file holds one prompt a line, or, when its name ends in
@@ -18,6 +20,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +42,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
     parser.add_argument("--impl", default="auto", help="low-rank kernel: auto (default), naive, torch, reference, ...")
+    add_neuron_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of streaming text")
+
+
+def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``--backend neuron``; what is not given keeps the backend's default."""
+    group = parser.add_argument_group("with --backend neuron")
+    group.add_argument("--tp", type=int, metavar="N", help="NeuronCores that share the model; default 1")
+    group.add_argument("--positions", type=int, metavar="N", help="longest prompt and answer together; default 512")
+    group.add_argument("--emulate", action="store_true", help="run the Neuron host on this CPU, its runtime emulated")
+
+
+def neuron_options(args: argparse.Namespace, batch_size: int) -> dict[str, Any]:
+    """The backend options that were given, as ``load`` takes them."""
+    given = {"tp_degree": args.tp, "n_positions": args.positions, "emulate": args.emulate or None}
+    given = {name: value for name, value in given.items() if value is not None}
+    return {**given, "batch_size": batch_size} if args.backend == "neuron" else given
 
 
 def run(args: argparse.Namespace) -> None:
     """Load, generate, report."""
     from neuronmm.engine.engine import load
+    from neuronmm.engine.host import MAX_BATCH
     from neuronmm.engine.sampling import SamplingParams
 
     params = SamplingParams(
@@ -57,9 +77,12 @@ def run(args: argparse.Namespace) -> None:
         stop=tuple(args.stop),
     )
     prompts = read_prompts(args.batch_file) if args.batch_file else [args.prompt]
-    engine = load(args.model, backend=args.backend, dtype=args.dtype, impl=args.impl)
+    options = neuron_options(args, batch_size=min(len(prompts), MAX_BATCH))
+    engine = load(args.model, backend=args.backend, dtype=args.dtype, impl=args.impl, **options)
+    for prompt in prompts:
+        engine.encode(prompt, args.chat)  # one that does not fit is said before anything is compiled
     dtype = str(engine.host.dtype).removeprefix("torch.")
-    print(f"backend {engine.host.device.type}, {dtype}, kernels: {engine.host.path}", file=sys.stderr)
+    print(f"backend {engine.host.backend}, {dtype}, kernels: {engine.host.path}", file=sys.stderr)
     if args.batch_file or args.json:
         results = engine.generate(prompts, params, chat=args.chat)
         for result in results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from neuronmm.engine.backends import BACKENDS, choose
-from neuronmm.engine.engine import MAX_BATCH, load, pick_dtype
+from neuronmm.engine.engine import load, pick_dtype
+from neuronmm.engine.host import MAX_BATCH
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models import UserError
 
@@ -88,18 +90,25 @@ def test_backends() -> None:
     with pytest.raises(UserError, match="unknown backend 'tpu'; there are: auto, cuda, cpu, neuron"):
         choose("tpu")
     if BACKENDS["neuron"].missing():
-        with pytest.raises(UserError, match="transformers-neuronx is not present"):
+        with pytest.raises(UserError, match=r"the Neuron SDK is not present; install .*; or .* --emulate"):
             choose("neuron")
+    with pytest.raises(UserError, match="backend cpu has no option tp_degree; neuron has"):
+        choose("cpu", {"tp_degree": 2})
+    with pytest.raises(UserError, match="backend neuron has no option speed"):
+        choose("neuron", {"speed": 2, "emulate": True})
 
 
 def test_empty_packages_under_the_sdk_names_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """PyPI has such stubs, with and without an ImportError inside."""
-    for body in ("", "raise ImportError('install from another index')"):
-        (tmp_path / "transformers_neuronx.py").write_text(body)
+    names = ("neuronxcc", "torch_neuronx", "libneuronxla", "transformers_neuronx")
+    for body in ("", "raise ImportError('install from another index')", "raise RuntimeError('a stub')"):
+        for name in names:
+            (tmp_path / f"{name}.py").write_text(body)
+            monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(__import__("sys").modules, "transformers_neuronx", raising=False)
         assert "not present" in str(BACKENDS["neuron"].missing())
-    monkeypatch.delitem(__import__("sys").modules, "transformers_neuronx", raising=False)
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def test_dtype_follows_the_checkpoint(checkpoint: Callable[..., Path]) -> None:

@@ -1,0 +1,75 @@
+"""What a graph needs to know of a model, read from its config.json, and what the Neuron hosts cannot run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from neuronmm.models.errors import UserError
+from neuronmm.models.families import family_of
+from neuronmm.models.portable import portable_config
+
+ROPE_TYPES = ("default", "llama3")
+"""The position encodings both hosts implement."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Dimensions and constants of a Llama-style decoder.
+
+    ``rope_scaling`` is None or config.json's block of that name; ``positions`` is the longest context.
+    """
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    positions: int
+    epsilon: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, config: dict[str, Any], where: str) -> Architecture:
+        """The architecture of config.json's content.
+
+        Raises:
+            UserError: the family is not supported, an entry is missing, or the hosts cannot run it.
+        """
+        family = family_of(config, where)
+        config = portable_config(config)
+        scaling = config.get("rope_scaling") or None
+        kind = scaling and scaling.get("rope_type", scaling.get("type", "default"))
+        if scaling and kind not in ROPE_TYPES:
+            raise UserError(f"{where}: rope scaling {kind!r} is not in the Neuron hosts; they have {ROPE_TYPES}")
+        try:
+            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            found = cls(
+                model_type=family.model_type,
+                hidden=hidden,
+                intermediate=int(config["intermediate_size"]),
+                layers=int(config["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head=int(config.get("head_dim") or hidden // heads),
+                vocabulary=int(config["vocab_size"]),
+                positions=int(config["max_position_embeddings"]),
+                epsilon=float(config["rms_norm_eps"]),
+                rope_theta=float(config.get("rope_theta", 10000.0)),
+                rope_scaling=scaling if kind != "default" else None,
+            )
+        except KeyError as error:
+            raise UserError(f"{where}: {error} is missing") from None
+        if found.hidden % found.head:
+            # The hosts take the head size for hidden size / heads, so there has to be a number of heads that gives it.
+            raise UserError(f"{where}: hidden size {hidden} is no multiple of the head size {found.head}")
+        return found
+
+    @property
+    def host_heads(self) -> int:
+        """The number of heads to tell a host, so that its hidden size / heads is the head size."""
+        return self.hidden // self.head

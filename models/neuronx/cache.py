@@ -1,0 +1,79 @@
+"""Compiled graphs, kept by everything they depend on, so that a second load of the same shape does not compile.
+
+Weights are inputs of a graph, not part of it: two checkpoints of one architecture and the same ranks share an entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import neuronmm.kernels
+from neuronmm.models.neuronx import sdk
+from neuronmm.models.neuronx.settings import Settings
+from neuronmm.models.neuronx.weights import Shards
+from neuronmm.models.source import cache_folder
+
+
+def key(shards: Shards, settings: Settings, host: str) -> str:
+    """The name of the entry: a digest of the architecture, every layer's ranks and sizes on a core, the batch, sequence
+    and dtype, all versions, the compiler's flags, and the code that draws the graphs: kernels, tiling, weight layout.
+    """
+    what = {
+        "architecture": asdict(shards.checkpoint.architecture),
+        "plans": [asdict(plan) for plan in shards.plans],
+        "heads": asdict(shards.heads),
+        "settings": {**asdict(settings), "dtype": settings.amp},
+        "code": _code(),
+        "host": host,
+        "versions": sdk.versions(),
+        "flags": os.environ.get("NEURON_CC_FLAGS", ""),
+    }
+    text = json.dumps(what, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _code() -> str:
+    """A digest of the source files that decide what a graph is."""
+    digest = hashlib.sha256()
+    kernels = Path(neuronmm.kernels.__file__).parent
+    for file in sorted((*kernels.glob("*.py"), *kernels.glob("nki/*.py"), *Path(__file__).parent.glob("*.py"))):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def to_cores(model: Any, name: str) -> bool:
+    """Load ``model`` onto its cores, from the entry ``name`` if it is there and fits, else by compiling and keeping it.
+
+    Returns True for a hit. An entry that does not fit (its graphs changed) is replaced.
+    """
+    folder = cache_folder() / "neuronx" / name
+    if folder.is_dir():
+        model.load(str(folder))
+        try:
+            model.to_neuron()
+            return True
+        except FileNotFoundError:
+            shutil.rmtree(folder, ignore_errors=True)
+            del model._compiled_artifacts_directory
+            model.compile()
+            model.setup()
+    else:
+        model.to_neuron()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=name, dir=folder.parent))
+    try:
+        model.save(str(partial))
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # a second process may have been first
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return False

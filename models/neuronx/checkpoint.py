@@ -1,0 +1,70 @@
+"""A checkpoint folder tensor by tensor: which linears are factorised, and their weights when they are wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from neuronmm.models.errors import UserError
+from neuronmm.models.families import LAYERS
+from neuronmm.models.load import check_factors, weight_files
+from neuronmm.models.neuronx.architecture import Architecture
+from neuronmm.models.source import read_config
+from neuronmm.models.spec import CompressionSpec
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Checkpoint:
+    """A dense or compressed checkpoint. Nothing but config.json and the shards' headers is read until a weight is.
+
+    Raises:
+        UserError: a corrupt or missing shard, a config.json that disagrees with the weights, or a model that the
+            Neuron hosts cannot run.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        config = read_config(folder)
+        self.folder, self.dtype = folder, dtype
+        self.architecture = Architecture.of(config, str(folder / "config.json"))
+        self.ranks: dict[str, int] = {}
+        if "quantization_config" in config:
+            spec = CompressionSpec.parse(config["quantization_config"], str(folder / "config.json"))
+            check_factors(folder, spec)
+            self.ranks = dict(spec.ranks)
+        self._files = weight_files(folder)
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._files
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor in the checkpoint's target dtype.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        if name not in self._files:
+            raise UserError(f"{self.folder}: config.json and weights disagree: {name} is in no shard")
+        with safe_open(self._files[name], framework="pt") as tensors:
+            return tensors.get_tensor(name).to(self.dtype)
+
+    def embedding(self) -> Tensor:
+        """Dimensions: [vocabulary, hidden]."""
+        return self.tensor(EMBEDDING)
+
+    def final_norm(self) -> Tensor:
+        """Dimensions: [hidden]."""
+        return self.tensor(NORM)
+
+    def output(self) -> Tensor:
+        """The language model head; the embedding where the two are tied. Dimensions: [vocabulary, hidden]."""
+        return self.tensor(HEAD if self.holds(HEAD) else EMBEDDING)
+
+
+def layer_name(index: int, part: str) -> str:
+    """Full name of a part of a decoder layer."""
+    return f"{LAYERS}.{index}.{part}"

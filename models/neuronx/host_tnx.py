@@ -1,0 +1,102 @@
+"""The adapter to transformers-neuronx (0.13). It needs that package, and the SDK or its emulation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers_neuronx import NeuronConfig, __version__, activations, hlo, ops
+from transformers_neuronx.generation_utils import HuggingFaceGenerationModelAdapter
+from transformers_neuronx.layers import attention, rotary
+from transformers_neuronx.llama.model import LlamaForSampling
+from transformers_neuronx.nki.compile import nki_call
+
+from neuronmm.models.neuronx.graph import GraphOps, LayerGraph, Step
+from neuronmm.models.neuronx.settings import Settings, host_config
+from neuronmm.models.neuronx.weights import Shards
+
+NAME = "transformers-neuronx"
+VERSION = __version__
+AMPS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+OWN_WEIGHTS = 26
+"""Parameters of a layer that have a name in the host; ours, the extra ones, come after them."""
+
+
+def graph_ops(settings: Settings, neuron_config: NeuronConfig) -> GraphOps:
+    """The host's graph functions for a build."""
+    tp = settings.tp_degree
+    both = {"tp_degree": tp, "neuron_config": neuron_config}
+    return GraphOps(
+        f=hlo,
+        silu=activations.silu,
+        norm=partial(hlo.rms_norm, **both),
+        rotate=partial(rotary.rotate_half, tp_degree=tp),
+        scale=attention.scale,
+        score=partial(attention.score, n_kv_heads=1, **both),
+        mask=partial(attention.mask, tp_degree=tp),
+        context=partial(attention.context, n_kv_heads=1, **both),
+        combine=partial(attention.context_combined, n_kv_heads=1, **both),
+        update=partial(attention.fused_kv_update_cache, neuron_config=neuron_config),
+        all_reduce=partial(hlo.all_reduce_sum, tp_degree=tp),
+        nki_call=nki_call,
+        bsh=settings.layout == "BSH",
+    )
+
+
+class LayerBuilder:
+    """Our layers as the host's decoder calls them; the host's own builder keeps everything around the layers."""
+
+    def __init__(self, shards: Shards, graph: LayerGraph) -> None:
+        self.plans, self.graph, self.index = shards.plans, graph, 0
+
+    def layer(
+        self, hidden: Any, last_token_id: Any, pos_embed: Any, cache_ids: Any, start_ids: Any, block_to_seq: Any,
+        mask: Any, active_mask: Any, core_id: Any, block_tables: Any, cached_mask: Any, cached_to_contexted: Any,
+        active_to_contexted: Any, keys: Any, values: Any, *weights: Any,
+    ) -> Any:  # fmt: skip
+        plan = self.plans[self.index % len(self.plans)]
+        self.index += 1
+        step = Step(cache_ids, start_ids, pos_embed, mask, active_mask)
+        return self.graph(plan, hidden, step, keys, values, list(weights[OWN_WEIGHTS:]))
+
+
+class Model(LlamaForSampling):
+    """The host's Llama with our weights and layers."""
+
+    def __init__(self, shards: Shards, settings: Settings) -> None:
+        neuron_config = NeuronConfig(attention_layout=settings.layout, collectives_layout=settings.layout)
+        super().__init__(
+            host_config(shards.checkpoint.architecture),
+            n_positions=settings.buckets,
+            context_length_estimate=settings.buckets,
+            batch_size=settings.batch_size,
+            amp=AMPS[settings.dtype],
+            tp_degree=settings.tp_degree,
+            neuron_config=neuron_config,
+        )
+        graph = LayerGraph(graph_ops(settings, neuron_config), shards.checkpoint.architecture)
+        self.decoder_lm_head.add_layer_builder(LayerBuilder(shards, graph).layer)
+        self.shards = shards
+
+    def load_weights(self) -> None:
+        checkpoint, decoder = self.shards.checkpoint, self.decoder_lm_head
+        self.chkpt_model.model.embed_tokens = nn.Embedding.from_pretrained(checkpoint.embedding())
+        for index in range(checkpoint.architecture.layers):
+            layer = decoder.new_layer()
+            layer.n_kv_head = self.shards.heads.keys_per_rank * self.shards.ranks
+            layer.extra_parameters = [ops.parallel_to_nc(parts) for parts in self.shards.layer(index)]
+            layer.init_caches()
+        decoder.add_final_layer_norm(checkpoint.final_norm(), None)
+        decoder.add_lm_head(checkpoint.output().T)
+        decoder.to_neuron()
+        self.init_rest_of_model()
+
+
+class Generation(HuggingFaceGenerationModelAdapter):
+    """The host's ``generate`` on a model that is already on its cores."""
+
+    def __init__(self, model: Model, config: PretrainedConfig, settings: Settings) -> None:
+        super().__init__(config, model)

@@ -1,0 +1,88 @@
+"""How a model is to be built for NeuronCores, and the configuration a host is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+from neuronmm.models.errors import UserError
+from neuronmm.models.neuronx.architecture import Architecture
+
+AMPS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+LAYOUTS = ("HSB", "BSH")
+SMALLEST_BUCKET = 128
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes that a graph is compiled for.
+
+    ``tp_degree``: NeuronCores that share the model. ``batch_size``: rows of every step. ``n_positions``: longest
+    sequence, prompt and answer together. ``layout``: of the hidden state, [hidden, sequence, batch] or the reverse.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    dtype: torch.dtype
+    tp_degree: int = 1
+    batch_size: int = 1
+    n_positions: int = 512
+    layout: str = "HSB"
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.tp_degree >= 1, f"tp_degree {self.tp_degree}: has to be 1 or more"),
+            (self.batch_size >= 1, f"batch_size {self.batch_size}: has to be 1 or more"),
+            (self.n_positions >= 2, f"n_positions {self.n_positions}: has to be 2 or more, a prompt and an answer"),
+            (self.layout in LAYOUTS, f"layout {self.layout!r}: has to be one of {', '.join(LAYOUTS)}"),
+        )
+        for good, message in checks:
+            if not good:
+                raise UserError(message)
+
+    def check(self, architecture: Architecture) -> None:
+        """Raise if the sequence is longer than the model's context."""
+        if self.n_positions > architecture.positions:
+            raise UserError(
+                f"n_positions {self.n_positions} exceeds the model's context of {architecture.positions} positions"
+            )
+
+    @property
+    def amp(self) -> str:
+        return AMPS[self.dtype]
+
+    @property
+    def buckets(self) -> list[int]:
+        """Sequence lengths to compile for where a host takes several: powers of two from 128 to ``n_positions``."""
+        sizes = []
+        size = SMALLEST_BUCKET
+        while size < self.n_positions:
+            sizes.append(size)
+            size *= 2
+        return [*sizes, self.n_positions]
+
+
+def host_config(architecture: Architecture) -> SimpleNamespace:
+    """The model's configuration as a host's own code reads it.
+
+    The hosts take the head size for hidden size / heads and deal heads out to ranks themselves. They are told a number
+    of heads that makes the first true; the second is done before they see a weight (:mod:`.heads`).
+    """
+    return SimpleNamespace(
+        hidden_size=architecture.hidden,
+        intermediate_size=architecture.intermediate,
+        num_hidden_layers=architecture.layers,
+        num_attention_heads=architecture.host_heads,
+        num_key_value_heads=architecture.host_heads,
+        vocab_size=architecture.vocabulary,
+        max_position_embeddings=architecture.positions,
+        rms_norm_eps=architecture.epsilon,
+        rope_theta=architecture.rope_theta,
+        rope_scaling=architecture.rope_scaling,
+        hidden_act="silu",
+        bos_token_id=None,
+        eos_token_id=None,
+    )

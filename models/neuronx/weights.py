@@ -1,0 +1,145 @@
+"""A decoder layer's weights as the graph takes them: a flat list of parameters, each one tensor a rank.
+
+Query, key, value, gate and up are split by output, o and down by input; the factor that has no split dimension is
+the same on every rank. A dense linear is one matrix [in, out]; a factorised one is its two factors, packed for the
+kernels (:func:`neuronmm.kernels.layout.pack`) after the split. :func:`names` gives the order, for both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from neuronmm.kernels.layout import pack
+from neuronmm.models.errors import UserError
+from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name
+from neuronmm.models.neuronx.heads import HeadPlan, distribute, take_heads
+
+LINEARS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+NORMS = {
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+BY_INPUT = ("o", "down")
+"""Linears that are split by input: their ranks' results have to be added up."""
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """One linear on one rank: its sizes there, its factors' rank (None: dense), whether it has a bias."""
+
+    inputs: int
+    outputs: int
+    rank: int | None
+    bias: bool
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What is static about a layer: its linears by short name, and whether queries and keys are normalised."""
+
+    linears: tuple[tuple[str, LinearPlan], ...]
+    qk_norm: bool
+
+    def __getitem__(self, name: str) -> LinearPlan:
+        return dict(self.linears)[name]
+
+
+def names(plan: LayerPlan) -> list[str]:
+    """The layer's parameters in the order they are handed to the host and come back in the graph."""
+    found = [name for name in NORMS if plan.qk_norm or name in ("input_norm", "mlp_norm")]
+    for name, linear in plan.linears:
+        found += [f"{name}.W"] if linear.rank is None else [f"{name}.A", f"{name}.B"]
+        found += [f"{name}.bias"] if linear.bias else []
+    return found
+
+
+class Shards:
+    """A checkpoint cut for ``ranks`` NeuronCores.
+
+    Raises:
+        UserError: the model cannot be cut into that many parts.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, ranks: int) -> None:
+        found = checkpoint.architecture
+        if not 1 <= ranks <= found.heads:
+            raise UserError(f"tp_degree {ranks}: has to lie between 1 and the model's {found.heads} attention heads")
+        if found.intermediate % ranks:
+            raise UserError(
+                f"tp_degree {ranks} does not divide the intermediate size {found.intermediate} of {checkpoint.folder}; "
+                f"choose one that does"
+            )
+        self.checkpoint, self.ranks = checkpoint, ranks
+        self.heads: HeadPlan = distribute(found.heads, found.kv_heads, ranks)
+        self.plans = [self._plan(index) for index in range(found.layers)]
+
+    def layer(self, index: int) -> list[list[Tensor]]:
+        """The layer's parameters in the order of :func:`names`, each a list of one tensor a rank."""
+        found = self.checkpoint
+        made: dict[str, list[Tensor]] = {}
+        for name, part in NORMS.items():
+            full = layer_name(index, f"{part}.weight")
+            if found.holds(full):
+                made[name] = [found.tensor(full)] * self.ranks
+        for name, linear in self.plans[index].linears:
+            full = layer_name(index, LINEARS[name])
+            if linear.rank is None:
+                made[f"{name}.W"] = [shard.T.contiguous() for shard in self._cut(name, found.tensor(f"{full}.weight"))]
+            else:
+                a, b = found.tensor(f"{full}.A.weight"), found.tensor(f"{full}.B.weight")
+                cut_a, cut_b = (self._cut(name, a), [b]) if name in BY_INPUT else ([a], self._cut(name, b))
+                made[f"{name}.A"] = _everywhere([pack(shard) for shard in cut_a], self.ranks)
+                made[f"{name}.B"] = _everywhere([pack(shard) for shard in cut_b], self.ranks)
+            if linear.bias:
+                bias = found.tensor(self._bias(index, name))
+                made[f"{name}.bias"] = [bias] * self.ranks if name in BY_INPUT else self._cut(name, bias)
+        return [made[name] for name in names(self.plans[index])]
+
+    def _cut(self, name: str, weight: Tensor) -> list[Tensor]:
+        """The ranks' parts of a weight or factor [out, in] or a bias [out] along the dimension that is split."""
+        dim = 1 if name in BY_INPUT else 0
+        if name in ("gate", "up", "down"):
+            return [part.contiguous() for part in weight.chunk(self.ranks, dim)]
+        heads = self.heads.keys if name in ("k", "v") else self.heads.queries
+        return [take_heads(weight, mine, self.checkpoint.architecture.head, dim) for mine in heads]
+
+    def _bias(self, index: int, name: str) -> str:
+        """Where the linear's bias is, if it has one."""
+        full = layer_name(index, LINEARS[name])
+        return f"{full}.B.bias" if full in self.checkpoint.ranks else f"{full}.bias"
+
+    def _plan(self, index: int) -> LayerPlan:
+        found = self.checkpoint.architecture
+        queries, keys = self.heads.queries_per_rank * found.head, self.heads.keys_per_rank * found.head
+        wide = found.intermediate // self.ranks
+        sizes = {
+            "q": (found.hidden, queries),
+            "k": (found.hidden, keys),
+            "v": (found.hidden, keys),
+            "o": (queries, found.hidden),
+            "gate": (found.hidden, wide),
+            "up": (found.hidden, wide),
+            "down": (wide, found.hidden),
+        }
+        linears = []
+        for name, (inputs, outputs) in sizes.items():
+            rank = self.checkpoint.ranks.get(layer_name(index, LINEARS[name]))
+            linears.append((name, LinearPlan(inputs, outputs, rank, self.checkpoint.holds(self._bias(index, name)))))
+        return LayerPlan(tuple(linears), self.checkpoint.holds(layer_name(index, f"{NORMS['q_norm']}.weight")))
+
+
+def _everywhere(parts: list[Tensor], ranks: int) -> list[Tensor]:
+    """One tensor a rank: the parts, or the only part on every rank."""
+    return parts if len(parts) == ranks else parts * ranks

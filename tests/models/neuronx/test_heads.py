@@ -1,0 +1,47 @@
+"""Heads over ranks: every head once, every query with its key, none too many."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neuronmm.models.neuronx.heads import distribute, take_heads
+
+sizes = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 16))
+
+
+@given(sizes)
+def test_every_query_once_and_with_its_key(drawn: tuple[int, int, int]) -> None:
+    kv_heads, group, ranks = drawn
+    heads = kv_heads * group
+    plan = distribute(heads, kv_heads, ranks)
+    assert len(plan.queries) == len(plan.keys) == ranks
+    assert {len(mine) for mine in plan.queries} == {plan.queries_per_rank}
+    assert {len(mine) for mine in plan.keys} == {plan.keys_per_rank}
+    assert sorted(h for mine in plan.queries for h in mine if h is not None) == list(range(heads))
+    repeats = plan.queries_per_rank // plan.keys_per_rank
+    assert repeats * plan.keys_per_rank == plan.queries_per_rank
+    for queries, keys in zip(plan.queries, plan.keys, strict=True):
+        for slot, head in enumerate(queries):
+            if head is not None:
+                assert keys[slot // repeats] == head // group
+
+
+def test_no_head_is_added_where_they_divide() -> None:
+    plan = distribute(32, 8, 4)
+    assert (plan.queries_per_rank, plan.keys_per_rank) == (8, 2)
+    one_key_a_rank = distribute(32, 2, 8)
+    assert (one_key_a_rank.queries_per_rank, one_key_a_rank.keys_per_rank) == (4, 1)
+
+
+def test_uneven_heads_are_padded_by_the_group_not_repeated() -> None:
+    plan = distribute(9, 3, 2)
+    assert plan.queries == ((0, 1, 2, 3, 4, 5), (6, 7, 8, None, None, None))
+    assert plan.keys == ((0, 1), (2, None))
+
+
+def test_take_heads_cuts_whole_heads_and_pads_with_zeros() -> None:
+    weight = torch.arange(12.0).view(6, 2)
+    assert take_heads(weight, (2, None), 2, 0).tolist() == [[8, 9], [10, 11], [0, 0], [0, 0]]
+    assert take_heads(weight, (1,), 1, 1).tolist() == weight[:, 1:].tolist()

@@ -1,0 +1,137 @@
+"""A checkpoint cut for NeuronCores: the parts add up to the whole, and what cannot be cut is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuronmm.kernels.layout import unpack
+from neuronmm.models import FAMILIES, UserError
+from neuronmm.models.families import TARGETS
+from neuronmm.models.neuronx.architecture import Architecture
+from neuronmm.models.neuronx.checkpoint import Checkpoint
+from neuronmm.models.neuronx.settings import Settings
+from neuronmm.models.neuronx.weights import BY_INPUT, LINEARS, Shards, names
+from tiny import load_plain, make_tiny, tiny_checkpoint
+
+LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
+
+
+def shards(folder: Path, ranks: int) -> Shards:
+    return Shards(Checkpoint(folder, torch.float32), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_the_ranks_together_compute_every_linear(tmp_path: Path, model_type: str, ranks: int) -> None:
+    """y of each rank from its own part of the weights: side by side, or added up, it is the model's own y."""
+    tiny_checkpoint(tmp_path, model_type, LINEARS_LOW)
+    cut = shards(tmp_path, ranks)
+    model = load_plain(tmp_path)
+    for index in range(2):
+        plan, made = cut.plans[index], cut.layer(index)
+        weights = dict(zip(names(plan), made, strict=True))
+        assert all(len(parts) == ranks and len({part.shape for part in parts}) == 1 for parts in made)
+        for name, linear in plan.linears:
+            module = model.get_submodule(f"model.layers.{index}.{LINEARS[name]}")
+            x = torch.randn(5, module.in_features)
+            parts = [part(weights, name, linear, rank, inputs(cut, name, x, rank)) for rank in range(ranks)]
+            y = sum(parts) if name in BY_INPUT else gather(cut, name, parts)
+            if linear.bias:
+                whole = weights[f"{name}.bias"]
+                y = y + (whole[0] if name in BY_INPUT else gather(cut, name, [b[None] for b in whole]))
+            torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-4)
+
+
+def inputs(cut: Shards, name: str, x: Tensor, rank: int) -> Tensor:
+    """What of x a rank's part reads."""
+    if name == "o":
+        return heads_of(cut.heads.queries[rank], x)
+    return x.chunk(cut.ranks, 1)[rank] if name == "down" else x
+
+
+def heads_of(heads: tuple[int | None, ...], x: Tensor) -> Tensor:
+    size = 8
+    return torch.cat([x.new_zeros(len(x), size) if h is None else x[:, h * size : (h + 1) * size] for h in heads], 1)
+
+
+def part(weights: dict[str, list[Tensor]], name: str, linear: object, rank: int, x: Tensor) -> Tensor:
+    """A rank's product, with the weights as the graph gets them."""
+    if linear.rank is None:
+        return x @ weights[f"{name}.W"][rank]
+    a = unpack(weights[f"{name}.A"][rank], linear.inputs, linear.rank)
+    b = unpack(weights[f"{name}.B"][rank], linear.rank, linear.outputs)
+    return x @ a.T @ b.T
+
+
+def gather(cut: Shards, name: str, parts: list[Tensor]) -> Tensor:
+    """The whole output of a linear that is split by output, each head from the first rank that has it."""
+    if name in ("gate", "up"):
+        return torch.cat(parts, 1)
+    size, found = 8, {}
+    for heads, y in zip(cut.heads.queries if name == "q" else cut.heads.keys, parts, strict=True):
+        for slot, head in enumerate(heads):
+            found.setdefault(head, y[:, slot * size : (slot + 1) * size])
+    assert None not in found or not found[None].any()
+    return torch.cat([found[head] for head in sorted(h for h in found if h is not None)], 1)
+
+
+def test_tensor_parallel_degrees_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    make_tiny().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"tp_degree 5: .* between 1 and the model's 4 attention heads"):
+        shards(tmp_path, 5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
+    with pytest.raises(UserError, match="tp_degree 5 does not divide the intermediate size 48"):
+        shards(tmp_path, 5)
+
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not in the Neuron hosts"),
+        ({"head_dim": 12}, "hidden size 32 is no multiple of the head size 12"),
+        ({"vocab_size": None}, None),
+        ({"model_type": "mamba"}, "not supported"),
+    ],
+)
+def test_what_the_hosts_cannot_run_is_refused(changes: dict, message: str | None) -> None:
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    with pytest.raises(UserError, match=message or "'vocab_size' is missing"):
+        Architecture.of(config, "config.json")
+
+
+def test_both_spellings_of_rope_are_read() -> None:
+    """transformers 4 has rope_theta, 5 has rope_parameters."""
+    old = Architecture.of({**CONFIG, "rope_theta": 5e5}, "config.json")
+    new = Architecture.of({**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "config.json")
+    assert old == new and old.rope_theta == 5e5 and old.rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_degree": 0}, "tp_degree 0"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"n_positions": 1}, "n_positions 1"),
+        ({"layout": "SHB"}, "layout 'SHB'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Settings(torch.float32, **options)
+
+
+def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
+    assert Settings(torch.float32, n_positions=1000).buckets == [128, 256, 512, 1000]
+    assert Settings(torch.float32, n_positions=64).buckets == [64]
