@@ -40,6 +40,19 @@ TARGETS: dict[str, tuple[str, ...]] = {
 TARGETS["all"] = TARGETS["attention"] + TARGETS["mlp"]
 """Names of the linears inside one decoder layer, by the word the command line uses for them."""
 
+SAME_INPUT: tuple[tuple[str, ...], ...] = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+"""The linears of a decoder layer that read one input, and so may share one A."""
+
+
+def same_input(one: str, other: str) -> bool:
+    """Whether two linears, by their full names, lie in one decoder layer and read one input."""
+    (layer, *inside), (other_layer, *other_inside) = (name.rsplit(".", 2) for name in (one, other))
+    pair = {".".join(inside), ".".join(other_inside)}
+    return layer == other_layer and any(pair <= set(group) for group in SAME_INPUT)
+
 
 def family_of(config: dict[str, Any], where: str) -> Family:
     """The family of a config.json's content.

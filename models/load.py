@@ -83,7 +83,7 @@ def check_factors(folder: Path, spec: CompressionSpec) -> None:
     """
     files = weight_files(folder)
     for name, rank in spec.ranks.items():
-        for factor, dim in (("A", 0), ("B", 1)):
+        for factor, dim in (("B", 1),) if name in spec.shared else (("A", 0), ("B", 1)):
             key = f"{name}.{factor}.weight"
             if key not in files:
                 raise UserError(

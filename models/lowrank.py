@@ -8,6 +8,8 @@ they hand the weights to :mod:`neuronmm.kernels`. ``fuse`` sets it, for inferenc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,10 @@ class LowRankLinear(nn.Module):
     """``y = B (A x) + bias`` in place of an ``nn.Linear``.
 
     Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank].
+
+    With a ``leader``, another low-rank linear of the same input, ``A`` is the leader's own module, whatever is put in
+    its place later (an adapter, say). It is a child of the leader alone: parameters, ``state_dict`` and checkpoint hold
+    it once.
     """
 
     def __init__(
@@ -28,10 +34,14 @@ class LowRankLinear(nn.Module):
         bias: bool,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        leader: LowRankLinear | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
-        self.A = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
+        self._leader = (leader,)  # in a tuple, so that it does not become a child
+        if leader is None:
+            self.A = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
         self.B = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
         self.impl: str | None = None
 
@@ -39,6 +49,11 @@ class LowRankLinear(nn.Module):
     def factors(self) -> LowRank:
         """The weights as the kernels take them."""
         return LowRank(self.A.weight, self.B.weight, self.B.bias)
+
+    def __getattr__(self, name: str) -> Any:
+        """Children and parameters, as in any module; a follower's ``A`` too."""
+        leader = self.__dict__["_leader"][0] if name == "A" else None
+        return super().__getattr__(name) if leader is None else leader.A
 
     def forward(self, x: Tensor) -> Tensor:
         if self.impl is None:

@@ -19,22 +19,30 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
 
     The factors hold no meaningful values yet (they are on the linear's device, in its dtype): the checkpoint fills
     them. A SwiGLU MLP whose three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not
-    change.
+    change. A linear that ``spec.shared`` names uses the A of its leader.
 
     Raises:
-        UserError: a name is no linear of this model, or a rank does not fit its shape; the model is then untouched.
+        UserError: a name is no linear of this model, or a rank or a leader does not fit its shape; the model is then
+            untouched.
     """
     linears = {name: _linear(model, name, rank) for name, rank in spec.ranks.items()}
-    for name, linear in linears.items():
-        low_rank = LowRankLinear(
+    for name, leader in spec.shared.items():
+        if linears[name].in_features != linears[leader].in_features:
+            widths = f"{linears[name].in_features} and {linears[leader].in_features}"
+            raise UserError(f"{name!r} cannot use the A of {leader!r}: their inputs have {widths} features")
+    made: dict[str, LowRankLinear] = {}
+    for name in sorted(linears, key=lambda name: name in spec.shared):  # leaders first
+        linear = linears[name]
+        made[name] = LowRankLinear(
             linear.in_features,
             linear.out_features,
             spec.ranks[name],
             linear.bias is not None,
             device=linear.weight.device,
             dtype=linear.weight.dtype,
+            leader=made[spec.shared[name]] if name in spec.shared else None,
         )
-        model.set_submodule(name, low_rank.train(linear.training))
+        model.set_submodule(name, made[name].train(linear.training))
     if getattr(getattr(model, "config", None), "hidden_act", "silu") != "silu":
         return model  # another activation: the MLPs keep their own module around the low-rank linears
     for name, module in list(model.named_modules()):
@@ -64,8 +72,9 @@ def _linear(model: nn.Module, name: str, rank: int) -> nn.Linear:
 def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     """Make every low-rank module of ``model`` call the kernel ``impl``, in place, for inference only.
 
-    The A factors of gate and up are laid out back to back (no second copy stays), which lets a kernel read them as
-    one matrix. The kernels read the weights themselves, past any hook or adapter on the inner linears.
+    The A factors of gate and up, where they are two, are laid out back to back (no second copy stays), which lets a
+    kernel read them as one matrix. The kernels read the weights themselves, past any hook or adapter on the inner
+    linears.
 
     Raises:
         UserError: an adapter sits on a factor, or a factor's weights are offloaded; the model is then untouched.
@@ -80,8 +89,9 @@ def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     for module in model.modules():
         if isinstance(module, LowRankSwiGLU):
             gate, up = module.gate_proj.A, module.up_proj.A
-            with torch.no_grad():
-                gate.weight.data, up.weight.data = stack(gate.weight, up.weight)
+            if gate is not up:
+                with torch.no_grad():
+                    gate.weight.data, up.weight.data = stack(gate.weight, up.weight)
         if isinstance(module, (LowRankLinear, LowRankSwiGLU)):
             module.impl = impl
     return model

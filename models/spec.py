@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
 
 from neuronmm.models.errors import UserError
+from neuronmm.models.families import same_input
 
 QUANT_METHOD = "neuronmm"
 FORMAT: Final = 1
@@ -16,6 +17,7 @@ class CompressionSpec(BaseModel):
     """Which linears are factorised and how they came to be.
 
     ``ranks`` maps the full name of each factorised linear to its rank; a linear that is not named is dense.
+    ``shared`` maps a factorised linear to its leader, the one whose A it uses instead of one of its own.
     Ratios are shares of the targeted linears' weights removed, 0 to 1; ``model_ratio`` is the share of all
     parameters. ``align`` is the tile, in ranks, that every rank is a multiple of.
     """
@@ -25,6 +27,7 @@ class CompressionSpec(BaseModel):
     quant_method: Literal["neuronmm"] = "neuronmm"
     format: Literal[1] = FORMAT
     ranks: dict[str, PositiveInt] = Field(min_length=1)
+    shared: dict[str, str] = {}
     method: str
     targets: str
     asked_ratio: float
@@ -33,6 +36,22 @@ class CompressionSpec(BaseModel):
     align: PositiveInt
     calibration: dict[str, Any] | None = None
     version: str
+
+    @field_validator("shared")
+    @classmethod
+    def _shares_what_fits(cls, shared: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        ranks = info.data.get("ranks", {})  # empty where the ranks themselves are wrong, which is then the message
+        for name, leader in shared.items() if ranks else ():
+            for needed in (name, leader):
+                if needed not in ranks:
+                    raise ValueError(f"{needed} has no rank")
+            if leader in shared:
+                raise ValueError(f"{name} uses the A of {leader}, which has none of its own")
+            if not same_input(name, leader):
+                raise ValueError(f"{name} does not read the input of {leader}")
+            if ranks[name] != ranks[leader]:
+                raise ValueError(f"{name} has rank {ranks[name]}, but its leader {leader} has rank {ranks[leader]}")
+        return shared
 
     @classmethod
     def parse(cls, block: Any, where: str) -> CompressionSpec:

@@ -16,7 +16,13 @@ from neuronmm.models.load import DTYPE
 
 LAYER_COUNT = 2
 RANKS = {"mlp.gate_proj": 12, "mlp.up_proj": 16, "mlp.down_proj": 8, "self_attn.q_proj": 8, "self_attn.k_proj": 4}
-"""A rank for every linear of a tiny model that a test may factorise; ``v_proj`` and ``o_proj`` always stay dense."""
+"""A rank for every linear of a tiny model that a test may factorise by itself; ``v_proj`` and ``o_proj`` stay dense."""
+LEADERS = {
+    "mlp.up_proj": "mlp.gate_proj",
+    "self_attn.k_proj": "self_attn.q_proj",
+    "self_attn.v_proj": "self_attn.q_proj",
+}
+"""Whose A a linear uses in a model that shares all it can."""
 
 
 def make_tiny(model_type: str = "llama", *, tied: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -68,19 +74,35 @@ def layer_ranks(linears: tuple[str, ...] = TARGETS["mlp"], layers: int = LAYER_C
     return {f"{LAYERS}.{i}.{linear}": RANKS[linear] for i in range(layers) for linear in linears}
 
 
+def shared_spec(layers: int = LAYER_COUNT) -> CompressionSpec:
+    """Gate and up share their A, as do q, k and v; ``down_proj`` has its own, ``o_proj`` is dense."""
+    shared = {
+        f"{LAYERS}.{i}.{name}": f"{LAYERS}.{i}.{leader}" for i in range(layers) for name, leader in LEADERS.items()
+    }
+    ranks = layer_ranks((*TARGETS["mlp"], "self_attn.q_proj"), layers)
+    return make_spec(ranks | {name: ranks[leader] for name, leader in shared.items()}, shared=shared)
+
+
 def compress_tiny(model: PreTrainedModel, ranks: dict[str, int]) -> CompressionSpec:
     """Patch ``model`` in place and fill each factor pair with the linear's truncated SVD."""
-    dense = {name: model.get_submodule(name) for name in ranks}
-    spec = make_spec(ranks)
+    return fill_tiny(model, make_spec(ranks))
+
+
+def fill_tiny(model: PreTrainedModel, spec: CompressionSpec) -> CompressionSpec:
+    """Patch ``model`` in place; A from the linear's truncated SVD, B the best that goes with it."""
+    dense = {name: model.get_submodule(name) for name in spec.ranks}
     patch(model, spec)
-    for name, linear in dense.items():
-        low_rank = model.get_submodule(name)
+    for name in sorted(dense, key=lambda name: name in spec.shared):
+        linear, low_rank = dense[name], model.get_submodule(name)
         assert isinstance(low_rank, LowRankLinear)
         u, s, vt = torch.linalg.svd(linear.weight.detach().float(), full_matrices=False)
         root = s[: low_rank.rank].sqrt()
         with torch.no_grad():
-            low_rank.B.weight.copy_(u[:, : low_rank.rank] * root)
-            low_rank.A.weight.copy_(root[:, None] * vt[: low_rank.rank])
+            if name in spec.shared:
+                low_rank.B.weight.copy_(linear.weight.float() @ torch.linalg.pinv(low_rank.A.weight.float()))
+            else:
+                low_rank.B.weight.copy_(u[:, : low_rank.rank] * root)
+                low_rank.A.weight.copy_(root[:, None] * vt[: low_rank.rank])
             if linear.bias is not None:
                 low_rank.B.bias.copy_(linear.bias)
     return spec

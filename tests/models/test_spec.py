@@ -14,6 +14,15 @@ from neuronmm.models.hf import NeuronMMConfig
 from tiny import make_spec
 
 GOOD = make_spec({"model.layers.0.mlp.up_proj": 8}, calibration={"source": "self", "tokens": 4096}).model_dump()
+OPTIONAL = {"quant_method", "format", "calibration", "shared"}
+RANKS = {
+    "layers.0.self_attn.q_proj": 8,
+    "layers.0.self_attn.k_proj": 8,
+    "layers.0.self_attn.v_proj": 4,
+    "layers.0.self_attn.o_proj": 8,
+    "layers.0.mlp.gate_proj": 8,
+    "layers.1.self_attn.k_proj": 8,
+}
 
 
 def test_a_block_survives_json_and_transformers() -> None:
@@ -38,6 +47,9 @@ def test_a_block_survives_json_and_transformers() -> None:
         ({"ranks": {"a.b": 3.5}}, r"ranks\.a\.b"),
         ({"ranks": ["a.b"]}, "ranks"),
         ({"ranks": None}, "ranks"),
+        ({"ranks": None, "shared": {"a.b": "a.c"}}, r"quantization_config\.ranks"),
+        ({"shared": {"a.b": 3}}, r"shared\.a\.b"),
+        ({"shared": ["a.b"]}, "shared"),
         ({"align": 0}, "align"),
         ({"asked_ratio": "many"}, "asked_ratio"),
         ({"colour": "red"}, "colour: Extra inputs"),
@@ -49,7 +61,37 @@ def test_a_bad_block_is_one_clear_line(change: dict[str, Any], message: str) -> 
     assert str(caught.value).startswith("here/config.json: ") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("field", sorted(GOOD.keys() - {"quant_method", "format", "calibration"}))
+@pytest.mark.parametrize(
+    ("name", "leader", "message"),
+    [
+        ("0.self_attn.k_proj", "0.self_attn.q_proj", None),
+        ("0.self_attn.q_proj", "0.self_attn.k_proj", None),
+        ("0.self_attn.v_proj", "0.self_attn.q_proj", "rank 4, but its leader .*q_proj has rank 8"),
+        ("0.self_attn.o_proj", "0.self_attn.q_proj", "does not read the input of"),
+        ("0.mlp.gate_proj", "0.self_attn.q_proj", "does not read the input of"),
+        ("1.self_attn.k_proj", "0.self_attn.q_proj", "does not read the input of"),
+        ("0.mlp.up_proj", "0.mlp.gate_proj", "up_proj has no rank"),
+        ("0.mlp.gate_proj", "0.mlp.up_proj", "up_proj has no rank"),
+        ("0.mlp.gate_proj", "0.mlp.gate_proj", "has none of its own"),
+    ],
+)
+def test_only_linears_of_one_input_and_rank_share(name: str, leader: str, message: str | None) -> None:
+    shared = {f"layers.{name}": f"layers.{leader}"}
+    if message is None:
+        assert CompressionSpec.parse({**GOOD, "ranks": RANKS, "shared": shared}, "config.json").shared == shared
+        return
+    with pytest.raises(UserError, match=rf"quantization_config\.shared: .*{message}") as caught:
+        CompressionSpec.parse({**GOOD, "ranks": RANKS, "shared": shared}, "config.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_follower_does_not_lead() -> None:
+    q, k, v = (f"layers.0.self_attn.{name}_proj" for name in "qkv")
+    with pytest.raises(UserError, match=f"{v} uses the A of {k}, which has none of its own"):
+        make_spec({q: 8, k: 8, v: 8}, shared={v: k, k: q})
+
+
+@pytest.mark.parametrize("field", sorted(GOOD.keys() - OPTIONAL))
 def test_a_missing_field_is_named(field: str) -> None:
     with pytest.raises(UserError, match=rf"quantization_config\.{field}: Field required"):
         CompressionSpec.parse({key: value for key, value in GOOD.items() if key != field}, "config.json")
