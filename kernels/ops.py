@@ -136,7 +136,7 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, imp
     """``down(silu(gate(x)) * up(x))`` with three factorised linears.
 
     Dimensions: ``x`` [..., hidden]; gate and up: hidden -> intermediate, down: intermediate -> hidden, each with
-    a rank of its own; result [..., hidden].
+    a rank of its own; result [..., hidden]. Where ``up.A is gate.A``, A x is computed once.
 
     Raises:
         KernelError: the shapes do not fit together, or a named ``impl`` cannot serve the call.

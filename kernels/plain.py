@@ -1,7 +1,7 @@
 """Plain torch on any device: ``naive`` is the two-GEMM baseline, ``torch`` fuses as far as torch's ops reach.
 
 ``torch`` runs the A factors of gate and up as one product where they lie stacked in memory (``stack`` puts them
-there without a second copy of the weights) and evaluates SwiGLU in place.
+there without a second copy of the weights), and evaluates SwiGLU in place.
 """
 
 from __future__ import annotations
@@ -31,8 +31,18 @@ def _stacked(a: Tensor, b: Tensor) -> Tensor | None:
     return a.as_strided((len(a) + len(b), a.shape[1]), a.stride()) if adjacent else None
 
 
+def _second(middle: Tensor, factors: LowRank) -> Tensor:
+    return linear(middle, factors.B, factors.bias)
+
+
 def _naive_linear(x: Tensor, factors: LowRank) -> Tensor:
-    return linear(linear(x, factors.A), factors.B, factors.bias)
+    return _second(linear(x, factors.A), factors)
+
+
+def _middles(x: Tensor, gate: LowRank, up: LowRank) -> tuple[Tensor, Tensor]:
+    """A x of both, computed once where they share A."""
+    g = linear(x, gate.A)
+    return g, g if up.A is gate.A else linear(x, up.A)
 
 
 @register(Op.LINEAR, "naive", refuses=lambda *_: None, priority=-1)
@@ -43,8 +53,9 @@ def naive_linear(x: Tensor, factors: LowRank) -> Tensor:
 
 @register(Op.SWIGLU, "naive", refuses=lambda *_: None, priority=-1)
 def naive_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
-    """Six GEMMs and two elementwise passes, every intermediate through memory."""
-    return _naive_linear(silu(_naive_linear(x, gate)) * _naive_linear(x, up), down)
+    """Six GEMMs (five with a shared A) and two elementwise passes, every intermediate through memory."""
+    g, u = _middles(x, gate, up)
+    return _naive_linear(silu(_second(g, gate)) * _second(u, up), down)
 
 
 @register(Op.LINEAR, "torch", refuses=lambda *_: None, priority=0)
@@ -55,10 +66,9 @@ def torch_linear(x: Tensor, factors: LowRank) -> Tensor:
 
 @register(Op.SWIGLU, "torch", refuses=lambda *_: None, priority=0)
 def torch_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
-    """Five GEMMs where the A factors of gate and up are stacked, SwiGLU in place (out of place under autograd)."""
-    both = _stacked(gate.A, up.A)
-    if both is None or torch.is_grad_enabled():
+    """Five GEMMs where gate and up share an A or theirs are stacked; SwiGLU in place, out of place under autograd."""
+    if torch.is_grad_enabled():
         return naive_swiglu(x, gate, up, down)
-    g, u = linear(x, both).split([len(gate.A), len(up.A)], dim=-1)
-    hidden = silu(linear(g, gate.B, gate.bias), inplace=True).mul_(linear(u, up.B, up.bias))
-    return _naive_linear(hidden, down)
+    both = _stacked(gate.A, up.A)
+    g, u = _middles(x, gate, up) if both is None else linear(x, both).split([len(gate.A), len(up.A)], dim=-1)
+    return _naive_linear(silu(_second(g, gate), inplace=True).mul_(_second(u, up)), down)

@@ -9,9 +9,13 @@ from torch.nn.functional import silu
 from neuronmm.kernels.ops import LowRank, Op, register
 
 
-def _linear(x: Tensor, factors: LowRank) -> Tensor:
-    y = x @ factors.A.float().T @ factors.B.float().T
+def _second(middle: Tensor, factors: LowRank) -> Tensor:
+    y = middle @ factors.B.float().T
     return y if factors.bias is None else y + factors.bias.float()
+
+
+def _linear(x: Tensor, factors: LowRank) -> Tensor:
+    return _second(x @ factors.A.float().T, factors)
 
 
 @register(Op.LINEAR, "reference", refuses=lambda *_: None, priority=-1)
@@ -26,4 +30,6 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Ten
     """``x`` [..., hidden] -> [..., hidden] in float32, whatever the inputs' dtype."""
     with torch.autocast(x.device.type, enabled=False):
         x = x.float()
-        return _linear(silu(_linear(x, gate)) * _linear(x, up), down)
+        g = x @ gate.A.float().T
+        u = g if up.A is gate.A else x @ up.A.float().T
+        return _linear(silu(_second(g, gate)) * _second(u, up), down)

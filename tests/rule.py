@@ -18,9 +18,9 @@ POOL = 512
 MOST_DRAWS = 32
 
 
-def draws(numbers: int) -> int:
-    """How many draws of a result of that many numbers to pool."""
-    return max(1, min(MOST_DRAWS, POOL // max(numbers, 1)))
+def draws(numbers: int, most: int = MOST_DRAWS) -> int:
+    """How many draws of a result of that many independent numbers to pool, at ``most``."""
+    return max(1, min(most, POOL // max(numbers, 1)))
 
 
 def assert_twice_plain(

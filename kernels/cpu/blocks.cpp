@@ -9,6 +9,13 @@ namespace {
 
 constexpr int kBlock = 64;  // gate and up rows between two evaluations of silu
 
+// The first projection of the group with this one's A, maybe itself.
+const Projection& owner_of_a(const Projection& p, std::initializer_list<Projection> group) {
+    return *std::find_if(group.begin(), group.end(), [&](const Projection& other) {
+        return &other == &p || other.linear.shares_a(p.linear);
+    });
+}
+
 }  // namespace
 
 void Scratch::reserve(size_t floats) {
@@ -37,7 +44,7 @@ void project(const Worker& worker, std::initializer_list<Projection> group, Rows
     bool factors = false;
     for (const Projection& p : group) {
         const Matrix& a = p.linear.a;
-        if (!p.linear.low_rank()) continue;
+        if (!p.linear.low_rank() || &owner_of_a(p, group) != &p) continue;
         worker.kernels.rows(a, worker.begin(a.rows), worker.end(a.rows), x.data, x.stride, batch, p.middle.data,
                             p.middle.stride, nullptr, false);
         factors = true;
@@ -45,7 +52,7 @@ void project(const Worker& worker, std::initializer_list<Projection> group, Rows
     if (factors) worker.sync();
     for (const Projection& p : group) {
         const Matrix& last = p.linear.last();
-        const Rows& in = p.linear.low_rank() ? p.middle : x;
+        const Rows& in = p.linear.low_rank() ? owner_of_a(p, group).middle : x;
         worker.kernels.rows(last, worker.begin(last.rows), worker.end(last.rows), in.data, in.stride, batch, p.y.data,
                             p.y.stride, p.linear.bias, add);
     }
@@ -54,8 +61,9 @@ void project(const Worker& worker, std::initializer_list<Projection> group, Rows
 void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, bool add) {
     const Kernels& kernels = worker.kernels;
     const Linear* linears[] = {&mlp.gate, &mlp.up};
-    const Rows middles[] = {mlp.gate_middle, mlp.up_middle};
-    for (int i = 0; i < 2; i++) {
+    const bool shared = mlp.up.shares_a(mlp.gate);
+    const Rows middles[] = {mlp.gate_middle, shared ? mlp.gate_middle : mlp.up_middle};
+    for (int i = 0; i < (shared ? 1 : 2); i++) {
         const Matrix& a = linears[i]->a;
         if (linears[i]->low_rank())
             kernels.rows(a, worker.begin(a.rows), worker.end(a.rows), x.data, x.stride, batch, middles[i].data,

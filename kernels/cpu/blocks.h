@@ -41,12 +41,14 @@ struct Projection {
     Rows middle, y;
 };
 
-// y = linear(x) for every projection of the group: all A factors, one barrier, then all B factors and dense weights.
+// y = linear(x) for every projection of the group: all A factors, each once, one barrier, then all B factors and dense
+// weights. A projection that shares its A with an earlier one reads that one's intermediate and leaves its own alone.
 // `add` adds to y. There is no barrier at the end.
 void project(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add = false);
 
-// y (+)= down(silu(gate(x)) * up(x)). Gate and up run as one pass over blocks of rows that stay in the first-level
-// cache; `hidden` takes the product. One barrier before each phase that needs another's rows, none at the end.
+// y (+)= down(silu(gate(x)) * up(x)). Gate and up may share their A, which is then read once; their other factors run as
+// one pass over blocks of rows that stay in the first-level cache; `hidden` takes the product. One barrier before each
+// phase that needs another's rows, none at the end.
 struct SwiGLU {
     const Linear &gate, &up, &down;
     Rows gate_middle, up_middle, hidden, down_middle;

@@ -29,6 +29,8 @@ struct Linear {
 
     bool low_rank() const { return b.data != nullptr; }
     const Matrix& last() const { return low_rank() ? b : a; }
+    // Whether a x is the same for both: factorised linears may have one A in common.
+    bool shares_a(const Linear& other) const { return low_rank() && other.low_rank() && a.data == other.a.data; }
 };
 
 // One decoder layer. keys and values are this layer's cache [batch, kv_heads, max_len, head_dim].

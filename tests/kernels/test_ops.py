@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from neuronmm.kernels import KernelError, LowRank, Op, implementations, low_rank_linear, low_rank_swiglu, ops
 from neuronmm.kernels.ops import choose
 from neuronmm.kernels.plain import _stacked, stack
-from rule import assert_twice_plain, draws
+from rule import POOL, assert_twice_plain, draws
 
 TABLE = [pytest.param(op, i.name, id=f"{op.value}-{i.name}") for op in Op for i in implementations(op)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,6 +58,7 @@ def linear_call(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, LowRank]:
 
 
 def swiglu_call(shape: Shape, dtype: torch.dtype, adjacent: bool = True) -> tuple[Tensor, LowRank, LowRank, LowRank]:
+    """``adjacent``: the A factors of gate and up are stacked."""
     x = torch.randn(*shape.leading, shape.hidden).to(dtype)
     gate = factors(shape.hidden, shape.wide, shape.ranks[0], shape.bias, dtype)
     up = factors(shape.hidden, shape.wide, shape.ranks[1], shape.bias, dtype)
@@ -65,6 +67,13 @@ def swiglu_call(shape: Shape, dtype: torch.dtype, adjacent: bool = True) -> tupl
         a_gate, a_up = stack(gate.A, up.A)
         gate, up = gate._replace(A=a_gate), up._replace(A=a_up)
     return x, gate, up, down
+
+
+def sharing_call(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, LowRank, LowRank, LowRank]:
+    """Gate and up have one A in common."""
+    one_rank = shape._replace(ranks=(shape.ranks[0], shape.ranks[0], shape.ranks[2]))
+    x, gate, up, down = swiglu_call(one_rank, dtype, adjacent=False)
+    return x, gate, up._replace(A=gate.A), down
 
 
 CALLS: dict[Op, Callable[..., tuple]] = {Op.LINEAR: linear_call, Op.SWIGLU: swiglu_call}
@@ -99,20 +108,47 @@ def test_every_op_has_a_reference_and_is_tested_here() -> None:
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
 @settings(max_examples=25, deadline=None)
 def test_error_is_at_most_twice_plain_torchs(op: Op, name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
+    check(op, name, dtype, lambda: CALLS[op](shape, dtype), seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [i.name for i in implementations(Op.SWIGLU)])
+@given(shape=SHAPES, seed=st.integers(0, 2**31))
+@settings(max_examples=10, deadline=None)
+def test_so_is_it_with_a_shared_a(name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
+    check(Op.SWIGLU, name, dtype, lambda: sharing_call(shape, dtype), seed)
+
+
+def check(op: Op, name: str, dtype: torch.dtype, make: Callable[[], tuple], seed: int) -> None:
+    """The rule on calls that ``make`` draws, or the refusal where the implementation does not serve them."""
     torch.manual_seed(seed)
-    first = CALLS[op](shape, dtype)
+    first = make()
     reason = ops._TABLE[op, name].refuses(*first)
     if reason is not None:
         with pytest.raises(KernelError, match=re.escape(reason)):
             run(op, name, first)
         return
-    numbers = run(op, "naive", first).numel()
+    x, *weights = first
+    # However wide a result is, what went through a rank of 1 is one number a row.
+    narrowest = min(size for w in weights for size in (*w.A.shape, *w.B.shape))
+    numbers = x.numel() // x.shape[-1] * narrowest
     assert_twice_plain(
-        (CALLS[op](shape, dtype) for _ in range(draws(numbers))),
+        (make() for _ in range(draws(numbers, most=POOL))),
         run=lambda call: run(op, name, call).to(dtype),
         plain=lambda call: run(op, "naive", call),
         exact=lambda call: exact(op, call),
     )
+
+
+@pytest.mark.parametrize("name", ["reference", "naive", "torch"])
+def test_a_shared_a_is_multiplied_once(name: str) -> None:
+    shape = Shape((5,), 24, 40, (8, 8, 4), False)
+    counts = []
+    for call in (sharing_call(shape, torch.float32), swiglu_call(shape, torch.float32)):
+        with FlopCounterMode(display=False) as counter:
+            run(Op.SWIGLU, name, call)
+        counts.append(counter.get_total_flops())
+    assert counts[1] - counts[0] == 2 * 5 * 8 * 24
 
 
 @pytest.mark.parametrize(("op", "name"), [p for p in TABLE if p.values[1] != "reference"])

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "../../../kernels/cpu/core.h"
+#include "../../../kernels/cpu/blocks.h"
 
 using namespace neuronmm;
 
@@ -76,8 +76,9 @@ bool close(const std::vector<float>& a, const std::vector<float>& b) {
     return worst <= 1e-4f * largest;
 }
 
-// Logits of a few steps of a model of this weight type, batch and rank (0: dense).
-std::vector<float> decode(Type type, Type cache, int batch, int rank, int threads) {
+// Logits of a few steps of a model of this weight type, batch and rank (0: dense). `shared`: q and v have one A in
+// common, as have gate and up of the first layer.
+std::vector<float> decode(Type type, Type cache, int batch, int rank, bool shared, int threads) {
     random_bits.seed(11);
     Memory memory;
     const int hidden = 37, heads = 6, kv_heads = 2, head_dim = 10, intermediate = 75, vocab = 53, max_len = 21;
@@ -97,6 +98,8 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, int thread
         layer.gate = memory.linear(type, intermediate, hidden, rank);
         layer.up = memory.linear(type, intermediate, hidden, i ? 0 : rank);
         layer.down = memory.linear(type, hidden, intermediate, rank);
+        if (shared && rank) layer.v.a = layer.q.a;
+        if (shared && rank && !i) layer.up.a = layer.gate.a;
         layer.keys = memory.bytes(cached);
         layer.values = memory.bytes(cached);
         layers.push_back(layer);
@@ -125,12 +128,13 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, int thread
 }
 
 // The bytes of both ops' results: every row is one worker's, so they do not depend on the number of threads at all.
-std::vector<char> low_rank(Type type, int batch, int threads) {
+std::vector<char> low_rank(Type type, int batch, bool shared, int threads) {
     random_bits.seed(13);
     Memory memory;
     const int hidden = 67, intermediate = 131;
     const Linear gate = memory.linear(type, intermediate, hidden, 9);
-    const Linear up = memory.linear(type, intermediate, hidden, 33);
+    Linear up = memory.linear(type, intermediate, hidden, shared ? 9 : 33);
+    if (shared) up.a = gate.a;
     const Linear down = memory.linear(type, hidden, intermediate, 17);
     const size_t size = type == kFloat32 ? 4 : 2;
     void* x = memory.values(type, static_cast<size_t>(batch) * hidden);
@@ -138,6 +142,40 @@ std::vector<char> low_rank(Type type, int batch, int threads) {
     neuronmm_low_rank_swiglu(&gate, &up, &down, x, type, batch, y.data(), threads);
     neuronmm_low_rank_linear(&gate, x, type, batch, y.data() + batch * hidden * size, threads);
     return y;
+}
+
+// Three linears of which the first and the last have one A: their results are those of equal but separate matrices, the
+// shared product is computed once (the last one's intermediate stays as it was), and the order does not matter.
+bool shares_the_product(Type type, int batch, int threads) {
+    random_bits.seed(17);
+    Memory memory;
+    const int in = 45, out = 23, rank = 11;
+    Linear one = memory.linear(type, out, in, rank), two = memory.linear(type, out, in, rank);
+    Linear three = memory.linear(type, out, in, rank);
+    const float untouched = 12345;
+    const Rows x{memory.floats(static_cast<size_t>(batch) * in), static_cast<size_t>(in)};
+    std::vector<std::vector<float>> results;
+    for (const bool shared : {false, true}) {
+        std::vector<char> bytes(static_cast<size_t>(rank) * in * (type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1));
+        std::memcpy(bytes.data(), one.a.data, bytes.size());
+        three.a = one.a;
+        if (!shared) three.a.data = bytes.data();
+        std::vector<float> middles[3], ys[3];
+        Rows m[3], y[3];
+        for (int i = 0; i < 3; i++) {
+            middles[i].assign(static_cast<size_t>(batch) * rank, untouched);
+            ys[i].assign(static_cast<size_t>(batch) * out, untouched);
+            m[i] = {middles[i].data(), static_cast<size_t>(rank)};
+            y[i] = {ys[i].data(), static_cast<size_t>(out)};
+        }
+        run_team(threads, [&](const Worker& worker) {
+            project(worker, {{one, m[0], y[0]}, {two, m[1], y[1]}, {three, m[2], y[2]}}, x, batch);
+        });
+        if (std::all_of(middles[2].begin(), middles[2].end(), [&](float v) { return v == untouched; }) != shared)
+            return false;
+        for (const auto& each : ys) results.push_back(each);
+    }
+    return results[0] == results[3] && results[1] == results[4] && results[2] == results[5];
 }
 
 }  // namespace
@@ -154,14 +192,22 @@ int main() {
                 for (const int threads : {2, 3}) {
                     for (const int rank : {0, 5, 19}) {
                         const Type cache = batch % 2 ? kFloat32 : kBFloat16;
-                        const auto one = decode(type, cache, batch, rank, 1);
-                        if (!one.empty() && close(decode(type, cache, batch, rank, threads), one)) continue;
+                        const bool shared = rank == 5;
+                        const auto one = decode(type, cache, batch, rank, shared, 1);
+                        if (!one.empty() && close(decode(type, cache, batch, rank, shared, threads), one)) continue;
                         std::printf("%s: step: type %d batch %d rank %d threads %d\n", isa, type, batch, rank, threads);
                         failures++;
                     }
-                    if (type == kInt8 || low_rank(type, batch, threads) == low_rank(type, batch, 1)) continue;
-                    std::printf("%s: low rank: type %d batch %d threads %d\n", isa, type, batch, threads);
-                    failures++;
+                    if (!shares_the_product(type, batch, threads)) {
+                        std::printf("%s: shared: type %d batch %d threads %d\n", isa, type, batch, threads);
+                        failures++;
+                    }
+                    for (const bool shared : {false, true}) {
+                        if (type == kInt8) continue;
+                        if (low_rank(type, batch, shared, threads) == low_rank(type, batch, shared, 1)) continue;
+                        std::printf("%s: low rank: type %d batch %d threads %d\n", isa, type, batch, threads);
+                        failures++;
+                    }
                 }
         std::printf("%s: done\n", isa);
     }

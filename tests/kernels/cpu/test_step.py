@@ -14,14 +14,15 @@ from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, core
 from neuronmm.kernels.cpu.library import set_isa
 from neuronmm.models.families import FAMILIES, TARGETS
-from tiny import compress_tiny, layer_ranks, make_tiny, make_tokens
+from tiny import fill_tiny, layer_ranks, make_spec, make_tiny, make_tokens, shared_spec
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
 KINDS = {
-    "dense": (),
-    "mlp": TARGETS["mlp"],
-    "mixed": ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj"),
+    "dense": None,
+    "mlp": make_spec(layer_ranks(TARGETS["mlp"])),
+    "mixed": make_spec(layer_ranks(("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj"))),
+    "shared": shared_spec(),
 }
 PROMPT, NEW = 9, 12
 
@@ -39,7 +40,7 @@ def make_model(
 ) -> torch.nn.Module:
     model = make_tiny(model_type, tied=tied)
     if KINDS[kind]:
-        compress_tiny(model, layer_ranks(KINDS[kind]))
+        fill_tiny(model, KINDS[kind])
     return model.to(dtype)
 
 
@@ -81,6 +82,18 @@ def test_equals_transformers_in_fp32(model_type: str, kind: str, tied: bool, thr
 @pytest.mark.parametrize("batch", range(1, 9))
 def test_every_batch(batch: int) -> None:
     assert_equals_transformers(make_model("qwen3", "mixed"), batch)
+
+
+def test_any_of_the_linears_may_lead_and_any_may_stay_out() -> None:
+    """v leads k, up leads gate, q has an A of its own."""
+    names = [f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.k_proj", "mlp.gate_proj")]
+    leaders = [name.replace("k_proj", "v_proj").replace("gate_proj", "up_proj") for name in names]
+    own = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"]
+    model = make_tiny("qwen2")
+    fill_tiny(
+        model, make_spec(dict.fromkeys((*names, *leaders, *own), 8), shared=dict(zip(names, leaders, strict=True)))
+    )
+    assert_equals_transformers(model, 2)
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
