@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from words import word_tokenizer
 
+from neuronmm.models import CompressionSpec
 from neuronmm.models.families import TARGETS
-from tiny import make_tiny, tiny_checkpoint
+from tiny import fill_tiny, make_tiny, tiny_checkpoint, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +35,19 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Callable[..., Path]:
-    """Makes a tiny checkpoint folder with a tokenizer: ``checkpoint("qwen2", compressed=True, tied=False)``."""
+    """Makes a tiny checkpoint folder with a tokenizer: ``checkpoint("qwen2", compressed=True, tied=False)``.
 
-    def make(model_type: str = "llama", *, compressed: bool = True, tied: bool = False) -> Path:
+    A ``spec`` says how it is compressed.
+    """
+
+    def make(
+        model_type: str = "llama", *, compressed: bool = True, tied: bool = False, spec: CompressionSpec | None = None
+    ) -> Path:
         folder = tmp_path / f"{model_type}-{'compressed' if compressed else 'dense'}"
-        if compressed:
+        if spec is not None:
+            model = make_tiny(model_type, tied=tied)
+            write_checkpoint(model, fill_tiny(model, spec), folder)
+        elif compressed:
             tiny_checkpoint(folder, model_type, (*TARGETS["mlp"], "self_attn.q_proj"), tied=tied)
         else:
             make_tiny(model_type, tied=tied).save_pretrained(folder)

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from neuronmm.engine.backends.cpu import CpuHost
 from neuronmm.engine.bandwidth import BandwidthProbe, weight_bytes, weight_bytes_per_step
 from neuronmm.engine.benchmark import Run, benchmark
 from neuronmm.engine.host import TorchHost
 from neuronmm.engine.memory import measure_growth
 from neuronmm.engine.report import print_benchmark, write_benchmark
 from neuronmm.engine.statistics import summarise_point
-from neuronmm.models import UserError
+from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.load import load_pretrained
-from tiny import make_tiny
+from tiny import make_tiny, shared_spec
 
 SMALL: dict[str, Any] = {"prompt_lengths": (4, 9), "new_tokens": 4, "batches": (1, 2), "runs": 2, "dtype": "fp32"}
 
@@ -73,11 +74,20 @@ def test_bytes_per_token_are_exact(checkpoint: Callable[..., Path], tied: bool) 
     low_rank = (ranks["gate"] + ranks["up"] + ranks["down"]) * (32 + 48) + ranks["q"] * (32 + 32)
     compressed = 4 * (2 * (attention - 32 * 32 + norms + low_rank) + 32 + head)
     assert weight_bytes_per_step(load_pretrained(checkpoint(tied=tied), torch.float32)) == compressed
+    # Shared: one A [8, 32] for q, k and v, one A [12, 32] for gate and up; o is dense.
+    qkv, gate_up, down = 8 * 32 + (32 + 16 + 16) * 8, 12 * 32 + 2 * 48 * 12, ranks["down"] * (32 + 48)
+    shared = 4 * (2 * (qkv + 32 * 32 + norms + gate_up + down) + 32 + head)
+    folder = checkpoint("qwen3", tied=tied, spec=shared_spec())
+    qk_norms = 4 * 2 * 2 * 8
+    assert weight_bytes_per_step(load_pretrained(folder, torch.float32)) == shared + qk_norms
+    assert weight_bytes_per_step(CpuHost(load_pretrained(folder, torch.float32)).model) == shared + qk_norms
 
 
-def test_siblings_share_weights_but_not_kernels(checkpoint: Callable[..., Path]) -> None:
-    host = TorchHost(load_pretrained(checkpoint(), torch.float32), "auto")
+@pytest.mark.parametrize("spec", [None, shared_spec()], ids=["own A", "shared A"])
+def test_siblings_share_weights_but_not_kernels(checkpoint: Callable[..., Path], spec: CompressionSpec | None) -> None:
+    host = TorchHost(load_pretrained(checkpoint(spec=spec), torch.float32), "auto")
     naive = host.sibling("naive")
+    assert weight_bytes(naive.model) == weight_bytes(host.model)
     pairs = list(zip(host.model.parameters(), naive.model.parameters(), strict=True))
     assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
     assert naive.path == "low_rank_linear=naive, low_rank_swiglu=naive"

@@ -17,7 +17,7 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models import FAMILIES
 from neuronmm.models.load import load_pretrained, load_tokenizer
 from neuronmm.models.source import resolve
-from tiny import load_plain
+from tiny import load_plain, shared_spec
 
 NEW = 64
 PROMPTS = ["w7", "w11 w12 w13 w14 w15", "w20 w21 w3", "w60 w5 w33 w34 w35 w36 w37 w38 w39"]
@@ -47,7 +47,18 @@ def test_equals_transformers(
     compressed: bool,
     tied: bool,
 ) -> None:
-    folder = checkpoint(model_type, compressed=compressed, tied=tied)
+    assert_equals_transformers(checkpoint(model_type, compressed=compressed, tied=tied), tokenizer)
+
+
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_shared_factors_equal_transformers(
+    checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, model_type: str
+) -> None:
+    assert_equals_transformers(checkpoint(model_type, spec=shared_spec()), tokenizer)
+
+
+def assert_equals_transformers(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """In a padded batch and alone, in the C++ step and in torch."""
     model = load_plain(folder)
     expected, alone = hf_tokens(model, tokenizer, PROMPTS), hf_tokens(model, tokenizer, PROMPTS[1:2])
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
