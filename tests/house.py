@@ -28,6 +28,9 @@ ALLOWED: dict[str, set[str]] = {
 DEVICE_SDK = {"neuronxcc", "nki", "optimum", "transformers_neuronx", "triton"}
 """What only a machine with the device has; its importers do without where it is missing."""
 
+IMPORTED_AS = {"protobuf": "google", "pyyaml": "yaml"}
+"""Packages that are imported under another name."""
+
 MOST_LINES = 400
 CODE = {".py", ".cpp", ".h", ".sh", ".yaml"}
 SKIPPED = re.compile(r"^(\..*|build|dist|out|__pycache__|.*\.egg-info)$")
@@ -90,7 +93,7 @@ def dependency_problems(root: Path) -> list[str]:
     """Packages that the installed code imports and pyproject.toml does not ask for."""
     listed = re.search(r"^dependencies = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     asked = set(re.findall(r'"([\w-]+)', listed.group(1) if listed else ""))
-    known = {name.replace("-", "_") for name in asked} | ({"yaml"} if "pyyaml" in asked else set())
+    known = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in asked}
     known |= sys.stdlib_module_names | DEVICE_SDK | {"neuronmm"}
     found = {}
     for path, tree in modules(root):

@@ -105,14 +105,24 @@ def execute(config: str | bytes, inputs: Sequence[np.ndarray]) -> tuple[np.ndarr
         KeyError: no kernel of this process has that config.
         ValueError: the operands are not those the config was made for.
     """
+    call = _call(config)
+    given = [TensorSpec(a.shape, dtype_name(a.dtype)) for a in inputs]
+    if given != list(call.inputs):
+        raise ValueError(f"kernel {call.kernel.__name__}: operands {given}, but it was built for {list(call.inputs)}")
+    return run(call.kernel, *inputs, outputs=call.outputs).outputs
+
+
+def kernel_of(config: str | bytes) -> Callable[..., Any]:
+    """The kernel function that a custom call's config names; raises KeyError as :func:`execute` does."""
+    return _call(config).kernel.function
+
+
+def _call(config: str | bytes) -> _Call:
     document = json.loads(config)
     call = _calls.get(document["key"])
     if call is None:
         raise KeyError(f"kernel {document['kernel']}: its graph was built in another process; build it in this one")
-    given = [TensorSpec(a.shape, dtype_name(a.dtype)) for a in inputs]
-    if given != list(call.inputs):
-        raise ValueError(f"kernel {document['kernel']}: operands {given}, but it was built for {list(call.inputs)}")
-    return run(call.kernel, *inputs, outputs=call.outputs).outputs
+    return call
 
 
 def _identity(value: Any) -> Any:

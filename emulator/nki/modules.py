@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from neuronmm.emulator.importable import importable, offers
 from neuronmm.emulator.nki import index, language, neuronxcc_isa, nki_isa
 from neuronmm.emulator.nki.dtypes import NAMES
 from neuronmm.emulator.nki.framework import FrameworkKernel
@@ -21,6 +20,8 @@ _LANGUAGE = (
     "store", "copy", "matmul", "transpose", "sum", "max", "min", "prod", "mean", "softmax", "broadcast_to",
     "expand_dims", "program_id", "num_programs", "program_ndim", "affine_range", "sequential_range", "static_range",
 )  # fmt: skip
+DIALECTS = {"neuronxcc": "neuronxcc.nki.isa", "nki": "nki.isa"}
+"""Each dialect and its module that, in the real package, has the instructions."""
 _FIRST_DIALECT_ONLY = {
     "arange": index.arange,
     "mgrid": index.MGrid(),
@@ -41,6 +42,8 @@ def _language(first: bool) -> dict[str, Any]:
     return {**names, "affine_range": language.sequential_range}
 
 
+COMPILER = "2.21.33363.0+emulated"
+"""What the compiler says its version is: that of SDK 2.26.1, the last with transformers-neuronx."""
 _SDK_KERNELS = ("flash_fwd", "attention_isa_kernel")
 """The SDK's own kernels that hosts import before they know whether they need them."""
 
@@ -65,7 +68,7 @@ def surface(dialect: str) -> dict[str, dict[str, Any]]:
     if dialect == "neuronxcc":
         top = {"jit": jit, "trace": jit, "simulate_kernel": simulate_kernel, "FrameworkKernel": FrameworkKernel}
         return {
-            "neuronxcc": {"__version__": "2.0.0+emulated"},
+            "neuronxcc": {"__version__": COMPILER},
             "neuronxcc.nki": top,
             "neuronxcc.nki.language": _language(first=True),
             "neuronxcc.nki.isa": _isa(neuronxcc_isa),
@@ -81,39 +84,12 @@ def surface(dialect: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _real(dialect: str) -> bool:
-    """Whether the SDK's own dialect is here; the stubs of that name on the package index raise ImportError."""
-    try:
-        isa = importlib.import_module("neuronxcc.nki.isa" if dialect == "neuronxcc" else "nki.isa")
-    except Exception:
-        return False
-    return hasattr(isa, "nc_matmul")
-
-
 @contextmanager
 def nki_modules() -> Iterator[None]:
     """Make ``neuronxcc.nki`` and ``nki`` importable inside the block; leave ``sys.modules`` as it was.
 
     A dialect whose real package is installed is left alone. Kernel files imported inside keep working afterwards.
     """
-    before = {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("neuronxcc", "nki")}
-    wanted = {n: v for d in ("neuronxcc", "nki") if not _real(d) for n, v in surface(d).items()}
-    made = {}
-    for name, attributes in wanted.items():
-        module = ModuleType(name, "Emulated NKI.")
-        module.__dict__.update(attributes, __path__=[])
-        made[name] = module
-    for name, module in made.items():
-        parent, _, child = name.rpartition(".")
-        if parent in made:
-            setattr(made[parent], child, module)
-    roots = {n.split(".")[0] for n in made}
-    for name in [n for n in sys.modules if n.split(".")[0] in roots]:
-        del sys.modules[name]
-    sys.modules.update(made)
-    try:
+    absent = [d for d, isa in DIALECTS.items() if not offers(isa, "nc_matmul")]
+    with importable({name: attributes for d in absent for name, attributes in surface(d).items()}):
         yield
-    finally:
-        for name in [n for n in sys.modules if n.split(".")[0] in roots]:
-            del sys.modules[name]
-        sys.modules.update({n: m for n, m in before.items() if n.split(".")[0] in roots})

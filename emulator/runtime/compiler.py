@@ -1,0 +1,131 @@
+"""``libneuronxla``: the compiler, which here only wraps the graph, and its cache of results in files.
+
+The cache lies where the SDK's would: in ``NEURON_COMPILE_CACHE_URL`` or the folder that ``--cache_dir`` of
+``NEURON_CC_FLAGS`` names, with a folder a compiler version and in it one a graph and flags. Without either it lies in a
+folder that goes with the session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from neuronmm.emulator.nki.modules import COMPILER
+
+_MAGIC = b"emulated NEFF of neuronmm\n"
+session_cache: list[str] = []
+"""The folder of the session's own cache, last."""
+
+
+def module_bytes(neff: bytes) -> bytes:
+    """The graph in a compiled program.
+
+    Raises:
+        ValueError: the program was compiled for a device.
+    """
+    if not neff.startswith(_MAGIC):
+        raise ValueError("this program was compiled for a Neuron device; the emulated runtime runs only its own")
+    return neff[len(_MAGIC) :]
+
+
+class CacheUrl:
+    """Where a cache lies."""
+
+    def __init__(self, url: str, url_type: str = "fs") -> None:
+        self.url, self.url_type = url, url_type
+
+    @classmethod
+    def get_cache_url(cls, cache_dir: str | None = None) -> CacheUrl:
+        """``cache_dir``, or what the environment says, or the session's own folder."""
+        flag = re.search(r"--cache_dir[= ](\S+)", os.environ.get("NEURON_CC_FLAGS", ""))
+        return cls(
+            cache_dir
+            or (flag.group(1) if flag else "")
+            or os.environ.get("NEURON_COMPILE_CACHE_URL", "")
+            or session_cache[-1]
+        )
+
+    def is_s3(self) -> bool:
+        """No: the emulator's cache is in files."""
+        return False
+
+
+class CompileCache:
+    """A cache of compiled programs; hosts subclass it."""
+
+    def __init__(self, cache_url: CacheUrl) -> None:
+        self.cache_url = cache_url
+        self.cache_path = str(Path(cache_url.url) / f"neuronxcc-{COMPILER}")
+
+    def get_cache_dir(self, model_hash: str, compile_flags_str: str) -> tuple[str, str]:
+        """The folder of a graph compiled with these flags, and its name."""
+        flags = hashlib.sha256(compile_flags_str.encode()).hexdigest()[:8]
+        key = f"MODULE_{model_hash}+{flags}"
+        return self.get_cache_dir_with_cache_key(key), key
+
+    def get_cache_dir_with_cache_key(self, key: str) -> str:
+        """The folder of that name."""
+        return str(Path(self.cache_path) / key)
+
+    def exists(self, path: str) -> bool:
+        """Whether something lies at ``path``."""
+        return Path(path).exists()
+
+    def upload_string_to_file(self, cache_path: str, data: str) -> None:
+        """Write a text file."""
+        Path(cache_path).parent.mkdir(parents=True, exist_ok=True)
+        Path(cache_path).write_text(data, encoding="utf-8")
+
+    def download_file_to_string(self, filename: str, limit: int | None = None) -> str:
+        """Read a text file."""
+        return Path(filename).read_text(encoding="utf-8", errors="replace")[:limit]
+
+    def remove(self, path: str) -> None:
+        """Delete a folder."""
+        shutil.rmtree(path, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Delete the cache."""
+        self.remove(self.cache_path)
+
+
+class CompileCacheFs(CompileCache):
+    """A cache in files."""
+
+
+class CompileCacheS3(CompileCache):
+    """A cache in a bucket: never made here; hosts ask whether theirs is one."""
+
+
+def create_compile_cache(cache_url: CacheUrl) -> CompileCache:
+    """The cache that lies there."""
+    return CompileCacheFs(cache_url)
+
+
+def neuron_xla_compile(
+    module: bytes, compiler_flags: str, input_format: str = "hlo", platform_target: str = "trn1",
+    cache_key: str | None = None, retry_failed_compilation: bool = False, lazy: bool = True, use_cache: bool = True,
+    cache_dir: str | None = None,
+) -> bytes:  # fmt: skip
+    """The program of a serialised HloModuleProto; kept in the cache beside the graph and the flags.
+
+    Raises:
+        ValueError: another input format.
+    """
+    if input_format != "hlo":
+        raise ValueError(f"input format {input_format}: the emulated compiler reads hlo")
+    neff = _MAGIC + module
+    if use_cache:
+        key = cache_key or hashlib.sha256(module).hexdigest()[:20]
+        folder = Path(CompileCacheFs(CacheUrl.get_cache_url(cache_dir)).get_cache_dir(key, compiler_flags)[0])
+        if not (folder / "model.done").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "model.hlo_module.pb").write_bytes(module)
+            (folder / "compile_flags.json").write_text(json.dumps(compiler_flags.split()), encoding="utf-8")
+            (folder / "model.neff").write_bytes(neff)
+            (folder / "model.done").touch()
+    return neff

@@ -1,0 +1,153 @@
+"""``with neuron_emulation():`` makes the runtime below a Neuron host importable, and unmakes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from neuronmm.emulator.hlo import Settings
+from neuronmm.emulator.importable import importable, offers, remove
+from neuronmm.emulator.nki import nki_modules
+from neuronmm.emulator.pyhlo import HloScribe, HloShape
+from neuronmm.emulator.pyhlo.literal import serialize_torch
+from neuronmm.emulator.pyhlo.messages import HLO, METANEFF, XLA_DATA
+from neuronmm.emulator.runtime import compiler, models, tensors
+
+Session = Settings
+"""What a session counts, and how it runs NKI kernels."""
+
+HOSTS = ("transformers_neuronx", "optimum.neuron")
+"""Packages that hold on to the runtime once imported, so they come and go with it."""
+
+_OPS = {
+    "_init_neuron": lambda: None,
+    "_to_neuron": tensors.to_core,
+    "_from_neuron": tensors.from_core,
+    "_slice_neuron": tensors.cut,
+    "_parallel_to_neuron": tensors.to_device,
+    "_parallel_from_neuron": tensors.from_device,
+    "_parallel_write_neuron": tensors.write,
+    "_parallel_slice_neuron": tensors.cut,
+    "_parallel_run_neuron": models.run,
+    "_parallel_executor_run": models.execute,
+}
+_CLASSES = {
+    "ParallelModel": models.ParallelModel,
+    "ParallelTensorSet": models.ParallelTensorSet,
+    "ParallelExecutor": models.ParallelExecutor,
+}
+_VERSION = "2.8.0.2.10.0+emulated"
+_TORCH_NEURONX: dict[str, dict[str, Any]] = {
+    "torch_neuronx": {"__version__": _VERSION, "DataParallel": object},
+    "torch_neuronx.pyhlo": {},
+    "torch_neuronx.pyhlo.scribe": {"HloScribe": HloScribe, "HloShape": HloShape},
+    "torch_neuronx.pyhlo.xla_data_pb2": XLA_DATA,
+    "torch_neuronx.pyhlo.hlo_pb2": HLO,
+    "torch_neuronx.pyhlo.constant": {},
+    "torch_neuronx.pyhlo.constant.serialize_torch": {"serialize_torch": serialize_torch},
+    "torch_neuronx.proto": {},
+    "torch_neuronx.proto.metaneff_pb2": METANEFF,
+}
+_LIBNEURONXLA: dict[str, dict[str, Any]] = {
+    "libneuronxla": {"__version__": "2.2.12677.0+emulated", "neuron_xla_compile": compiler.neuron_xla_compile},
+    "libneuronxla.neuron_cc_cache": {
+        "CacheUrl": compiler.CacheUrl,
+        "CompileCache": compiler.CompileCache,
+        "CompileCacheFs": compiler.CompileCacheFs,
+        "CompileCacheS3": compiler.CompileCacheS3,
+        "create_compile_cache": compiler.create_compile_cache,
+    },
+}
+
+_running: list[Session] = []
+_set_aside: dict[str, ModuleType] = {}
+
+
+@contextmanager
+def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[Session]:
+    """The Neuron runtime on this machine's CPU, inside the block.
+
+    Importable inside: ``torch_neuronx``, ``libneuronxla`` and ``neuronxcc`` as far as hosts use them, each only where
+    the real one is absent. Afterwards ``sys.modules``, ``torch.ops``, ``torch.classes`` and the ``NEURON*`` variables
+    are as before. Hosts imported inside come back, the same modules, in the next block. A block within a block is the
+    same session.
+
+    Args:
+        kernels: ``nki`` interprets custom NKI kernels; ``reference`` runs their functions' attribute ``reference``.
+
+    Yields:
+        The session; its ``calls`` counts custom calls.
+    """
+    if _running:
+        yield _running[-1]
+        return
+    session = Session(kernels)
+    with ExitStack() as stack:
+        stack.enter_context(_environment())
+        stack.enter_context(_hosts())
+        stack.enter_context(nki_modules())
+        if not offers("libneuronxla.neuron_cc_cache", "CacheUrl"):
+            stack.enter_context(importable(_LIBNEURONXLA))
+        if not offers("torch_neuronx.pyhlo.scribe", "HloScribe"):
+            stack.enter_context(importable(_TORCH_NEURONX))
+            stack.enter_context(_namespace(torch.ops, "neuron", _OPS))
+            stack.enter_context(_namespace(torch.classes, "neuron", _CLASSES))
+        compiler.session_cache.append(stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-emulation-")))
+        stack.callback(compiler.session_cache.pop)
+        models.ParallelModel.settings = session
+        _running.append(session)
+        stack.callback(_running.pop)
+        yield session
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    def ours() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("NEURON")}
+
+    before = ours()
+    try:
+        yield
+    finally:
+        for name in ours():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _hosts() -> Iterator[None]:
+    """Hosts imported outside, without the runtime, are put away; those imported inside are put back."""
+    outside = remove(HOSTS)
+    _restore(_set_aside)
+    try:
+        yield
+    finally:
+        _set_aside.update(remove(HOSTS))
+        _restore(outside)
+
+
+def _restore(modules: dict[str, ModuleType]) -> None:
+    sys.modules.update(modules)
+    for name in HOSTS:
+        parent, _, child = name.rpartition(".")
+        if name in modules and parent in sys.modules:
+            setattr(sys.modules[parent], child, modules[name])
+
+
+@contextmanager
+def _namespace(owner: Any, name: str, members: dict[str, Any]) -> Iterator[None]:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, SimpleNamespace(**members))
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)

@@ -1,0 +1,108 @@
+"""The real optimum-neuron builds, compiles, loads and generates on the emulated runtime; tokens are those of HF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from neuronmm.emulator.runtime import neuron_emulation
+
+pytest.importorskip("optimum.neuron.version", reason="optimum-neuron is not installed", exc_type=ImportError)
+
+PROMPT = torch.tensor([[1, 17, 5, 88, 42, 9, 60], [1, 3, 71, 71, 20, 35, 8]])
+NEW = 12
+
+
+def load(folder: Path, **options: Any) -> Any:
+    """optimum-neuron's own model class from a checkpoint's folder; call it inside the emulation."""
+    from optimum.neuron.models.inference.hlo.backend.config import HloNeuronConfig
+    from optimum.neuron.models.inference.hlo.llama.model import LlamaHloModel
+
+    model = LlamaHloModel.from_pretrained(folder, neuron_config=HloNeuronConfig(sequence_length=32, **options))
+    model.to_neuron()
+    return model
+
+
+def greedy(model: Any, prompt: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens with the prompt, and the logits of every step [steps, batch, vocabulary]."""
+    batch, length = prompt.shape
+    continuous = model.neuron_config.continuous_batching
+    start = torch.arange(batch) if continuous else torch.zeros(batch, dtype=torch.int32)
+    tokens, steps = prompt, []
+    positions = torch.arange(length).expand(batch, -1) if continuous else None
+    logits = model.forward(prompt, positions, start)
+    for step in range(new):
+        steps.append(logits)
+        following = logits.argmax(-1)[:, None]
+        tokens = torch.cat([tokens, following], 1)
+        at = torch.full((batch, 1), length + step) if continuous else torch.tensor([length + step], dtype=torch.int32)
+        logits = model.forward(following, at, start)
+    return tokens, torch.stack(steps)
+
+
+@pytest.mark.parametrize("layout", ["HSB", "BSH"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("batch", "continuous"), [(1, False), (2, False), (2, True)])
+def test_greedy_tokens_are_those_of_hf(
+    llama: tuple[Path, LlamaForCausalLM], layout: str, ranks: int, batch: int, continuous: bool
+) -> None:
+    folder, reference = llama
+    prompt = PROMPT[:batch]
+    want = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    with neuron_emulation() as session:
+        model = load(
+            folder, batch_size=batch, auto_cast_type="fp32", tp_degree=ranks, attention_layout=layout,
+            collectives_layout=layout, continuous_batching=continuous, fuse_qkv=layout == "HSB",
+        )  # fmt: skip
+        session.calls.clear()
+        tokens, _ = greedy(model, prompt, NEW)
+    assert torch.equal(tokens, want)
+    runs = NEW + (batch if continuous else 1)
+    assert session.calls == {"AwsNeuronRmsNorm": runs * ranks * 5}
+
+
+def test_bfloat16_logits(llama: tuple[Path, LlamaForCausalLM]) -> None:
+    """Against float32, with the same tokens: no further off than twice plain bfloat16 torch."""
+    folder, reference = llama
+    with neuron_emulation():
+        model = load(folder, batch_size=1, auto_cast_type="bf16", tp_degree=2)
+        tokens, logits = greedy(model, PROMPT[:1], NEW)
+    with torch.no_grad():
+        exact = reference(tokens).logits[0, PROMPT.shape[1] - 1 : -1]
+        plain = LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16)(tokens).logits
+    plain = plain[0, PROMPT.shape[1] - 1 : -1].float()
+    assert (logits[:, 0] - exact).norm() <= 2 * (plain - exact).norm()
+
+
+def test_slots_of_a_continuous_batch_are_apart(llama: tuple[Path, LlamaForCausalLM]) -> None:
+    """A second prompt prefilled later leaves the first one's cache alone."""
+    folder, _ = llama
+    with neuron_emulation():
+        model = load(folder, batch_size=2, auto_cast_type="fp32", tp_degree=1, continuous_batching=True)
+        positions = torch.arange(7)[None]
+        first = model.forward(PROMPT[:1], positions, torch.tensor([0]))
+        alone = model.forward(first.argmax(-1)[:, None], torch.tensor([[7]]), torch.tensor([0]))
+        model.forward(PROMPT[1:], positions, torch.tensor([1]))
+        again = model.forward(first.argmax(-1)[:, None], torch.tensor([[7]]), torch.tensor([0]))
+    assert torch.equal(alone, again)
+
+
+def test_compiled_programs_are_saved_and_loaded(llama: tuple[Path, LlamaForCausalLM], tmp_path: Path) -> None:
+    folder, _ = llama
+    with neuron_emulation():
+        model = load(folder, batch_size=1, auto_cast_type="fp32", tp_degree=1)
+        model.save(tmp_path / "compiled")
+        from optimum.neuron.models.inference.hlo.llama.model import LlamaHloModel
+
+        again = LlamaHloModel.from_pretrained(folder, neuron_config=model.neuron_config)
+        again.load(tmp_path / "compiled")
+        again.to_neuron()
+        assert torch.equal(greedy(model, PROMPT[:1], 3)[0], greedy(again, PROMPT[:1], 3)[0])
+    assert len(list((tmp_path / "compiled").iterdir())) == 2

@@ -1,0 +1,98 @@
+"""The runtime is importable inside the block only, takes no real package's place and leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuronmm.emulator.runtime import neuron_emulation
+
+ROOTS = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "transformers_neuronx")
+
+
+def traces() -> tuple[object, ...]:
+    modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] in ROOTS or n.startswith("optimum.neuron")}
+    variables = {n: v for n, v in os.environ.items() if n.startswith("NEURON")}
+    return modules, variables, vars(torch.ops).get("neuron"), vars(torch.classes).get("neuron")
+
+
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [n for n in sys.modules if n.split(".")[0] in ROOTS]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+NAMES = [
+    "torch_neuronx",
+    "torch_neuronx.pyhlo.scribe",
+    "torch_neuronx.pyhlo.xla_data_pb2",
+    "torch_neuronx.proto.metaneff_pb2",
+    "libneuronxla.neuron_cc_cache",
+    "neuronxcc.nki.language",
+]
+
+
+def test_importable_inside_only() -> None:
+    before = traces()
+    with neuron_emulation():
+        for name in NAMES:
+            assert importlib.import_module(name).__name__ == name
+            assert importlib.util.find_spec(name) is not None
+        assert importlib.import_module("neuronxcc").__version__.endswith("+emulated")
+        assert torch.ops.neuron._init_neuron() is None and torch.classes.neuron.ParallelModel is not None
+        os.environ["NEURON_RT_NUM_CORES"] = "2"
+    assert traces() == before
+    for name in NAMES:
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
+
+
+def test_no_trace_after_an_error() -> None:
+    before = traces()
+    with pytest.raises(ZeroDivisionError), neuron_emulation():
+        raise ZeroDivisionError
+    assert traces() == before
+
+
+def test_a_block_within_a_block_is_the_same_session() -> None:
+    with neuron_emulation("reference") as outer:
+        with neuron_emulation() as inner:
+            assert inner is outer and inner.kernels == "reference"
+        assert importlib.import_module("torch_neuronx") is not None
+    with neuron_emulation() as fresh:
+        assert fresh is not outer and not fresh.calls
+
+
+def test_a_host_goes_with_the_session_and_comes_back(on_path: Path) -> None:
+    (on_path / "transformers_neuronx").mkdir()
+    (on_path / "transformers_neuronx" / "__init__.py").write_text("from torch_neuronx.pyhlo.scribe import HloScribe")
+    with neuron_emulation():
+        host = importlib.import_module("transformers_neuronx")
+    assert "transformers_neuronx" not in sys.modules
+    with pytest.raises(ImportError):
+        importlib.import_module("transformers_neuronx")
+    with neuron_emulation():
+        assert importlib.import_module("transformers_neuronx") is host
+
+
+def test_stubs_are_no_runtime_and_a_real_one_stays(on_path: Path) -> None:
+    (on_path / "torch_neuronx").mkdir()
+    (on_path / "torch_neuronx" / "__init__.py").write_text("raise ImportError('install the SDK')")
+    (on_path / "libneuronxla").mkdir()
+    (on_path / "libneuronxla" / "__init__.py").write_text("")
+    (on_path / "libneuronxla" / "neuron_cc_cache.py").write_text("class CacheUrl: real = True")
+    with neuron_emulation():
+        assert hasattr(importlib.import_module("torch_neuronx.pyhlo.scribe"), "HloScribe")
+        assert importlib.import_module("libneuronxla.neuron_cc_cache").CacheUrl.real
+    with pytest.raises(ImportError, match="install the SDK"):
+        importlib.import_module("torch_neuronx")
