@@ -11,10 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.kernels.layout import PARTITIONS
-from neuronmm.kernels.nki.blocks import Blocks, split
-from neuronmm.kernels.nki.low_rank_mlp import Ranks, Weights, block_chunks, gate_up_inputs, swiglu_block
-from neuronmm.kernels.nki.stages import Parts, factor, first_factors, load_rows, second_factor, store_rows
+from neuronmm.kernels.layout import PARTITIONS, Panel
+from neuronmm.kernels.nki.blocks import PLAIN, Blocks, split
+from neuronmm.kernels.nki.low_rank_mlp import (
+    Ranks,
+    Weights,
+    block_chunks,
+    gate_up_factors,
+    gate_up_inputs,
+    swiglu_block,
+)
+from neuronmm.kernels.nki.moves import Factor, Parts, factor, load_rows, store_rows
+from neuronmm.kernels.nki.stages import first_factors, second_factor
 
 COLUMNS = 512
 
@@ -76,7 +84,7 @@ def dense_strips(d: Any, x: Any, w: Any, y: Any, blocks: Blocks) -> None:
     for start, tokens in split(x.shape[1], blocks.tokens):
         strip = d.sbuf((cut.width, cut.count, tokens), x.dtype)
         load_rows(d, strip, x, cut, 0, cut.count, start, tokens)
-        second_factor(d, y, Parts([strip], cut.count), f, f.how.panels(), start, tokens, blocks.moving)
+        second_factor(d, y, Parts([strip], cut.count), f, f.how.panels(), start, tokens, blocks, PLAIN)
 
 
 def sequential(d: Any, x: Any, u: Any, v: Any, y: Any, tiles: Tutorial) -> None:
@@ -89,16 +97,27 @@ def sequential(d: Any, x: Any, u: Any, v: Any, y: Any, tiles: Tutorial) -> None:
     dense_blocked(d, h, v, y, tiles)
 
 
-def recomputing(d: Any, x: Any, a: Any, b: Any, y: Any, rank: int, blocks: Blocks) -> None:
-    """``y = B (A x)`` fused without a cache: every panel of the output computes ``A x`` anew.
+def recomputing(d: Any, x: Any, a: Any, b: Any, y: Any, rank: int, blocks: Blocks, columns: int = 2 * COLUMNS) -> None:
+    """``y = B (A x)`` fused without a cache: every block of ``columns`` outputs computes ``A x`` anew.
 
-    Dimensions: as :func:`neuronmm.kernels.nki.low_rank_matmul.low_rank_matmul`.
+    Dimensions: as :func:`neuronmm.kernels.nki.low_rank_matmul.low_rank_matmul`; whole strips of tokens and a rest.
     """
     fa, fb = factor(a, x.shape[0], rank), factor(b, rank, y.shape[0])
-    for start, tokens in split(x.shape[1], blocks.tokens):
-        for panel in fb.how.panels():
-            h = first_factors(d, x, [fa], start, tokens, blocks, 0.0)[0]
-            second_factor(d, y, h, fb, [panel], start, tokens, blocks.moving)
+    panels = fb.how.panels()
+    strips, rest = divmod(x.shape[1], blocks.tokens)
+    for first, count in split(len(panels), max(1, columns // panels[0].columns)):
+        some = panels[first : first + count]
+        for i in d.loop(strips):
+            _recomputed(d, x, fa, fb, y, some, i * blocks.tokens, blocks.tokens, blocks)
+        if rest:
+            _recomputed(d, x, fa, fb, y, some, strips * blocks.tokens, rest, blocks)
+
+
+def _recomputed(
+    d: Any, x: Any, a: Factor, b: Factor, y: Any, panels: list[Panel], start: Any, tokens: int, blocks: Blocks
+) -> None:
+    h = first_factors(d, x, [a], start, tokens, blocks, PLAIN)[0]
+    second_factor(d, y, h, b, panels, start, tokens, blocks, PLAIN)
 
 
 def gate_up(d: Any, x: Any, w: Weights, act: Any, ranks: Ranks, blocks: Blocks) -> None:
@@ -106,12 +125,10 @@ def gate_up(d: Any, x: Any, w: Weights, act: Any, ranks: Ranks, blocks: Blocks) 
 
     Dimensions: ``x`` [hidden, tokens], ``act`` [intermediate, tokens].
     """
-    up_rank = ranks.gate if w.shared else ranks.up
-    gate_b, up_b = factor(w.gate_b, ranks.gate, ranks.intermediate), factor(w.up_b, up_rank, ranks.intermediate)
+    gate_b, up_b = gate_up_factors(w, ranks)
     cut = gate_b.how.columns
     for start, tokens in split(x.shape[1], blocks.tokens):
-        gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, 0.0)
+        gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, PLAIN)
         for first, count in split(cut.count, block_chunks(blocks, gate_b, up_b)):
-            tile = d.sbuf((cut.width, count, tokens), act.dtype)
-            swiglu_block(d, tile, gate, gate_b, up, up_b, first, first + count, tokens, blocks.moving)
+            tile = swiglu_block(d, gate, gate_b, up, up_b, first, count, tokens, blocks, act.dtype)
             store_rows(d, act, tile, cut, first, first + count, start, tokens)

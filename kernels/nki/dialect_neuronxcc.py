@@ -45,6 +45,14 @@ def rows(x: Any, first: int, partitions: int, stride: int, chunks: int, start: i
     return x[first + p * stride + c, start + t]
 
 
+def columns(x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
+    """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
+    t = nl.arange(tokens)[:, None, None]
+    p = nl.arange(partitions)[None, :, None]
+    c = nl.arange(chunks)[None, None, :]
+    return x[token + t, first + p * stride + c]
+
+
 def run(w: Any, offset: int, partitions: int, stride: int, length: int) -> Any:
     """Elements ``offset + p * stride + i`` of a flat HBM tensor: [partitions, length]."""
     p = nl.arange(partitions)[:, None]
@@ -103,6 +111,19 @@ def add(dst: Any, a: Any, b: Any) -> None:
     """``dst = a + b`` on the vector engine; not both in PSUM."""
     tile, key = dst
     tile[key] = nisa.tensor_tensor(a, b, op=nl.add, dtype=tile.dtype)
+
+
+def add_column(dst: Any, a: Any, column: Any) -> None:
+    """``dst = a + column`` with ``column`` [partitions, 1] in float32."""
+    tile, key = dst
+    tile[key] = nisa.tensor_scalar(a, nl.add, column, dtype=tile.dtype)
+
+
+def transpose(shape: tuple[int, ...], src: Any) -> Any:
+    """``src^T``, up to 128 x 128, as a PSUM tile of this shape and ``src``'s dtype."""
+    turned = nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=src.dtype, buffer=nl.psum)
+    turned[...] = nisa.nc_transpose(src)
+    return turned
 
 
 def multiply(dst: Any, a: Any, b: Any) -> None:

@@ -47,6 +47,12 @@ def rows(x: Any, first: int, partitions: int, stride: int, chunks: int, start: i
     return x.ap([[stride * width, partitions], [width, chunks], [1, tokens]], offset=first * width + start)
 
 
+def columns(x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
+    """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
+    width = x.shape[1]
+    return x.ap([[width, tokens], [stride, partitions], [1, chunks]], offset=token * width + first)
+
+
 def run(w: Any, offset: int, partitions: int, stride: int, length: int) -> Any:
     """Elements ``offset + p * stride + i`` of a flat HBM tensor: [partitions, length]."""
     return w.ap([[stride, partitions], [1, length]], offset=offset)
@@ -95,6 +101,18 @@ def rsqrt(dst: Any, src: Any, scale: float, bias: Any) -> None:
 def add(dst: Any, a: Any, b: Any) -> None:
     """``dst = a + b`` on the vector engine; not both in PSUM."""
     nisa.tensor_tensor(dst, a, b, op=nl.add)
+
+
+def add_column(dst: Any, a: Any, column: Any) -> None:
+    """``dst = a + column`` with ``column`` [partitions, 1] in float32."""
+    nisa.tensor_scalar(dst, a, nl.add, column)
+
+
+def transpose(shape: tuple[int, ...], src: Any) -> Any:
+    """``src^T``, up to 128 x 128, as a PSUM tile of this shape and ``src``'s dtype."""
+    turned = nl.ndarray(shape, dtype=src.dtype, buffer=nl.psum)
+    nisa.nc_transpose(turned, src)
+    return turned
 
 
 def multiply(dst: Any, a: Any, b: Any) -> None:

@@ -10,32 +10,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronmm.kernels.nki.blocks import Blocks
-from neuronmm.kernels.nki.stages import Factor, factor, first_factors, second_factor
+from neuronmm.kernels.nki.blocks import PLAIN, Blocks, Options
+from neuronmm.kernels.nki.moves import Factor, factor
+from neuronmm.kernels.nki.stages import first_factors, second_factor
 
 
 def low_rank_matmul(
-    d: Any, x: Any, a: Any, b: Any, y: Any, rank: int, blocks: Blocks, epsilon: float = 0.0, adds: bool = False,
-    residual: Any = None,
-) -> None:  # fmt: skip
+    d: Any, x: Any, a: Any, b: Any, y: Any, rank: int, blocks: Blocks, options: Options = PLAIN
+) -> None:
     """Body of the kernel on the dialect ``d``.
 
-    Dimensions: ``x`` [in, tokens], ``y`` and ``residual`` [out, tokens]; ``a`` and ``b`` packed, of [rank, in] and
-    [out, rank]. With ``epsilon`` the input is RMS-normalised (its weight packed into ``a``). ``adds``: y = residual +
-    B (A x).
+    Dimensions: ``x`` [in, tokens], ``y`` and the residual [out, tokens], or the other way round as ``options`` say;
+    ``a`` and ``b`` packed, of [rank, in] and [out, rank]. A norm's weight is packed into ``a``.
     """
-    inputs, tokens = x.shape
-    fa, fb = factor(a, inputs, rank), factor(b, rank, y.shape[0])
-    strips, rest = divmod(tokens, blocks.tokens)
+    features, tokens = (1, 0) if options.tokens_first else (0, 1)
+    fa, fb = factor(a, x.shape[features], rank), factor(b, rank, y.shape[features])
+    strips, rest = divmod(x.shape[tokens], blocks.tokens)
     for i in d.loop(strips):
-        _strip(d, x, fa, fb, y, i * blocks.tokens, blocks.tokens, blocks, epsilon, adds, residual)
+        _strip(d, x, fa, fb, y, i * blocks.tokens, blocks.tokens, blocks, options)
     if rest:
-        _strip(d, x, fa, fb, y, strips * blocks.tokens, rest, blocks, epsilon, adds, residual)
+        _strip(d, x, fa, fb, y, strips * blocks.tokens, rest, blocks, options)
 
 
 def _strip(
-    d: Any, x: Any, a: Factor, b: Factor, y: Any, start: Any, tokens: int, blocks: Blocks, epsilon: float, adds: bool,
-    residual: Any,
-) -> None:  # fmt: skip
-    h = first_factors(d, x, [a], start, tokens, blocks, epsilon)[0]
-    second_factor(d, y, h, b, b.how.panels(), start, tokens, blocks.moving, adds, residual)
+    d: Any, x: Any, a: Factor, b: Factor, y: Any, start: Any, tokens: int, blocks: Blocks, options: Options
+) -> None:
+    h = first_factors(d, x, [a], start, tokens, blocks, options)[0]
+    second_factor(d, y, h, b, b.how.panels(), start, tokens, blocks, options)

@@ -11,18 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.kernels.nki.blocks import Blocks, split
+from neuronmm.kernels.nki.blocks import PLAIN, Blocks, Options, split
+from neuronmm.kernels.nki.moves import Factor, Parts, factor
 from neuronmm.kernels.nki.stages import (
+    MULTIPLY,
+    SILU,
     Accumulation,
-    Factor,
-    Parts,
     accumulate_block,
-    contract,
-    even,
-    factor,
+    expand,
     first_factors,
-    groups,
-    load_panel,
     second_factor,
 )
 
@@ -51,48 +48,51 @@ class Weights:
 
 
 def low_rank_swiglu_mlp(
-    d: Any, x: Any, w: Weights, y: Any, ranks: Ranks, blocks: Blocks, epsilon: float = 0.0, adds: bool = False,
-    residual: Any = None,
-) -> None:  # fmt: skip
+    d: Any, x: Any, w: Weights, y: Any, ranks: Ranks, blocks: Blocks, options: Options = PLAIN
+) -> None:
     """Body of the kernel on the dialect ``d``.
 
-    Dimensions: ``x``, ``y`` and ``residual`` [hidden, tokens]; each A packed of [rank, in], each B of [out, rank].
-    With ``epsilon`` the input is RMS-normalised (its weight packed into the A factors). ``adds``: plus ``residual``.
+    Dimensions: ``x``, ``y`` and the residual [hidden, tokens], or the other way round as ``options`` say; each A packed
+    of [rank, in], each B of [out, rank]. A norm's weight is packed into the A factors of gate and up.
     """
-    tokens = x.shape[1]
+    tokens = x.shape[0] if options.tokens_first else x.shape[1]
     strips, rest = divmod(tokens, blocks.tokens)
     for i in d.loop(strips):
-        _strip(d, x, w, y, ranks, i * blocks.tokens, blocks.tokens, blocks, epsilon, adds, residual)
+        _strip(d, x, w, y, ranks, i * blocks.tokens, blocks.tokens, blocks, options)
     if rest:
-        _strip(d, x, w, y, ranks, strips * blocks.tokens, rest, blocks, epsilon, adds, residual)
+        _strip(d, x, w, y, ranks, strips * blocks.tokens, rest, blocks, options)
 
 
 def _strip(
-    d: Any, x: Any, w: Weights, y: Any, ranks: Ranks, start: Any, tokens: int, blocks: Blocks, epsilon: float,
-    adds: bool, residual: Any,
-) -> None:  # fmt: skip
-    up_rank = ranks.gate if w.shared else ranks.up
-    gate_b, up_b = factor(w.gate_b, ranks.gate, ranks.intermediate), factor(w.up_b, up_rank, ranks.intermediate)
-    down_a, down_b = factor(w.down_a, ranks.intermediate, ranks.down), factor(w.down_b, ranks.down, y.shape[0])
-    gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, epsilon)
+    d: Any, x: Any, w: Weights, y: Any, ranks: Ranks, start: Any, tokens: int, blocks: Blocks, options: Options
+) -> None:
+    hidden = y.shape[1] if options.tokens_first else y.shape[0]
+    gate_b, up_b = gate_up_factors(w, ranks)
+    down_a, down_b = factor(w.down_a, ranks.intermediate, ranks.down), factor(w.down_b, ranks.down, hidden)
+    gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, options)
     cut = down_a.how.rows
     h = Accumulation(down_a, [], [])
     for first, count in split(cut.count, block_chunks(blocks, gate_b, up_b)):
-        act = d.sbuf((cut.width, count, tokens), x.dtype)
-        swiglu_block(d, act, gate, gate_b, up, up_b, first, first + count, tokens, blocks.moving)
-        held = Parts([act], count)
-        accumulate_block(d, h, held, first, first + count, tokens, blocks.moving, x.dtype)
-    second_factor(d, y, h.parts(), down_b, down_b.how.panels(), start, tokens, blocks.moving, adds, residual)
+        act = swiglu_block(d, gate, gate_b, up, up_b, first, count, tokens, blocks, x.dtype)
+        accumulate_block(d, h, Parts([act], count), first, first + count, tokens, blocks, x.dtype)
+    second_factor(d, y, h.parts(), down_b, down_b.how.panels(), start, tokens, blocks, options)
+
+
+def gate_up_factors(w: Weights, ranks: Ranks) -> tuple[Factor, Factor]:
+    """The B factors of gate and up."""
+    up_rank = ranks.gate if w.shared else ranks.up
+    return factor(w.gate_b, ranks.gate, ranks.intermediate), factor(w.up_b, up_rank, ranks.intermediate)
 
 
 def gate_up_inputs(
-    d: Any, x: Any, w: Weights, ranks: Ranks, start: Any, tokens: int, blocks: Blocks, epsilon: float
+    d: Any, x: Any, w: Weights, ranks: Ranks, start: Any, tokens: int, blocks: Blocks, options: Options
 ) -> tuple[Parts, Parts]:
     """``A_gate x`` and ``A_up x`` of a strip; the same tiles twice where the factor is shared."""
-    factors = [factor(w.gate_a, x.shape[0], ranks.gate)]
+    hidden = x.shape[1] if options.tokens_first else x.shape[0]
+    factors = [factor(w.gate_a, hidden, ranks.gate)]
     if not w.shared:
-        factors.append(factor(w.up_a, x.shape[0], ranks.up))
-    made = first_factors(d, x, factors, start, tokens, blocks, epsilon)
+        factors.append(factor(w.up_a, hidden, ranks.up))
+    made = first_factors(d, x, factors, start, tokens, blocks, options)
     return made[0], made[-1]
 
 
@@ -104,34 +104,12 @@ def block_chunks(blocks: Blocks, gate_b: Factor, up_b: Factor) -> int:
 
 
 def swiglu_block(
-    d: Any,
-    act: Any,
-    gate: Parts,
-    gate_b: Factor,
-    up: Parts,
-    up_b: Factor,
-    first: int,
-    last: int,
-    tokens: int,
-    moving: int,
-) -> None:
-    """``act = silu(B_gate gate) * (B_up up)`` for chunks [first, last) of the intermediate dimension."""
-    for f, h, gates in ((gate_b, gate, True), (up_b, up, False)):
-        cut, rows = f.how.columns, f.how.rows
-        for panel in f.how.panels():
-            if panel.first < first or panel.first >= last:
-                continue
-            tile = load_panel(d, f, panel, 0, rows.count)
-            for t0, t in split(tokens, moving):
-                for j0, n in groups(panel, t):
-                    acc = d.psum((cut.width, n, t))
-                    for j in range(j0, j0 + n):
-                        contract(d, acc, j - j0, tile, f.how, panel, j, h, 0, rows.count, t0, t)
-                    for at, m, wide in even(cut, j0, n):
-                        src = acc[0:wide, at - j0 : at - j0 + m, 0:t]
-                        at = at - first
-                        dst = d.at(act, (0, wide), (at, at + m), (t0, t0 + t))
-                        if gates:
-                            d.silu(dst, src)
-                        else:
-                            d.multiply(dst, src, act[0:wide, at : at + m, t0 : t0 + t])
+    d: Any, gate: Parts, gate_b: Factor, up: Parts, up_b: Factor, first: int, count: int, tokens: int, blocks: Blocks,
+    dtype: Any,
+) -> Any:  # fmt: skip
+    """``silu(B_gate gate) * (B_up up)`` as a tile: ``count`` chunks of the intermediate dimension from ``first``."""
+    act = d.sbuf((gate_b.how.columns.width, count, tokens), dtype)
+    for f, h, kind in ((gate_b, gate, SILU), (up_b, up, MULTIPLY)):
+        panels = [panel for panel in f.how.panels() if first <= panel.first < first + count]
+        expand(d, act, first, kind, act, f, panels, h, tokens, blocks)
+    return act

@@ -1,8 +1,7 @@
-"""The steps the low-rank kernels are made of: strips of tokens, panels of weights, products, evictions.
+"""The steps the low-rank kernels are made of: products of a strip of tokens with panels of weights, and evictions.
 
-Activations are transposed, [features, tokens], in HBM as on chip: the features of one product's result lie on the
-partitions where the next product contracts, so nothing is ever transposed (the paper's implicit transposition). The
-weight is stationary and the tokens move: 128 x 128 weights cost 64 cycles with one token as with 64.
+The weight is stationary and the tokens move: 128 x 128 weights cost 64 cycles with one token as with 64. Every
+contraction accumulates in PSUM; where its input comes in blocks, the blocks' sums add up in float32.
 
 ``d`` is a dialect module. Tiles are [partitions, chunks, tokens], see :mod:`neuronmm.kernels.layout`.
 """
@@ -13,83 +12,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuronmm.kernels.layout import PARTITIONS, Chunks, Packing, Panel
-from neuronmm.kernels.nki.blocks import Blocks, split
+from neuronmm.kernels.nki.blocks import Blocks, Options, split
+from neuronmm.kernels.nki.moves import (
+    LONG_ROW,
+    Factor,
+    Parts,
+    even,
+    leave,
+    load_bias,
+    load_panels,
+    load_rows,
+    store_rows,
+)
 
 BANK = 512
 """float32 elements a partition in one PSUM bank."""
-LONG_ROW = 512
-"""Tokens from which a chunk's rows are long enough to be moved chunk by chunk."""
 
-
-@dataclass(frozen=True)
-class Parts:
-    """A strip's activation as tiles [partitions, up to ``per`` chunks, tokens], in the order of the chunks."""
-
-    tiles: list[Any]
-    per: int
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A packed weight in HBM and how it is packed."""
-
-    weights: Any
-    how: Packing
-
-
-def factor(weights: Any, rows: int, columns: int) -> Factor:
-    """The flat HBM tensor ``weights`` as the packed weight of these dimensions."""
-    how = Packing.of(rows, columns, 4 if "32" in str(weights.dtype) else 2)
-    assert weights.shape[0] == how.elements, f"packed weight has {weights.shape[0]} elements, not {how.elements}"
-    return Factor(weights, how)
-
-
-def load_rows(d: Any, tile: Any, x: Any, cut: Chunks, first: int, last: int, start: int, tokens: int) -> None:
-    """Chunks [first, last) of the rows of ``x`` [size, all tokens], tokens [start, start + tokens), into ``tile``."""
-    for p0, p1, c0, c1 in _pieces(cut, first, last, tokens):
-        src = d.rows(x, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0, start, tokens)
-        d.load(d.at(tile, (p0, p1), (c0 - first, c1 - first), (0, tokens)), src)
-
-
-def store_rows(d: Any, x: Any, tile: Any, cut: Chunks, first: int, last: int, start: int, tokens: int) -> None:
-    """The reverse of :func:`load_rows`."""
-    for p0, p1, c0, c1 in _pieces(cut, first, last, tokens):
-        dst = d.rows(x, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0, start, tokens)
-        d.store(dst, tile[p0:p1, c0 - first : c1 - first, 0:tokens])
-
-
-def _pieces(cut: Chunks, first: int, last: int, tokens: int) -> list[tuple[int, int, int, int]]:
-    """Transfers (partitions from, to, chunks from, to): one a chunk if rows are long, else as few as the shape lets."""
-    if tokens >= LONG_ROW:
-        return [(0, cut.length(c), c, c + 1) for c in range(first, last)]
-    middle = min(max(cut.full, first), last)
-    if middle == last or cut.width == 1:
-        return [(0, cut.width, first, middle)]
-    if middle == first:
-        return [(0, cut.width - 1, first, last)]
-    return [(0, cut.width - 1, first, last), (cut.width - 1, cut.width, first, middle)]
-
-
-def load_panel(d: Any, f: Factor, panel: Panel, first: int, last: int) -> Any:
-    """Row chunks [first, last) of a panel: a tile [partitions, (last - first) * columns]."""
-    wide, cut = panel.columns, f.how.rows
-    length = (last - first) * wide
-    tile = d.sbuf((cut.width, length), f.weights.dtype)
-    src = d.run(f.weights, panel.offset + first * wide, cut.width, cut.count * wide, length)
-    d.load(d.at(tile, (0, cut.width), (0, length)), src)
-    return tile
+COPY, ADD, SILU, MULTIPLY, COLUMNS, BIAS = "copy", "add", "silu", "multiply", "columns", "bias"
+"""How a product leaves PSUM: as it is; plus, or times, another tile of its shape; through SiLU; times one number a
+token, [128, tokens]; plus one number a feature, [partitions, chunks]."""
 
 
 def contract(
-    d: Any, acc: Any, slot: int, tile: Any, how: Packing, panel: Panel, chunk: int, x: Parts, first: int, last: int,
-    t0: int, t: int,
+    d: Any, acc: Any, slot: int, tile: Any, at: int, how: Packing, panel: Panel, chunk: int, x: Parts, first: int,
+    last: int, t0: int, t: int,
 ) -> None:  # fmt: skip
     """``acc[:, slot] += weights^T x`` for one column chunk over row chunks [first, last), wholly in PSUM.
 
-    Dimensions: ``acc`` [columns, chunks, t]; ``tile`` holds the panel's chunks [first, last); ``x`` begins at chunk
-    ``first`` and gives tokens [t0, t0 + t).
+    Dimensions: ``acc`` [columns, chunks, t]; ``tile`` holds the panel's chunks [first, last) from element ``at``;
+    ``x`` begins at chunk ``first`` and gives tokens [t0, t0 + t).
     """
-    column = how.columns.start(chunk) - how.columns.start(panel.first)
+    column = at + how.columns.start(chunk) - how.columns.start(panel.first)
     wide = how.columns.length(chunk)
     dst = d.at(acc, (0, wide), slot, (0, t))
     for c in range(last - first):
@@ -103,19 +56,63 @@ def groups(panel: Panel, tokens: int) -> list[tuple[int, int]]:
     return [(panel.first + at, n) for at, n in split(panel.last - panel.first, max(1, BANK // tokens))]
 
 
-def even(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
-    """``(first chunk, chunks, partitions)``: a run of chunks as one or two runs of equal width."""
-    middle = min(max(cut.full, first), first + count)
-    runs = [(first, middle - first, cut.width), (middle, first + count - middle, cut.width - 1)]
-    return [r for r in runs if r[1] and r[2]]
-
-
-def evict(d: Any, dst: Any, src: Any, turn: int) -> None:
-    """PSUM to SBUF, on the vector and the scalar engine in turn."""
-    if turn % 2:
-        d.copy_scalar(dst, src)
+def evict(
+    d: Any, kind: str, out: Any, at: int, acc: Any, slot: int, chunks: int, wide: int, t0: int, t: int, other: Any,
+    column: int, turn: int,
+) -> None:  # fmt: skip
+    """Column chunks from ``slot`` of ``acc`` to those from ``at`` of ``out``, tokens [t0, t0 + t); ``column``: which
+    chunks of the weight they are. Plain copies go to the vector and the scalar engine in turn."""
+    dst = d.at(out, (0, wide), (at, at + chunks), (t0, t0 + t))
+    src = acc[0:wide, slot : slot + chunks, 0:t]
+    if kind == SILU:
+        d.silu(dst, src)
+    elif kind == ADD:
+        d.add(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])
+    elif kind == MULTIPLY:
+        d.multiply(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])
+    elif kind == COLUMNS:
+        for c in range(chunks):
+            one = d.at(out, (0, wide), at + c, (t0, t0 + t))
+            d.multiply(one, acc[0:wide, slot + c, 0:t], other[0:wide, t0 : t0 + t])
+    elif kind == BIAS:
+        for c in range(chunks):
+            one = d.at(out, (0, wide), at + c, (t0, t0 + t))
+            d.add_column(one, acc[0:wide, slot + c, 0:t], other[0:wide, column + c : column + c + 1])
     else:
-        d.copy(dst, src)
+        leave(d, dst, src, turn)
+
+
+def panel_product(
+    d: Any, out: Any, base: int, kind: str, other: Any, tile: Any, at: int, f: Factor, panel: Panel, x: Parts,
+    first: int, last: int, tokens: int, moving: int,
+) -> None:  # fmt: skip
+    """``out = weights^T x`` for one panel, over row chunks [first, last), which ``x`` and ``tile`` (from ``at``) hold.
+
+    Dimensions: ``out`` [columns, chunks, tokens] from column chunk ``base`` on; ``other`` as ``kind`` asks.
+    """
+    cut = f.how.columns
+    for t0, t in split(tokens, moving):
+        for j0, n in groups(panel, t):
+            acc = d.psum((cut.width, n, t))
+            for j in range(j0, j0 + n):
+                contract(d, acc, j - j0, tile, at, f.how, panel, j, x, first, last, t0, t)
+            turn = j0 // n + t0 // moving
+            for j, m, wide in even(cut, j0, n):
+                evict(d, kind, out, j - base, acc, j - j0, m, wide, t0, t, other, j, turn)
+
+
+def expand(
+    d: Any, out: Any, base: int, kind: str, other: Any, f: Factor, panels: list[Panel], h: Parts, tokens: int,
+    blocks: Blocks,
+) -> None:  # fmt: skip
+    """``out = B h`` for some panels of B, streamed; arguments as in :func:`panel_product`."""
+    rows = f.how.rows.count
+    for p0, count in split(len(panels), blocks.panels):
+        tile = load_panels(d, f, panels[p0 : p0 + count], 0, rows)
+        at = 0
+        for panel in panels[p0 : p0 + count]:
+            panel_product(d, out, base, kind, other, tile, at, f, panel, h, 0, rows, tokens, blocks.moving)
+            at += rows * panel.columns
 
 
 @dataclass
@@ -135,72 +132,63 @@ class Accumulation:
 
 
 def accumulate_block(
-    d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, moving: int, dtype: Any,
+    d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, blocks: Blocks, dtype: Any,
     scaled: bool = False, scale: Any = None,
 ) -> None:  # fmt: skip
     """Add ``A x`` over row chunks [first, last), which ``x`` holds; ``scale`` [128, tokens] multiplies the last sum."""
     how = to.f.how
     begins, ends = first == 0, last == how.rows.count
-    turn = 0
-    for p, panel in enumerate(how.panels()):
-        tile = load_panel(d, to.f, panel, first, last)
-        shape = (how.columns.width, panel.last - panel.first, tokens)
-        if ends:
-            to.result.append(d.sbuf(shape, dtype))
-        elif begins:
-            to.sums.append(d.sbuf(shape, d.float32))
-        for t0, t in split(tokens, moving):
-            for j0, n in groups(panel, t):
-                acc = d.psum((how.columns.width, n, t))
-                for j in range(j0, j0 + n):
-                    contract(d, acc, j - j0, tile, how, panel, j, x, first, last, t0, t)
-                for at, m, wide in even(how.columns, j0, n):
-                    slot, at = at - j0, at - panel.first
-                    src = acc[0:wide, slot : slot + m, 0:t]
-                    place = ((0, wide), (at, at + m), (t0, t0 + t))
-                    if begins and not ends:
-                        evict(d, d.at(to.sums[p], *place), src, turn)
-                    elif begins and scaled:
-                        _multiply_columns(d, to.result[p], at, acc, slot, m, wide, scale, t0, 0, t)
-                    elif begins:
-                        evict(d, d.at(to.result[p], *place), src, turn)
-                    else:
-                        target = to.result[p] if ends and not scaled else to.sums[p]
-                        d.add(d.at(target, *place), src, to.sums[p][0:wide, at : at + m, t0 : t0 + t])
-                        if ends and scaled:
-                            _multiply_columns(d, to.result[p], at, to.sums[p], at, m, wide, scale, t0, t0, t)
-                    turn += 1
+    panels = how.panels()
+    for p0, count in split(len(panels), blocks.panels):
+        tile = load_panels(d, to.f, panels[p0 : p0 + count], first, last)
+        at = 0
+        for p in range(p0, p0 + count):
+            panel = panels[p]
+            shape = (how.columns.width, panel.last - panel.first, tokens)
+            if ends:
+                to.result.append(d.sbuf(shape, dtype))
+            elif begins:
+                to.sums.append(d.sbuf(shape, d.float32))
+            # the last of several blocks, if it is to be scaled, adds in float32 first
+            target = to.result[p] if ends and (begins or not scaled) else to.sums[p]
+            kind = (COLUMNS if ends and scaled else COPY) if begins else ADD
+            other = scale if begins else to.sums[p]
+            panel_product(
+                d, target, panel.first, kind, other, tile, at, to.f, panel, x, first, last, tokens, blocks.moving
+            )
+            if ends and scaled and not begins:
+                _scale_columns(d, to.result[p], to.sums[p], how.columns, panel, scale, tokens)
+            at += (last - first) * panel.columns
 
 
-def _multiply_columns(
-    d: Any, dst: Any, at: int, src: Any, slot: int, chunks: int, wide: int, scale: Any, t0: int, s0: int, t: int
-) -> None:
-    """``dst[:, at + c, t0 + i] = src[:, slot + c, s0 + i] * scale[:, t0 + i]`` for some chunks c and t tokens i."""
-    for c in range(chunks):
-        target = d.at(dst, (0, wide), at + c, (t0, t0 + t))
-        d.multiply(target, src[0:wide, slot + c, s0 : s0 + t], scale[0:wide, t0 : t0 + t])
+def _scale_columns(d: Any, dst: Any, src: Any, cut: Chunks, panel: Panel, scale: Any, tokens: int) -> None:
+    """``dst[:, c, i] = src[:, c, i] * scale[:, i]`` for the chunks c of a panel and tokens i."""
+    for c in range(panel.last - panel.first):
+        wide = cut.length(panel.first + c)
+        target = d.at(dst, (0, wide), c, (0, tokens))
+        d.multiply(target, src[0:wide, c, 0:tokens], scale[0:wide, 0:tokens])
 
 
 def first_factors(
-    d: Any, x: Any, factors: list[Factor], start: Any, tokens: int, blocks: Blocks, epsilon: float
+    d: Any, x: Any, factors: list[Factor], start: Any, tokens: int, blocks: Blocks, options: Options
 ) -> list[Parts]:
-    """``A x`` of a strip of tokens for each factor; the input is read once and, with ``epsilon``, RMS-normalised.
+    """``A x`` of a strip of tokens for each factor; the input is read once and, if asked, RMS-normalised.
 
-    Dimensions: ``x`` [in, all tokens] in HBM; each result [rank, tokens] in SBUF.
+    Dimensions: ``x`` in HBM as ``options`` say; each result [rank, tokens] in SBUF.
     """
     cut = factors[0].how.rows
     products = [Accumulation(f, [], []) for f in factors]
-    scale = d.sbuf((PARTITIONS, tokens), d.float32) if epsilon else 0.0
-    for first, count in split(cut.count, blocks.depth):
+    scaled = options.epsilon > 0
+    scale = d.sbuf((PARTITIONS, tokens), d.float32) if scaled else 0.0
+    for first, count in split(cut.count, 0 if options.tokens_first else blocks.depth):
+        last = first + count
         strip = d.sbuf((cut.width, count, tokens), x.dtype)
-        load_rows(d, strip, x, cut, first, first + count, start, tokens)
-        if epsilon:
-            add_squares(d, scale, strip, cut, first, first + count, tokens, blocks.moving, epsilon, x.dtype)
+        load_rows(d, strip, x, cut, first, last, start, tokens, options.tokens_first)
+        if scaled:
+            add_squares(d, scale, strip, cut, first, last, tokens, blocks.moving, options.epsilon, x.dtype)
         for product in products:
             held = Parts([strip], count)
-            accumulate_block(
-                d, product, held, first, first + count, tokens, blocks.moving, x.dtype, bool(epsilon), scale
-            )
+            accumulate_block(d, product, held, first, last, tokens, blocks, x.dtype, scaled, scale)
     return [product.parts() for product in products]
 
 
@@ -234,36 +222,29 @@ def add_squares(
 
 
 def second_factor(
-    d: Any, y: Any, h: Parts, f: Factor, panels: list[Panel], start: Any, tokens: int, moving: int, adds: bool = False,
-    residual: Any = None,
-) -> None:  # fmt: skip
-    """``y[:, start : start + tokens] = B h`` for a strip and some panels of B; ``adds``: plus ``residual``.
+    d: Any, y: Any, h: Parts, f: Factor, panels: list[Panel], start: Any, tokens: int, blocks: Blocks, options: Options
+) -> None:
+    """``y = B h`` for a strip and some panels of B, plus bias and residual if asked.
 
-    Results are stored panel by panel where rows are long, else all panels at once.
+    Results are stored as weights are loaded where rows are long; else, and where tokens come first, all at once.
     """
-    cut, rows = f.how.columns, f.how.rows
-    spans = [(p, p + 1) for p in range(len(panels))] if tokens >= LONG_ROW else [(0, len(panels))]
-    turn = 0
-    for p0, p1 in spans:
-        first, last = panels[p0].first, panels[p1 - 1].last
+    cut, first_tokens = f.how.columns, options.tokens_first
+    by_panel = tokens >= LONG_ROW and not first_tokens
+    spans = split(len(panels), blocks.panels if by_panel else 0)
+    kind, other = (BIAS, load_bias(d, options.bias, cut)) if options.biased else (COPY, 0.0)
+    for p0, count in spans:
+        some = panels[p0 : p0 + count]
+        first, last = some[0].first, some[-1].last
         out = d.sbuf((cut.width, last - first, tokens), y.dtype)
-        if adds:
+        if options.adds:
             extra = d.sbuf((cut.width, last - first, tokens), y.dtype)
-            load_rows(d, extra, residual, cut, first, last, start, tokens)
-        for panel in panels[p0:p1]:
-            tile = load_panel(d, f, panel, 0, rows.count)
-            for t0, t in split(tokens, moving):
-                for j0, n in groups(panel, t):
-                    acc = d.psum((cut.width, n, t))
-                    for j in range(j0, j0 + n):
-                        contract(d, acc, j - j0, tile, f.how, panel, j, h, 0, rows.count, t0, t)
-                    for at, m, wide in even(cut, j0, n):
-                        src = acc[0:wide, at - j0 : at - j0 + m, 0:t]
-                        at = at - first
-                        dst = d.at(out, (0, wide), (at, at + m), (t0, t0 + t))
-                        if adds:
-                            d.add(dst, src, extra[0:wide, at : at + m, t0 : t0 + t])
-                        else:
-                            evict(d, dst, src, turn)
-                        turn += 1
-        store_rows(d, y, out, cut, first, last, start, tokens)
+            load_rows(d, extra, options.residual, cut, first, last, start, tokens, first_tokens)
+            if not options.biased:
+                kind, other = ADD, extra
+        expand(d, out, first, kind, other, f, some, h, tokens, blocks)
+        if options.adds and options.biased:
+            for j, m, wide in even(cut, first, last - first):
+                at = j - first
+                d.add(d.at(out, (0, wide), (at, at + m), (0, tokens)), out[0:wide, at : at + m, 0:tokens],
+                      extra[0:wide, at : at + m, 0:tokens])  # fmt: skip
+        store_rows(d, y, out, cut, first, last, start, tokens, first_tokens)

@@ -10,32 +10,66 @@ from neuronmm.emulator.nki import TensorSpec, nki_modules, run
 from neuronmm.emulator.nki.trace import Space, Trace
 from neuronmm.emulator.timing import report, simulate
 from neuronmm.kernels import KernelError
-from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
+from neuronmm.kernels.hardware import CORES, DTYPE_BYTES, TRN1, NeuronCore
 from neuronmm.kernels.layout import Packing
 from neuronmm.kernels.nki.blocks import Blocks
-from neuronmm.kernels.tiling import Problem, consider, evaluate, explain, solve
+from neuronmm.kernels.nki.low_rank_mlp import Ranks
+from neuronmm.kernels.tiling import MlpProblem, Problem, consider, evaluate, explain, solve
 
 DEEPSEEK_UP = Problem(tokens=4096, inputs=7168, rank=4096, outputs=18432)
-problems = st.builds(
+linears = st.builds(
     Problem,
     tokens=st.integers(1, 40000),
     inputs=st.integers(1, 16384),
     rank=st.integers(1, 4096),
     outputs=st.integers(1, 20000),
     dtype=st.sampled_from(("bfloat16", "float32")),
+    tokens_first=st.booleans(),
 )
+mlps = st.builds(
+    MlpProblem,
+    tokens=st.integers(1, 9000),
+    hidden=st.integers(1, 8192),
+    intermediate=st.integers(1, 16384),
+    gate=st.integers(1, 2048),
+    up=st.integers(1, 2048),
+    down=st.integers(1, 2048),
+    shared=st.booleans(),
+)
+problems = st.one_of(linears, mlps)
 
 
-def kernel_trace(problem: Problem, blocks: Blocks, core: NeuronCore) -> Trace:
-    size = problem.element
-    a = TensorSpec((Packing.of(problem.inputs, problem.rank, size).elements,), problem.dtype)
-    b = TensorSpec((Packing.of(problem.rank, problem.outputs, size).elements,), problem.dtype)
-    x = TensorSpec((problem.inputs, problem.tokens), problem.dtype)
-    y = TensorSpec((problem.outputs, problem.tokens), problem.dtype)
+def kernel_trace(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore) -> Trace:
+    def packed(rows: int, columns: int) -> TensorSpec:
+        return TensorSpec((Packing.of(rows, columns, DTYPE_BYTES[problem.dtype]).elements,), problem.dtype)
+
+    def activation(features: int) -> TensorSpec:
+        shape = (features, problem.tokens)
+        return TensorSpec(shape[::-1] if problem.tokens_first else shape, problem.dtype)
+
+    epsilon, layout = (0.1 if problem.norm else 0.0), ("BSH" if problem.tokens_first else "HSB")
     with nki_modules():
-        from neuronmm.kernels.nki.entry_neuronxcc import low_rank_matmul
+        from neuronmm.kernels.nki.entry_neuronxcc import (
+            low_rank_matmul,
+            low_rank_swiglu_mlp,
+            low_rank_swiglu_mlp_shared,
+        )
 
-        return run(low_rank_matmul(problem.rank, blocks), x, a, b, outputs=[y], core=core, fold=True).trace
+        if isinstance(problem, Problem):
+            kernel = low_rank_matmul(problem.rank, blocks, epsilon, problem.residual, layout=layout)
+            x, y = activation(problem.inputs), activation(problem.outputs)
+            weights = [packed(problem.inputs, problem.rank), packed(problem.rank, problem.outputs)]
+        else:
+            p = problem
+            entry = low_rank_swiglu_mlp_shared if p.shared else low_rank_swiglu_mlp
+            ranks = Ranks(p.gate, p.gate if p.shared else p.up, p.down, p.intermediate)
+            kernel = entry(ranks, blocks, epsilon, p.residual, layout)
+            x = y = activation(p.hidden)
+            weights = [packed(p.hidden, ranks.gate), packed(ranks.gate, p.intermediate)]
+            weights += [] if p.shared else [packed(p.hidden, ranks.up)]
+            weights += [packed(ranks.up, p.intermediate), packed(p.intermediate, p.down), packed(p.down, p.hidden)]
+        extra = [y] if problem.residual else []
+        return run(kernel, x, *weights, *extra, outputs=[y], core=core, fold=True).trace
 
 
 def test_the_published_optimum() -> None:
@@ -56,7 +90,7 @@ def test_traffic_is_the_papers_equation() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(problems, st.sampled_from(sorted(CORES)))
-def test_what_is_chosen_fits(problem: Problem, device: str) -> None:
+def test_what_is_chosen_fits(problem: Problem | MlpProblem, device: str) -> None:
     core = CORES[device]
     tiling = solve(problem, core)
     assert max(tiling.sbuf) <= core.sbuf_partition_bytes
@@ -76,10 +110,16 @@ def test_what_is_chosen_fits(problem: Problem, device: str) -> None:
         (Problem(512, 1024, 512, 1024, "float32"), "trn1"),
         (Problem(1, 2048, 1280, 8192), "trn1"),
         (Problem(64, 2048, 1280, 8192), "trn3"),
+        (Problem(1024, 1024, 512, 2048, tokens_first=True), "trn1"),
+        (MlpProblem(1, 2048, 8192, 1280, 1280, 1280), "trn1"),
+        (MlpProblem(16, 2048, 6144, 1280, 1280, 1280), "trn2"),
+        (MlpProblem(4, 2048, 6144, 1280, 1280, 1280), "trn3"),
+        (MlpProblem(1024, 1024, 3072, 640, 512, 768), "trn1"),
+        (MlpProblem(700, 1024, 3072, 640, 640, 768, shared=True, norm=True, residual=True), "trn2"),
     ],
     ids=str,
 )
-def test_the_simulator_agrees(problem: Problem, device: str) -> None:
+def test_the_simulator_agrees(problem: Problem | MlpProblem, device: str) -> None:
     """The real kernel under the emulator: it fits in the counted memory, moves what was counted, takes as long."""
     core = CORES[device]
     tiling = solve(problem, core)
@@ -91,17 +131,42 @@ def test_the_simulator_agrees(problem: Problem, device: str) -> None:
     assert result.latency == pytest.approx(tiling.seconds, rel=0.1, abs=4e-6 + warm_up)
 
 
-@settings(max_examples=8, deadline=None)
+FLAGS = {name: st.booleans() for name in ("norm", "residual", "tokens_first")}
+
+
+@settings(max_examples=16, deadline=None)
 @given(
-    st.builds(
-        Problem, tokens=st.integers(1, 700), inputs=st.integers(1, 1500), rank=st.integers(1, 600),
-        outputs=st.integers(1, 1500),
+    st.one_of(
+        st.builds(
+            Problem, tokens=st.integers(1, 700), inputs=st.integers(1, 1500), rank=st.integers(1, 600),
+            outputs=st.integers(1, 1500), **FLAGS,
+        ),
+        st.builds(
+            MlpProblem, tokens=st.integers(1, 700), hidden=st.integers(1, 900), intermediate=st.integers(1, 1500),
+            gate=st.integers(1, 400), up=st.integers(1, 400), down=st.integers(1, 400), shared=st.booleans(), **FLAGS,
+        ),
     )
 )  # fmt: skip
-def test_the_kernel_needs_no_more_than_is_counted(problem: Problem) -> None:
+def test_the_kernel_needs_no_more_than_is_counted(problem: Problem | MlpProblem) -> None:
     tiling = solve(problem)
     trace = kernel_trace(problem, tiling.blocks, TRN1)  # the emulator raises where memory runs out
     assert trace.peak(Space.SBUF) <= max(tiling.sbuf)
+    assert trace.multiply_adds() - squares(problem) == problem.multiply_adds
+
+
+def squares(problem: Problem | MlpProblem) -> int:
+    """Multiply-adds of the norm's sum of squares, which runs on the tensor engine as well."""
+    inputs = problem.inputs if isinstance(problem, Problem) else problem.hidden
+    return 128 * inputs * problem.tokens * problem.norm
+
+
+def test_decode_reaches_the_dma_limit() -> None:
+    """The MLPs of the supported models: at least 90 % of the DMA rate on every generation, by the simulator."""
+    for device, core in CORES.items():
+        for hidden, intermediate, rank in ((2048, 8192, 1280), (2048, 6144, 1280)):
+            problem = MlpProblem(1, hidden, intermediate, rank, rank, rank)
+            result = report(simulate(kernel_trace(problem, solve(problem, core).blocks, core), core))
+            assert result.traffic / core.dma_rate * 1e-9 >= 0.9 * result.latency, (device, hidden, intermediate)
 
 
 def test_the_explanation_names_the_choice_and_the_refusals() -> None:

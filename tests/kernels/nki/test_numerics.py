@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuronmm.emulator.nki import TensorSpec, run
+from neuronmm.kernels import KernelError
 from neuronmm.kernels.layout import pack
 from neuronmm.kernels.nki.baselines import Tutorial
 from neuronmm.kernels.nki.blocks import Blocks
@@ -27,7 +28,9 @@ BLOCKS = st.builds(
     moving=st.sampled_from([32, 100, 512]),
     depth=st.sampled_from([0, 1, 2]),
     intermediate=st.sampled_from([0, 1, 2]),
+    panels=st.sampled_from([1, 2, 3]),
 )
+OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("norm", "residual", "tokens_first")})
 QUICK = settings(max_examples=30, deadline=None)
 
 
@@ -48,13 +51,13 @@ def judge(cases: list[Any], execute: Any) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @QUICK
-@given(inputs=SIZES, rank=SIZES, out=SIZES, tokens=TOKENS, sizes=BLOCKS, norm=st.booleans(), residual=st.booleans())
+@given(inputs=SIZES, rank=SIZES, out=SIZES, tokens=TOKENS, sizes=BLOCKS, options=OPTIONS, bias=st.booleans())
 def test_low_rank_matmul(
     kernels: Any, make: Any, dialect: str, dtype: torch.dtype, inputs: int, rank: int, out: int, tokens: int,
-    sizes: Blocks, norm: bool, residual: bool,
+    sizes: Blocks, options: dict[str, bool], bias: bool,
 ) -> None:  # fmt: skip
     seeds = range(draws(out * tokens))
-    cases = [make.linear(inputs, rank, out, tokens, dtype, seed=s, norm=norm, residual=residual) for s in seeds]
+    cases = [make.linear(inputs, rank, out, tokens, dtype, seed=s, bias=bias, **options) for s in seeds]
     judge(cases, lambda c: c.run(kernels, dialect, sizes))
 
 
@@ -62,18 +65,17 @@ def test_low_rank_matmul(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @QUICK
 @given(
-    hidden=SIZES, middle=SIZES, ranks=st.tuples(SIZES, SIZES, SIZES), tokens=TOKENS, sizes=BLOCKS, norm=st.booleans(),
-    residual=st.booleans(), shared=st.booleans(),
+    hidden=SIZES, middle=SIZES, ranks=st.tuples(SIZES, SIZES, SIZES), tokens=TOKENS, sizes=BLOCKS, options=OPTIONS,
+    shared=st.booleans(),
 )  # fmt: skip
 def test_low_rank_swiglu_mlp(
     kernels: Any, make: Any, dialect: str, dtype: torch.dtype, hidden: int, middle: int, ranks: tuple[int, int, int],
-    tokens: int, sizes: Blocks, norm: bool, residual: bool, shared: bool,
+    tokens: int, sizes: Blocks, options: dict[str, bool], shared: bool,
 ) -> None:  # fmt: skip
     if shared:
         ranks = (ranks[0], ranks[0], ranks[2])
     seeds = range(draws(hidden * tokens))
-    options = {"norm": norm, "residual": residual, "shared": shared}
-    cases = [make.mlp(hidden, middle, ranks, tokens, dtype, seed=s, **options) for s in seeds]
+    cases = [make.mlp(hidden, middle, ranks, tokens, dtype, seed=s, shared=shared, **options) for s in seeds]
     judge(cases, lambda c: c.run(kernels, dialect, sizes))
 
 
@@ -83,27 +85,37 @@ def test_the_dialects_agree_to_the_bit(kernels: Any, make: Any, dtype: torch.dty
     for case in (
         make.linear(576, 200, 300, tokens, dtype, norm=True, residual=True),
         make.mlp(200, 300, (130, 64, 70), tokens, dtype, norm=True),
+        make.linear(576, 200, 300, tokens, dtype, bias=True, tokens_first=True),
     ):
         assert torch.equal(case.run(kernels, "neuronxcc"), case.run(kernels, "nki"))
 
 
 @pytest.mark.parametrize("tokens", [1, 600])
 @pytest.mark.parametrize("residual", [False, True])
-def test_entries_of_both_dialects(kernels: Any, make: Any, arrays: Any, tokens: int, residual: bool) -> None:
-    for shared in (False, True):
-        linear = make.linear(200, 130, 150, tokens, torch.float32, norm=True, residual=residual)
-        mlp = make.mlp(200, 300, (130, 130, 70), tokens, torch.float32, norm=True, residual=residual, shared=shared)
+@pytest.mark.parametrize("layout", ["HSB", "BSH"])
+def test_entries_of_both_dialects(kernels: Any, make: Any, tokens: int, residual: bool, layout: str) -> None:
+    options = {"norm": True, "residual": residual, "tokens_first": layout == "BSH"}
+    for shared in (False, True):  # for the linear this says whether there is a bias
+        linear = make.linear(200, 130, 150, tokens, torch.float32, bias=shared, **options)
+        mlp = make.mlp(200, 300, (130, 130, 70), tokens, torch.float32, shared=shared, **options)
         for case in (linear, mlp):
-            packed = case.packed()
+            tensors = case.arguments()
             if case.shared:
-                del packed[2]
-            tensors = [arrays.to_numpy(case.x), *packed, *([arrays.to_numpy(case.residual)] if residual else [])]
+                del tensors[3]
             name = "low_rank_matmul" if case is linear else f"low_rank_swiglu_mlp{'_shared' * shared}"
             static = len(case.weights[0]) if case is linear else case.ranks()
-            first = getattr(kernels.entry_neuronxcc, name)(static, epsilon=case.epsilon, residual=residual)
-            second = getattr(kernels.entry_nki, name)(static, epsilon=case.epsilon, residual=residual)
-            near(arrays.to_torch(run(first, *tensors, outputs=[case.output()]).outputs[0]), case.exact())
-            near(arrays.to_torch(second[1](*tensors)), case.exact())
+            asked = {"epsilon": case.epsilon, "residual": residual, "layout": layout}
+            asked |= {"bias": shared} if case is linear else {}
+            first = getattr(kernels.entry_neuronxcc, name)(static, **asked)
+            second = getattr(kernels.entry_nki, name)(static, **asked)
+            near(case.result(run(first, *tensors, outputs=[case.output()]).outputs[0]), case.exact())
+            near(case.result(second[1](*tensors)), case.exact())
+
+
+def test_an_unknown_layout_is_refused(kernels: Any) -> None:
+    for entry in (kernels.entry_neuronxcc, kernels.entry_nki):
+        with pytest.raises(KernelError, match="layout 'SBH'"):
+            entry.low_rank_matmul(4, layout="SBH")
 
 
 @pytest.mark.parametrize("seed", range(3))

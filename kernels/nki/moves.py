@@ -1,0 +1,144 @@
+"""What the low-rank kernels move between HBM and SBUF: strips of activations, panels of weights.
+
+Activations lie transposed on chip, [partitions, chunks, tokens] (:mod:`neuronmm.kernels.layout`), so that the features
+of one product's result lie on the partitions where the next product contracts: the paper's implicit transposition. In
+HBM they are [features, tokens] as well, and nothing is ever transposed; or, on request, [tokens, features], and each
+128 x 128 block is transposed on its way by the tensor engine, never by a DMA, whose rows would be single elements.
+
+``d`` is a dialect module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from neuronmm.kernels.layout import PARTITIONS, Chunks, Packing, Panel
+from neuronmm.kernels.nki.blocks import split
+
+LONG_ROW = 512
+"""Tokens from which a chunk's rows are long enough to be moved chunk by chunk."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A strip's activation as tiles [partitions, up to ``per`` chunks, tokens], in the order of the chunks."""
+
+    tiles: list[Any]
+    per: int
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A packed weight in HBM and how it is packed."""
+
+    weights: Any
+    how: Packing
+
+
+def factor(weights: Any, rows: int, columns: int) -> Factor:
+    """The flat HBM tensor ``weights`` as the packed weight of these dimensions."""
+    how = Packing.of(rows, columns, 4 if "32" in str(weights.dtype) else 2)
+    assert weights.shape[0] == how.elements, f"packed weight has {weights.shape[0]} elements, not {how.elements}"
+    return Factor(weights, how)
+
+
+def load_rows(
+    d: Any, tile: Any, x: Any, cut: Chunks, first: int, last: int, start: Any, tokens: int, tokens_first: bool = False
+) -> None:
+    """Chunks [first, last) of the features of ``x``, tokens [start, start + tokens), into ``tile``.
+
+    Dimensions: ``x`` [size, all tokens], or with ``tokens_first`` [all tokens, size] and all chunks at once.
+    """
+    if tokens_first:
+        for t0, t in split(tokens, PARTITIONS):
+            row = d.sbuf((t, cut.width, cut.count), x.dtype)
+            for p0, p1, c1 in _runs(cut):
+                src = d.columns(x, start + t0, t, p0 * cut.count, p1 - p0, cut.count, c1)
+                d.load(d.at(row, (0, t), (p0, p1), (0, c1)), src)
+            for c in range(cut.count):
+                n = cut.length(c)
+                leave(d, d.at(tile, (0, n), c, (t0, t0 + t)), d.transpose((n, t), row[0:t, 0:n, c]), c)
+        return
+    for p0, p1, c0, c1 in pieces(cut, first, last, tokens):
+        src = d.rows(x, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0, start, tokens)
+        d.load(d.at(tile, (p0, p1), (c0 - first, c1 - first), (0, tokens)), src)
+
+
+def store_rows(
+    d: Any, x: Any, tile: Any, cut: Chunks, first: int, last: int, start: Any, tokens: int, tokens_first: bool = False
+) -> None:
+    """The reverse of :func:`load_rows`."""
+    if tokens_first:
+        for t0, t in split(tokens, PARTITIONS):
+            row = d.sbuf((t, cut.width, cut.count), x.dtype)
+            for c in range(cut.count):
+                n = cut.length(c)
+                leave(d, d.at(row, (0, t), (0, n), c), d.transpose((t, n), tile[0:n, c, t0 : t0 + t]), c)
+            for p0, p1, c1 in _runs(cut):
+                dst = d.columns(x, start + t0, t, p0 * cut.count, p1 - p0, cut.count, c1)
+                d.store(dst, row[0:t, p0:p1, 0:c1])
+        return
+    for p0, p1, c0, c1 in pieces(cut, first, last, tokens):
+        dst = d.rows(x, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0, start, tokens)
+        d.store(dst, tile[p0:p1, c0 - first : c1 - first, 0:tokens])
+
+
+def leave(d: Any, dst: Any, src: Any, turn: int) -> None:
+    """PSUM to SBUF, on the vector and the scalar engine in turn."""
+    if turn % 2:
+        d.copy_scalar(dst, src)
+    else:
+        d.copy(dst, src)
+
+
+def pieces(cut: Chunks, first: int, last: int, tokens: int) -> list[tuple[int, int, int, int]]:
+    """Transfers (partitions from, to, chunks from, to): one a chunk if rows are long, else as few as the shape lets."""
+    if tokens >= LONG_ROW:
+        return [(0, cut.length(c), c, c + 1) for c in range(first, last)]
+    middle = min(max(cut.full, first), last)
+    if middle == last or cut.width == 1:
+        return [(0, cut.width, first, middle)]
+    if middle == first:
+        return [(0, cut.width - 1, first, last)]
+    return [(0, cut.width - 1, first, last), (cut.width - 1, cut.width, first, middle)]
+
+
+def even(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
+    """``(first chunk, chunks, partitions)``: a run of chunks as one or two runs of equal width."""
+    middle = min(max(cut.full, first), first + count)
+    runs = [(first, middle - first, cut.width), (middle, first + count - middle, cut.width - 1)]
+    return [r for r in runs if r[1] and r[2]]
+
+
+def _runs(cut: Chunks) -> list[tuple[int, int, int]]:
+    """A token's features in their order in HBM: (partitions from, to, chunks), whole partitions first."""
+    if cut.full == cut.count:
+        return [(0, cut.width, cut.count)]
+    runs = [(0, cut.width - 1, cut.count), (cut.width - 1, cut.width, cut.full)]
+    return [r for r in runs if r[1] > r[0]]
+
+
+def load_bias(d: Any, bias: Any, cut: Chunks) -> Any:
+    """``bias`` [size] as a float32 tile [partitions, chunks]."""
+    raw = d.sbuf((cut.width, cut.count), bias.dtype)
+    column = d.sbuf((cut.width, cut.count), d.float32)
+    for p0, p1, c0, c1 in pieces(cut, 0, cut.count, 1):
+        d.load(d.at(raw, (p0, p1), (c0, c1)), d.run(bias, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0))
+    for c, n, wide in even(cut, 0, cut.count):
+        d.copy(d.at(column, (0, wide), (c, c + n)), raw[0:wide, c : c + n])
+    return column
+
+
+def load_panels(d: Any, f: Factor, panels: list[Panel], first: int, last: int) -> Any:
+    """Row chunks [first, last) of some panels, one transfer each: a tile [partitions, (last - first) * columns]."""
+    cut = f.how.rows
+    tile = d.sbuf((cut.width, (last - first) * sum([panel.columns for panel in panels])), f.weights.dtype)
+    at = 0
+    for panel in panels:
+        wide = panel.columns
+        length = (last - first) * wide
+        src = d.run(f.weights, panel.offset + first * wide, cut.width, cut.count * wide, length)
+        d.load(d.at(tile, (0, cut.width), (at, at + length)), src)
+        at += length
+    return tile

@@ -1,0 +1,163 @@
+"""The kernel bodies run on torch tensors under the emulator, with the exact and the plain torch result beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from neuronmm.emulator.nki import Run, TensorSpec, run
+from neuronmm.kernels.hardware import TRN1
+from neuronmm.kernels.layout import pack
+from neuronmm.kernels.nki.blocks import Blocks, Options
+from neuronmm.kernels.nki.choice import linear_blocks, mlp_blocks
+from neuronmm.kernels.nki.low_rank_mlp import Ranks
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()
+
+
+def to_torch(array: np.ndarray) -> Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the features, axis 0, as transformers computes it."""
+    y = x.float() if x.dtype is not torch.float64 else x
+    return weight[:, None] * (y * torch.rsqrt(y.square().mean(0, keepdim=True) + epsilon)).to(x.dtype)
+
+
+@dataclass
+class Case:
+    """One call of a kernel: activations [features, tokens], factors [out, in] as linears hold them.
+
+    ``weights``: (A, B) of a linear, or (A, B) of gate, up and down; a shared A is the same tensor twice.
+    """
+
+    x: Tensor
+    weights: tuple[Tensor, ...]
+    norm: Tensor | None = None
+    residual: Tensor | None = None
+    bias: Tensor | None = None
+    tokens_first: bool = False
+    epsilon: float = field(default=0.0)
+
+    @classmethod
+    def linear(cls, inputs: int, rank: int, out: int, tokens: int, dtype: torch.dtype, **options: Any) -> Case:
+        return cls._make(tokens, inputs, out, [(rank, inputs), (out, rank)], dtype, **options)
+
+    @classmethod
+    def mlp(
+        cls, hidden: int, middle: int, ranks: tuple[int, int, int], tokens: int, dtype: torch.dtype, **options: Any
+    ) -> Case:
+        gate, up, down = ranks
+        shapes = [(gate, hidden), (middle, gate), (up, hidden), (middle, up), (down, middle), (hidden, down)]
+        return cls._make(tokens, hidden, hidden, shapes, dtype, **options)
+
+    @classmethod
+    def _make(
+        cls, tokens: int, inputs: int, out: int, shapes: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0,
+        norm: bool = False, residual: bool = False, shared: bool = False, bias: bool = False,
+        tokens_first: bool = False,
+    ) -> Case:  # fmt: skip
+        random = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=random) * scale).to(dtype)
+
+        weights = [draw(*shape, scale=shape[1] ** -0.5) for shape in shapes]
+        if shared:
+            weights[2] = weights[0]
+        x, extra = draw(inputs, tokens), draw(out, tokens)
+        gain, column = 1 + draw(inputs, scale=0.2), draw(out)
+        return cls(
+            x, tuple(weights), gain if norm else None, extra if residual else None, column if bias else None,
+            tokens_first, 0.03 if norm else 0.0,
+        )  # fmt: skip
+
+    @property
+    def shared(self) -> bool:
+        return len(self.weights) == 6 and self.weights[0] is self.weights[2]
+
+    def plain(self) -> Tensor:
+        """Torch in the case's own dtype."""
+        return self._result(lambda t: t)
+
+    def exact(self) -> Tensor:
+        """Torch in float64."""
+        return self._result(lambda t: t.double())
+
+    def _result(self, cast: Any) -> Tensor:
+        x, w = cast(self.x), [cast(t) for t in self.weights]
+        if self.norm is not None:
+            x = normalised(x, cast(self.norm), self.epsilon)
+        y = w[1] @ (w[0] @ x)
+        if len(w) == 6:
+            y = w[5] @ (w[4] @ (silu(y) * (w[3] @ (w[2] @ x))))
+        if self.bias is not None:
+            y = y + cast(self.bias)[:, None]
+        return y if self.residual is None else y + cast(self.residual)
+
+    def packed(self) -> list[np.ndarray]:
+        """The factors as the kernels read them; the norm's weight is in those that read the input."""
+        first = (0,) if len(self.weights) == 2 else (0, 2)
+        return [to_numpy(pack(t, self.norm if i in first else None)) for i, t in enumerate(self.weights)]
+
+    def ranks(self) -> Ranks:
+        return Ranks(*(len(self.weights[i]) for i in (0, 2, 4)), intermediate=len(self.weights[1]))
+
+    def arguments(self) -> list[np.ndarray]:
+        """The tensors in the entries' order, in the case's layout."""
+        extras = [] if self.bias is None else [to_numpy(self.bias)]
+        extras += [] if self.residual is None else [to_numpy(self._laid(self.residual))]
+        return [to_numpy(self._laid(self.x)), *self.packed(), *extras]
+
+    def output(self) -> TensorSpec:
+        shape = (len(self.weights[-1]), self.x.shape[1])
+        return TensorSpec(shape[::-1] if self.tokens_first else shape, to_numpy(self.x).dtype)
+
+    def result(self, array: np.ndarray) -> Tensor:
+        """An output of the kernel as [features, tokens]."""
+        return self._laid(to_torch(array))
+
+    def run(self, kernels: Any, dialect: str, sizes: Blocks | None = None) -> Tensor:
+        """The body in ``kernels`` on a dialect, under the emulator."""
+        return self.result(self.trace(kernels, dialect, sizes).outputs[0])
+
+    def trace(self, kernels: Any, dialect: str, sizes: Blocks | None = None, shapes: bool = False) -> Run:
+        """``sizes`` None: what the tiling solver chooses."""
+        d = getattr(kernels, f"dialect_{dialect}")
+
+        def body(x: Any, *rest: Any) -> None:
+            *weights, y = rest
+            extra = weights.pop() if self.residual is not None else 0.0
+            bias = weights.pop() if self.bias is not None else 0.0
+            options = Options(
+                self.epsilon, self.bias is not None, bias, self.residual is not None, extra, self.tokens_first
+            )
+            if len(self.weights) == 2:
+                rank = len(self.weights[0])
+                chosen = sizes or linear_blocks(x, rank, y, options, TRN1)
+                kernels.low_rank_matmul.low_rank_matmul(d, x, *weights, y, rank, chosen, options)
+            else:
+                w = kernels.low_rank_mlp.Weights(*weights, shared=self.shared)
+                chosen = sizes or mlp_blocks(x, self.ranks(), self.shared, options, TRN1)
+                kernels.low_rank_mlp.low_rank_swiglu_mlp(d, x, w, y, self.ranks(), chosen, options)
+
+        arguments: list[Any] = list(self.arguments())
+        if shapes:
+            arguments = [TensorSpec(a.shape, a.dtype) for a in arguments]
+        return run(body, *arguments, outputs=[self.output()])
+
+    def _laid(self, activation: Tensor) -> Tensor:
+        return activation.T if self.tokens_first else activation
