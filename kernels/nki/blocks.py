@@ -37,6 +37,8 @@ class Options:
     ``epsilon``: the input is RMS-normalised first (the norm's weight is packed into the factors that read it); 0: not.
     ``biased`` and ``adds``: ``bias`` [out] and ``residual`` (like the output) are added to the result.
     ``tokens_first``: activations in HBM are [tokens, features] and not [features, tokens].
+    ``partial``: the MLP's output is what B of down is applied to, the down projection's rank: a tensor-parallel host
+    sums that over the cores, which is less than the hidden size, and applies B itself.
     """
 
     epsilon: float = 0.0
@@ -45,6 +47,7 @@ class Options:
     adds: bool = False
     residual: Any = 0.0
     tokens_first: bool = False
+    partial: bool = False
 
 
 PLAIN = Options()

@@ -48,9 +48,14 @@ def low_rank_matmul(
 
 
 def low_rank_swiglu_mlp(
-    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB"
-) -> Callable[..., None]:
-    """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual], y)``."""
+    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
+    partial: bool = False,
+) -> Callable[..., None]:  # fmt: skip
+    """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual], y)``.
+
+    ``partial``: ``kernel(x, gate_a, gate_b, up_a, up_b, down_a, y)`` with y of the down projection's rank, to be summed
+    over the cores before B of down is applied.
+    """
     first = tokens_first(layout)
 
     def compute(x: Any, w: mlp.Weights, y: Any, options: Options) -> None:
@@ -68,13 +73,22 @@ def low_rank_swiglu_mlp(
         w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
         compute(x, w, y, Options(epsilon, adds=True, residual=extra, tokens_first=first))
 
+    def low_rank_mlp_partial_kernel(
+        x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, y: Any
+    ) -> None:
+        w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, 0.0)
+        compute(x, w, y, Options(epsilon, tokens_first=first, partial=True))
+
+    if partial:
+        return low_rank_mlp_partial_kernel
     return low_rank_mlp_residual_kernel if residual else low_rank_mlp_kernel
 
 
 def low_rank_swiglu_mlp_shared(
-    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB"
-) -> Callable[..., None]:
-    """One A for gate and up: ``kernel(x, gate_a, gate_b, up_b, down_a, down_b[, residual], y)``."""
+    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
+    partial: bool = False,
+) -> Callable[..., None]:  # fmt: skip
+    """One A for gate and up: ``kernel(x, gate_a, gate_b, up_b, down_a, down_b[, residual], y)``; partial as above."""
     first = tokens_first(layout)
 
     def compute(x: Any, w: mlp.Weights, y: Any, options: Options) -> None:
@@ -92,4 +106,10 @@ def low_rank_swiglu_mlp_shared(
         w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, shared=True)
         compute(x, w, y, Options(epsilon, adds=True, residual=extra, tokens_first=first))
 
+    def low_rank_mlp_shared_partial_kernel(x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, y: Any) -> None:
+        w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, 0.0, shared=True)
+        compute(x, w, y, Options(epsilon, tokens_first=first, partial=True))
+
+    if partial:
+        return low_rank_mlp_shared_partial_kernel
     return low_rank_mlp_shared_residual_kernel if residual else low_rank_mlp_shared_kernel

@@ -21,6 +21,7 @@ from neuronmm.kernels.nki.stages import (
     expand,
     first_factors,
     second_factor,
+    store_parts,
 )
 
 
@@ -53,7 +54,8 @@ def low_rank_swiglu_mlp(
     """Body of the kernel on the dialect ``d``.
 
     Dimensions: ``x``, ``y`` and the residual [hidden, tokens], or the other way round as ``options`` say; each A packed
-    of [rank, in], each B of [out, rank]. A norm's weight is packed into the A factors of gate and up.
+    of [rank, in], each B of [out, rank]. A norm's weight is packed into the A factors of gate and up. With
+    ``options.partial``, ``y`` [down rank, tokens] is ``A_down`` of the activation, and ``w.down_b`` is not read.
     """
     tokens = x.shape[0] if options.tokens_first else x.shape[1]
     strips, rest = divmod(tokens, blocks.tokens)
@@ -66,16 +68,19 @@ def low_rank_swiglu_mlp(
 def _strip(
     d: Any, x: Any, w: Weights, y: Any, ranks: Ranks, start: Any, tokens: int, blocks: Blocks, options: Options
 ) -> None:
-    hidden = y.shape[1] if options.tokens_first else y.shape[0]
     gate_b, up_b = gate_up_factors(w, ranks)
-    down_a, down_b = factor(w.down_a, ranks.intermediate, ranks.down), factor(w.down_b, ranks.down, hidden)
+    down_a = factor(w.down_a, ranks.intermediate, ranks.down)
     gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, options)
     cut = down_a.how.rows
     h = Accumulation(down_a, [], [])
     for first, count in split(cut.count, block_chunks(blocks, gate_b, up_b)):
         act = swiglu_block(d, gate, gate_b, up, up_b, first, count, tokens, blocks, x.dtype)
         accumulate_block(d, h, Parts([act], count), first, first + count, tokens, blocks, x.dtype)
-    second_factor(d, y, h.parts(), down_b, down_b.how.panels(), start, tokens, blocks, options)
+    if options.partial:
+        store_parts(d, y, h, start, tokens, options.tokens_first)
+    else:
+        down_b = factor(w.down_b, ranks.down, y.shape[1] if options.tokens_first else y.shape[0])
+        second_factor(d, y, h.parts(), down_b, down_b.how.panels(), start, tokens, blocks, options)
 
 
 def gate_up_factors(w: Weights, ranks: Ranks) -> tuple[Factor, Factor]:

@@ -169,6 +169,22 @@ def _scale_columns(d: Any, dst: Any, src: Any, cut: Chunks, panel: Panel, scale:
         d.multiply(target, src[0:wide, c, 0:tokens], scale[0:wide, 0:tokens])
 
 
+def store_parts(d: Any, y: Any, made: Accumulation, start: Any, tokens: int, tokens_first: bool) -> None:
+    """A finished accumulation of a strip to HBM; where tokens come first its tiles are gathered into one."""
+    cut = made.f.how.columns
+    panels = made.f.how.panels()
+    if tokens_first:
+        whole = d.sbuf((cut.width, cut.count, tokens), y.dtype)
+        for p in range(len(panels)):
+            for c, n, wide in even(cut, panels[p].first, panels[p].last - panels[p].first):
+                at = c - panels[p].first
+                d.copy(d.at(whole, (0, wide), (c, c + n), (0, tokens)), made.result[p][0:wide, at : at + n, 0:tokens])
+        store_rows(d, y, whole, cut, 0, cut.count, start, tokens, True)
+    else:
+        for p in range(len(panels)):
+            store_rows(d, y, made.result[p], cut, panels[p].first, panels[p].last, start, tokens)
+
+
 def first_factors(
     d: Any, x: Any, factors: list[Factor], start: Any, tokens: int, blocks: Blocks, options: Options
 ) -> list[Parts]:

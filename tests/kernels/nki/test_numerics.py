@@ -31,13 +31,18 @@ BLOCKS = st.builds(
     panels=st.sampled_from([1, 2, 3]),
 )
 OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("norm", "residual", "tokens_first")})
-QUICK = settings(max_examples=30, deadline=None)
+QUICK = settings(max_examples=20, deadline=None)
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Relative error of the whole result: of a single number it would be that of its cancellation."""
     error = (actual.double() - expected).norm() / expected.norm()
     assert error <= 1e-5, f"relative error {error:.3g}"
+
+
+def seeds_for(dtype: torch.dtype, independent: int) -> range:
+    """Draws of the inputs to judge together: the rule compares errors of many numbers that do not hang together."""
+    return range(draws(independent) if dtype is torch.bfloat16 else 1)
 
 
 def judge(cases: list[Any], execute: Any) -> None:
@@ -56,7 +61,7 @@ def test_low_rank_matmul(
     kernels: Any, make: Any, dialect: str, dtype: torch.dtype, inputs: int, rank: int, out: int, tokens: int,
     sizes: Blocks, options: dict[str, bool], bias: bool,
 ) -> None:  # fmt: skip
-    seeds = range(draws(out * tokens))
+    seeds = seeds_for(dtype, tokens * min(inputs, rank, out))
     cases = [make.linear(inputs, rank, out, tokens, dtype, seed=s, bias=bias, **options) for s in seeds]
     judge(cases, lambda c: c.run(kernels, dialect, sizes))
 
@@ -74,7 +79,7 @@ def test_low_rank_swiglu_mlp(
 ) -> None:  # fmt: skip
     if shared:
         ranks = (ranks[0], ranks[0], ranks[2])
-    seeds = range(draws(hidden * tokens))
+    seeds = seeds_for(dtype, tokens * min(hidden, middle, *ranks))
     cases = [make.mlp(hidden, middle, ranks, tokens, dtype, seed=s, shared=shared, **options) for s in seeds]
     judge(cases, lambda c: c.run(kernels, dialect, sizes))
 
@@ -110,6 +115,18 @@ def test_entries_of_both_dialects(kernels: Any, make: Any, tokens: int, residual
             second = getattr(kernels.entry_nki, name)(static, **asked)
             near(case.result(run(first, *tensors, outputs=[case.output()]).outputs[0]), case.exact())
             near(case.result(second[1](*tensors)), case.exact())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("layout", ["HSB", "BSH"])
+def test_a_partial_mlp_stops_at_the_rank_of_down(kernels: Any, make: Any, shared: bool, layout: str) -> None:
+    case = make.mlp(200, 1100, (130, 130, 1100), 70, torch.float32, shared=shared, tokens_first=layout == "BSH")
+    tensors = [t for i, t in enumerate(case.arguments()[:-1]) if i != 3 or not shared]
+    name = f"low_rank_swiglu_mlp{'_shared' * shared}"
+    kernel = getattr(kernels.entry_neuronxcc, name)(case.ranks(), layout=layout, partial=True)
+    shape = (70, 1100) if case.tokens_first else (1100, 70)
+    part = case.result(run(kernel, *tensors, outputs=[TensorSpec(shape)]).outputs[0])
+    near(case.weights[5].double() @ part.double(), case.exact())
 
 
 def test_an_unknown_layout_is_refused(kernels: Any) -> None:
