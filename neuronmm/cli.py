@@ -6,7 +6,7 @@ import argparse
 import sys
 from importlib import import_module
 
-COMMANDS = ("compress", "generate", "benchmark", "evaluate", "predict", "tiling")
+COMMANDS = ("compress", "generate", "benchmark", "evaluate", "sweep", "predict", "tiling")
 
 
 def parser() -> argparse.ArgumentParser:

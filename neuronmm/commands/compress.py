@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Table
 
     from neuronmm.compression.config import CompressionConfig
     from neuronmm.compression.pipeline import compress
     from neuronmm.compression.report import summary
     from neuronmm.models import UserError
+    from neuronmm.progress import stage_bars
 
     align: str | int | None = args.align
     if isinstance(align, str) and align != "auto":
@@ -66,25 +66,14 @@ def run(args: argparse.Namespace) -> None:
         align=align,
         calibration=args.calibration,
     )
-    columns = (TextColumn("{task.description:>14}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    stages: dict[str, TaskID] = {}
-    with Progress(*columns, *times, console=Console(file=sys.stderr)) as bar:
-
-        def progress(stage: str, share: float) -> None:
-            if stage not in stages:
-                stages[stage] = bar.add_task(stage, total=1 - 1e-6)  # the shares are rounded
-            bar.advance(stages[stage], share)
-
-        try:
+    try:
+        with stage_bars() as progress:
             report = compress(args.model, args.out, config, resume=args.resume, force=args.force, progress=progress)
-        except KeyboardInterrupt:
-            bar.stop()
-            print(
-                f"interrupted; the work so far is in {args.out}.partial: repeat the command with --resume",
-                file=sys.stderr,
-            )
-            raise
+    except KeyboardInterrupt:
+        print(
+            f"interrupted; the work so far is in {args.out}.partial: repeat the command with --resume", file=sys.stderr
+        )
+        raise
     if args.json:
         print(json.dumps(report))
         return

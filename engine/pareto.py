@@ -1,0 +1,92 @@
+"""The picture of a sweep: perplexity against size and against speed, with the Pareto front drawn through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_COLOURS = ("#2f7fb8", "#c8553d", "#4f9d69", "#8e5ea2", "#d9a441", "#4aa3a2", "#7a5c43", "#c2578f")
+_AXES = {"bytes": "weights, MB", "speed": "decode tokens/s, batch 1"}
+
+
+def cost_of(point: dict[str, Any], cost: str) -> float:
+    """A point's ``bytes``, or for ``speed`` its tokens/s negated: smaller is better in both."""
+    return point["bytes"] if cost == "bytes" else -point["speed"]["tokens_per_second"]
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The indices of the points [(x, y)] that no other one beats, both coordinates being better when smaller.
+
+    A point is beaten when another is no worse in both and better in one; equals stay side by side.
+    """
+    return [
+        index
+        for index, (x, y) in enumerate(points)
+        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
+    ]
+
+
+def draw_sweep(result: dict[str, Any], path: Path) -> None:
+    """Write the picture of a sweep's result to ``path`` (PNG): a row a text, a column a measure of cost."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    costs = result["costs"]
+    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 0.93))  # the rest is the subtitle's
+    figure = Figure(figsize=(6.5 * len(costs) + 1, 4.6 * len(result["texts"]) + 0.8), layout=layout)
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(result["texts"]), len(costs), squeeze=False)
+    for row, text in zip(grid, result["texts"], strict=True):
+        for axes, cost in zip(row, costs, strict=True):
+            _panel(axes, result, text, cost)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    figure.suptitle(f"{Path(result['model']).name}, {result['targets']}", fontsize=13, fontweight="bold")
+    caption = "measured; bars: one standard error; numbers: share removed; line: the points no other one beats"
+    figure.text(0.5, 0.94, caption, ha="center", va="top", fontsize=9, color="#555555")
+    figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
+    """One text against one cost; a method has a colour, a precision of its own hollow markers and a dashed front."""
+    points = result["points"]
+    names = list(dict.fromkeys(point["name"] for point in points))
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(n for n in names if n != "dense")}
+    usual = next(point["bits"] for point in points if point["name"] == "dense")
+    for name in names:
+        for bits in sorted({point["bits"] for point in points if point["name"] == name}, reverse=True):
+            own = [point for point in points if (point["name"], point["bits"]) == (name, bits)]
+            axes.errorbar(
+                [_x(point, cost) for point in own],
+                [point["perplexity"][text]["value"] for point in own],
+                yerr=[point["perplexity"][text]["standard_error"] or 0 for point in own],
+                fmt="*" if name == "dense" else "o",
+                markersize=11 if name == "dense" else 7,
+                color=colours.get(name, "#333333"),
+                markerfacecolor=colours.get(name, "#333333") if bits == usual else "white",
+                capsize=3,
+                label=name if bits == usual else f"{name} ({bits} bit)",
+                zorder=3,
+            )
+            for point in own if name != "dense" else ():
+                at = (_x(point, cost), point["perplexity"][text]["value"])
+                axes.annotate(f"{point['ratio']:g}", at, (5, 5), textcoords="offset points", fontsize=8)
+    for bits in sorted({point["bits"] for point in points}, reverse=True):
+        best = [p for p in points if p["bits"] == bits and f"{cost}, {text}" in p["fronts"]]
+        line = sorted((_x(point, cost), point["perplexity"][text]["value"]) for point in best)
+        style = "-" if bits == usual else "--"
+        axes.plot([x for x, _ in line], [y for _, y in line], style, color="#999999", linewidth=1.2, zorder=1)
+    values = [point["perplexity"][text]["value"] for point in points]
+    if max(values) > 4 * min(values):
+        axes.set_yscale("log")
+    axes.set_xlabel(_AXES[cost])
+    axes.set_ylabel(f"perplexity, {text}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def _x(point: dict[str, Any], cost: str) -> float:
+    return cost_of(point, cost) / 1e6 if cost == "bytes" else -cost_of(point, cost)

@@ -1,0 +1,216 @@
+"""The verb ``sweep``: methods and ratios compressed and measured one after the other, and laid side by side.
+
+A *point* is a method at a ratio. All that is done stays in the sweep's folder, so an interrupted sweep goes on where it
+was, and a finished one can be given further points. The dense model is measured as the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.pipeline import compress
+from neuronmm.compression.reader import Reader
+from neuronmm.engine.benchmark import benchmark
+from neuronmm.engine.evaluate import evaluate
+from neuronmm.engine.machine import describe_machine
+from neuronmm.engine.pareto import cost_of, draw_sweep, front
+from neuronmm.engine.perplexity import read_text
+from neuronmm.models.errors import UserError
+from neuronmm.models.portable import write_json
+from neuronmm.models.source import resolve
+from neuronmm.sweep_table import as_markdown
+
+SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}
+"""What a point's speed is: see :func:`neuronmm.engine.benchmark.benchmark`."""
+
+
+def sweep(
+    model: str | Path,
+    out: str | Path,
+    ratios: Sequence[float],
+    methods: Sequence[str],
+    texts: Sequence[str | Path],
+    base: CompressionConfig | None = None,
+    *,
+    context: int | None = None,
+    limit: int | None = None,
+    speed: bool = False,
+    resume: bool = False,
+    progress: Callable[[str, float], None] = lambda stage, share: None,
+) -> dict[str, Any]:
+    """Compress ``model`` by every method at every ratio and measure the results; plain values, ready for JSON.
+
+    Args:
+        model: the dense model: a folder, a GGUF file or a hub id.
+        out: the sweep's folder: the checkpoints, ``sweep.json``, ``sweep.md`` and ``sweep.png``.
+        ratios: shares of the targeted weights to remove.
+        methods: as :func:`parse_method` reads them.
+        texts: files to take the perplexity on.
+        base: the settings all points share; by default those of ``compress``.
+        context: tokens a window; by default as ``evaluate`` chooses.
+        limit: only the first windows of each text.
+        speed: measure tokens/s as well, each point beside the dense model.
+        resume: ``out`` exists and is to be continued; other ratios and methods than before are new points.
+        progress: told of every step: a stage's name and the further share of it that is done.
+
+    Raises:
+        UserError: anything about the request or the checkpoint that the caller can mend.
+    """
+    base, out = base or CompressionConfig(), Path(out).expanduser().absolute()
+    settings = {name: parse_method(name) for name in methods}
+    configs = {
+        (name, ratio): CompressionConfig.build(None, **{**base.model_dump(), **own, "ratio": ratio})
+        for ratio in ratios
+        for name, own in settings.items()
+    }
+    files = {Path(text).stem: Path(text).expanduser().absolute() for text in texts}
+    if not configs or len(files) < max(len(texts), 1):
+        raise UserError("a sweep needs one or more ratios, methods and texts, the texts of different names")
+    for file in files.values():
+        read_text(file)  # a bad path should not cost hours
+    dense = resolve(model)
+    run = {
+        "model": str(dense),
+        "texts": {name: str(file) for name, file in files.items()},
+        "context": context,
+        "limit": limit,
+        "speed": speed,
+        "base": base.model_dump(exclude={"ratio", "method"}),
+    }
+    _open(out, run, resume)
+
+    folders = {point: out / f"{point[0]}-{point[1]:g}" for point in configs}
+    waiting = [folder for folder in folders.values() if not folder.exists()]
+
+    def measured(name: str, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
+        kept = out / f"{name}.json"
+        if not kept.is_file():
+            point = {**more, **_measure(folder, dense, files, context, limit, speed)}
+            write_json(kept.with_suffix(".writing"), point)
+            os.replace(kept.with_suffix(".writing"), kept)
+        progress("measuring", 1 / (1 + len(configs)))
+        return json.loads(kept.read_text(encoding="utf-8"))
+
+    points = [measured("dense", dense, {"name": "dense", "ratio": 0.0})]
+    for (name, ratio), config in configs.items():
+        folder = folders[name, ratio]
+        if folder in waiting:
+            partial = folder.with_name(folder.name + ".partial").exists()
+            compress(dense, folder, config, resume=partial, progress=_part(progress, len(waiting)))
+        report = json.loads((folder / "compression_report.json").read_text(encoding="utf-8"))
+        facts = {key: report[key] for key in ("realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")}
+        own = {"name": name, "ratio": ratio, "settings": settings[name]}
+        points.append(measured(folder.name, folder, {**own, "folder": folder.name, **facts}))
+    costs = ["bytes", "speed"] if speed else ["bytes"]
+    _mark_fronts(points, costs, list(files))
+    result = {
+        "kind": "measured",
+        "what": "sweep",
+        **run,
+        "model": str(model),
+        "targets": base.targets,
+        "costs": costs,
+        "machine": describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "points": points,
+    }
+    write_json(out / "sweep.json", result)
+    (out / "sweep.md").write_text(as_markdown(result), encoding="utf-8")
+    draw_sweep(result, out / "sweep.png")
+    return result
+
+
+def parse_method(text: str) -> dict[str, Any]:
+    """``anchored+fast`` -> the settings these words stand for.
+
+    A word is a value of a setting that has named values (``whitened``), or the name of a setting that is on or off.
+
+    Raises:
+        UserError: a word is unknown, stands for several settings, or contradicts another.
+    """
+    meanings: dict[str, list[tuple[str, Any]]] = {}
+    for name, field in CompressionConfig.model_fields.items():
+        if get_origin(field.annotation) is Literal:
+            for value in get_args(field.annotation):
+                meanings.setdefault(str(value), []).append((name, value))
+        elif field.annotation is bool:
+            meanings.setdefault(name, []).append((name, True))
+    settings: dict[str, Any] = {}
+    for word in text.split("+"):
+        found = meanings.get(word, [])
+        if len(found) != 1:
+            known = ", ".join(word for word, several in meanings.items() if len(several) == 1)
+            raise UserError(f"--methods {text}: {word!r} is not one of {known}")
+        ((name, value),) = found
+        if name in settings:
+            raise UserError(f"--methods {text}: {settings[name]!r} and {word!r} are both a {name}")
+        settings[name] = value
+    return settings
+
+
+def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
+    """Make the sweep's folder, or check that it is one of the same settings."""
+    plan = out / "run.json"
+    if not out.exists():
+        out.mkdir(parents=True)
+        write_json(plan, run)
+        return
+    if not resume:
+        raise UserError(f"{out}: exists already; --resume continues the sweep in it, or give another -o")
+    try:
+        before = json.loads(plan.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        raise UserError(f"{out}: is not the folder of a sweep ({plan.name} is unreadable); give another -o") from None
+    for key, value in json.loads(json.dumps(run)).items():
+        if before.get(key) != value:
+            raise UserError(f"{out}: was started with another {key} ({before.get(key)!r}, now {value!r})")
+
+
+def _part(progress: Callable[[str, float], None], parts: int) -> Callable[[str, float], None]:
+    return lambda stage, share: progress(stage, share / parts)
+
+
+def _measure(
+    folder: Path, dense: Path, texts: dict[str, Path], context: int | None, limit: int | None, speed: bool
+) -> dict[str, Any]:
+    """Size, perplexities and speed of one checkpoint."""
+    reader = Reader(folder)
+    sizes = {name: reader.nbytes(name) for name in reader.names}
+    narrowest = min(size // math.prod(reader.shape(name)) for name, size in sizes.items())
+    point: dict[str, Any] = {"bytes": sum(sizes.values()), "bits": 8 * narrowest, "perplexity": {}}
+    for name, file in texts.items():
+        done = evaluate(folder, text=file, context=context, limit=limit)
+        point["perplexity"][name] = done["results"][0]["models"]["model"]
+        point["dtype"] = done["models"]["model"]["dtype"]
+    if speed:
+        (found,) = benchmark(folder, None if folder == dense else dense, **SPEED)["points"]
+        own = found["variants"]["dense" if folder == dense else "fused"]
+        beside = found["variants"]["dense"]["decode_tokens_per_second"]
+        point["speed"] = {
+            "tokens_per_second": own["decode_tokens_per_second"],
+            "slowest": 1 / own["tpot"]["max"],
+            "fastest": 1 / own["tpot"]["min"],
+            "dense_beside": beside,
+            "speed_up": own["decode_tokens_per_second"] / beside,
+        }
+    return point
+
+
+def _mark_fronts(points: list[dict[str, Any]], costs: list[str], texts: list[str]) -> None:
+    """Say of each point on which fronts it lies; only points of one precision are compared."""
+    for point in points:
+        point["fronts"] = []
+    for bits in {point["bits"] for point in points}:
+        group = [point for point in points if point["bits"] == bits]
+        for cost in costs:
+            for text in texts:
+                pairs = [(cost_of(point, cost), point["perplexity"][text]["value"]) for point in group]
+                for index in front(pairs):
+                    group[index]["fronts"].append(f"{cost}, {text}")

@@ -1,0 +1,64 @@
+"""A sweep as people read it: one table a precision, on the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MARK = "*"
+
+
+def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, columns, rows) for each precision: points are only ever listed beside others of as many bits a weight."""
+    columns = ["method", "asked", "removed", "MB", *(f"perplexity, {text}" for text in result["texts"])]
+    columns += ["tokens/s", "x dense"] if "speed" in result["costs"] else []
+    columns += ["minutes", "GiB"]
+    found = []
+    for bits in sorted({point["bits"] for point in result["points"]}, reverse=True):
+        points = [point for point in result["points"] if point["bits"] == bits]
+        found.append((f"{bits} bits a weight, {result['targets']}", columns, [_row(result, point) for point in points]))
+    return found
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """What has to be known to read the tables."""
+    lines = [
+        f"{MARK}: no point of the same precision has fewer bytes and a lower perplexity on that text",
+        "removed: share of the targeted weights; MB: all weights, 10^6 bytes; perplexity ± one standard error; minutes "
+        "and GiB: time and peak memory of compressing",
+    ]
+    if "speed" in result["costs"]:
+        machine = result["machine"]["device"]
+        lines.append(
+            f"tokens/s: decoding at batch 1 on {machine}, median (min to max) of runs; {MARK}: none is faster at a "
+            "lower perplexity, on every text; x dense: against the dense model in the same run"
+        )
+    return lines
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    """The text kept as sweep.md."""
+    lines = [f"# Sweep of {result['model']}", "", "Measured.", ""]
+    for title, columns, rows in tables(result):
+        lines += [f"## {title}", "", f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]
+        lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
+    lines += [f"- {note.replace(MARK, chr(92) + MARK)}" for note in notes(result)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(result: dict[str, Any], point: dict[str, Any]) -> list[str]:
+    dense = point["name"] == "dense"
+    cells = [point["name"], "" if dense else f"{point['ratio']:.2f}", "" if dense else f"{point['realised_ratio']:.2%}"]
+    cells.append(f"{point['bytes'] / 1e6:.1f}")
+    for text in result["texts"]:
+        figures = point["perplexity"][text]
+        error = figures["standard_error"]
+        mark = f" {MARK}" if f"bytes, {text}" in point["fronts"] else ""
+        cells.append(f"{figures['value']:.4g}" + ("" if error is None else f" ± {error:.2g}") + mark)
+    if "speed" in result["costs"]:
+        speed = point["speed"]
+        mark = f" {MARK}" if all(f"speed, {text}" in point["fronts"] for text in result["texts"]) else ""
+        spread = f"({speed['slowest']:.1f} to {speed['fastest']:.1f})"
+        cells += [f"{speed['tokens_per_second']:.1f} {spread}{mark}", f"{speed['speed_up']:.2f}"]
+    if dense:
+        return [*cells, "", ""]
+    return [*cells, f"{point['seconds'] / 60:.1f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]
