@@ -25,13 +25,26 @@ class CompressionConfig(BaseModel):
 
     ratio: float = Field(0.2, ge=MIN_RATIO, le=MAX_RATIO)
     targets: Literal["mlp", "attention", "all"] = "mlp"
-    method: Literal["svd", "whitened"] = "whitened"
+    method: Literal["svd", "asvd", "whitened", "anchored"] = "whitened"
+    allocation: Literal["uniform", "global"] = "uniform"
+    share: Literal["off", "auto"] = "off"
+    refine: Literal["off", "fast", "full"] = "off"
     align: Literal["auto"] | int = "auto"
     calibration: str = SELF
     calibration_rows: int = Field(128, ge=1)
     calibration_length: int = Field(256, ge=2)
     damping: float = Field(1e-4, gt=0)
     seed: int = 0
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether anything is fitted to calibration text: all but plain SVD at uniform ranks."""
+        return (self.method, self.allocation, self.share, self.refine) != ("svd", "uniform", "off", "off")
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Whose hidden states are followed through the layers."""
+        return ("dense", "compressed") if self.method == "anchored" or self.refine != "off" else ("dense",)
 
     @classmethod
     def build(cls, recipe: Path | None = None, **settings: Any) -> CompressionConfig:

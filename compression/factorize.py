@@ -1,24 +1,32 @@
-"""Low-rank factors of one weight: plain SVD, and SVD whitened by what the linear reads.
+"""Low-rank factors of one weight, in closed form: the best for the weight, for its outputs, or for the dense outputs.
 
-Whitened (SVD-LLM, arXiv 2403.07378): with inputs X [in, tokens] and G = X X^T + lambda I, the rank-r matrix BA that
-minimises ``tr((W - BA) G (W - BA)^T)`` is found without ever inverting a singular G:
+- Plain SVD: ``||W - BA||_F`` is least.
+- ASVD (arXiv 2312.05821): plain SVD of ``W S`` with a diagonal S, larger for features of larger activations.
+- Whitened (SVD-LLM, arXiv 2403.07378): with inputs X [in, tokens] and G = X X^T + lambda I, ``tr((W - BA) G (W -
+  BA)^T)`` is least. Found without ever inverting a singular G: from the covariance of the outputs C = W G W^T, whose
+  top eigenvectors P give ``B = P`` and ``A = P^T W``; or from G = V L V^T, with M = W V L^1/2, where the top
+  eigenvectors Q of M^T M give ``B = M Q`` and ``A = Q^T L^-1/2 V^T``. Both are the truncated SVD of W S with S S^T = G.
+- Anchored (AA-SVD, arXiv 2604.02119): see :mod:`neuronmm.compression.anchored`.
 
-- from the covariance of the outputs C = W G W^T: its top eigenvectors P give ``B = P`` and ``A = P^T W``;
-- from the Gram matrix of the inputs G = V L V^T, with M = W V L^1/2: the top eigenvectors Q of M^T M give ``B = M Q``
-  and ``A = Q^T L^-1/2 V^T``.
-
-Both are the truncated SVD of W S with S S^T = G, and the loss is the sum of the dropped eigenvalues (squared
-singular values). Everything is computed in float64.
+The loss is the sum of the dropped eigenvalues (squared singular values). Everything is computed in float64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.moments import Moments
+
+ASVD_EXPONENT = 0.5
+"""ASVD's alpha: a feature's scale is its typical size to this power."""
+
+Problem = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]
+"""A covariance whose top eigenvectors [n, rank] are wanted, and how they become A and B."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Factors:
     """``W ~ B A`` and what the truncation costs.
 
     Dimensions: A [rank, in], B [out, rank], float64. ``loss`` is the dropped part of the spectrum, ``energy`` the
-    whole: both are squared Frobenius norms of outputs (whitened) or of weights (plain).
+    whole: both are squared Frobenius norms of outputs (whitened, anchored) or of (scaled) weights.
     """
 
     A: Tensor
@@ -40,35 +48,71 @@ class Factors:
         return (self.loss / self.energy) ** 0.5 if self.energy > 0 else 0.0
 
 
-def factorize(weight: Tensor, rank: int, moments: Moments | None = None) -> Factors:
-    """The best rank-``rank`` factors of ``weight`` [out, in]: plain SVD, or whitened when moments are given.
+def factorize(weight: Tensor, rank: int, known: Moments | Anchors | None = None, *, scaled: bool = False) -> Factors:
+    """The best rank-``rank`` factors of ``weight`` [out, in].
+
+    Args:
+        weight: any dtype.
+        rank: 1..min(out, in).
+        known: nothing for plain SVD, moments for the whitened form, anchors for the anchored one.
+        scaled: of the moments use only the features' sizes, as ASVD does.
 
     Raises:
-        ValueError: the rank is not in 1..min(out, in), or weight or moments hold NaN or infinity.
+        ValueError: the rank is impossible, or weight or moments hold NaN or infinity.
     """
     if not 1 <= rank <= min(weight.shape):
         raise ValueError(f"rank {rank} is impossible for a weight of shape {tuple(weight.shape)}")
-    if not torch.isfinite(weight).all():
-        raise ValueError("the weight contains NaN or infinity")
-    weight = weight.double()
-    if moments is not None and moments.of_inputs:
-        values, basis = moments.eigen
-        scaled = (weight @ basis) * values.sqrt()
-        vectors, loss, energy = _top(scaled.T @ scaled, rank)
-        return _balanced((basis @ (vectors / values.sqrt()[:, None])).T, scaled @ vectors, loss, energy)
-    if moments is None and weight.shape[0] > weight.shape[1]:
-        vectors, loss, energy = _top(weight.T @ weight, rank)
-        return _balanced(vectors.T, weight @ vectors, loss, energy)
-    covariance = weight @ weight.T if moments is None else moments.output_covariance(weight)
-    vectors, loss, energy = _top(covariance, rank)
-    return _balanced(vectors.T @ weight, vectors, loss, energy)
-
-
-def _top(covariance: Tensor, rank: int) -> tuple[Tensor, float, float]:
-    """The leading eigenvectors [n, rank], largest first, the sum of the dropped eigenvalues, and the sum of all."""
+    weight = _checked(weight)
+    covariance, factors_of = _problem(weight, known, scaled)
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     values = values.clamp(min=0)
-    return vectors[:, -rank:].flip(1), float(values[:-rank].sum()), float(values.sum())
+    energy, loss = float(values.sum()), float(values[:-rank].sum())
+    if isinstance(known, Anchors):  # what no matrix of any rank can reach is lost as well
+        reached, energy = energy - loss, known.energy(weight)
+        loss = max(energy - reached, 0.0)
+    A, B = factors_of(vectors[:, -rank:].flip(1))
+    return _balanced(A, B, loss, energy)
+
+
+def spectrum(weight: Tensor, moments: Moments) -> Tensor:
+    """The whitened eigenvalues [min(out, in)] of ``weight``, largest first: what each further rank takes off the loss.
+
+    Raises:
+        ValueError: weight or moments hold NaN or infinity.
+    """
+    covariance, _ = _problem(_checked(weight), moments, scaled=False)
+    values = torch.linalg.eigvalsh((covariance + covariance.T) / 2).clamp(min=0)
+    return values.flip(0)[: min(weight.shape)]
+
+
+def _checked(weight: Tensor) -> Tensor:
+    if not torch.isfinite(weight).all():
+        raise ValueError("the weight contains NaN or infinity")
+    return weight.double()
+
+
+def _problem(weight: Tensor, known: Moments | Anchors | None, scaled: bool) -> Problem:
+    if isinstance(known, Anchors):
+        return known.problem(weight)
+    if known is not None and scaled:
+        size = known.squares + known.damping
+        scale = (size / size.mean()) ** (ASVD_EXPONENT / 2)
+        covariance, factors_of = _problem(weight * scale, None, scaled=False)
+
+        def unscaled(vectors: Tensor) -> tuple[Tensor, Tensor]:
+            A, B = factors_of(vectors)
+            return A / scale, B
+
+        return covariance, unscaled
+    if known is not None and known.of_inputs:
+        values, basis = known.eigen
+        root = values.sqrt()
+        white = (weight @ basis) * root
+        return white.T @ white, lambda vectors: ((basis @ (vectors / root[:, None])).T, white @ vectors)
+    if known is None and weight.shape[0] > weight.shape[1]:
+        return weight.T @ weight, lambda vectors: (vectors.T, weight @ vectors)
+    covariance = weight @ weight.T if known is None else known.output_covariance(weight)
+    return covariance, lambda vectors: (vectors.T @ weight, vectors)
 
 
 def _balanced(A: Tensor, B: Tensor, loss: float, energy: float) -> Factors:

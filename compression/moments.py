@@ -6,7 +6,7 @@ smaller is gathered. For a down projection of 14336 -> 4096 that is a twelfth of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -14,28 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LEADERS = {
-    "self_attn.k_proj": "self_attn.q_proj",
-    "self_attn.v_proj": "self_attn.q_proj",
-    "mlp.up_proj": "mlp.gate_proj",
-}
-"""Linears that read the same input as an earlier one share its Gram matrix."""
+from neuronmm.models.families import SAME_INPUT
 
 
 class Moments:
     """Sums over the calibration tokens, for one linear ``y = W x`` (the bias left out).
 
-    Dimensions: ``gram`` is ``sum x x^T`` [in, in] (``of_inputs``) or ``sum y y^T`` [out, out], float64, symmetric.
-    ``power`` is the mean of the diagonal of ``sum x x^T`` in either case.
+    Dimensions: ``gram`` is ``sum x x^T`` [in, in] (``of_inputs``) or ``sum y y^T`` [out, out], symmetric; ``squares``
+    is the diagonal of ``sum x x^T`` [in] in either case. All float64.
 
-    Fewer tokens than features, dead features or a few massive ones make a Gram matrix singular, so ``damping * power``
-    is added to the diagonal of the inputs' one: the solution is unique then, and hardly moves elsewhere.
+    Fewer tokens than features, dead features or a few massive ones make a Gram matrix singular, so ``damping`` times
+    the mean of ``squares`` is added to the diagonal of the inputs' one: the solution is unique then, and hardly moves
+    elsewhere.
     """
 
     def __init__(self, size: int, of_inputs: bool, damping: float) -> None:
         self.gram = torch.zeros(size, size, dtype=torch.float64)
         self.of_inputs = of_inputs
-        self.power = 0.0
+        self.squares = torch.zeros(1, dtype=torch.float64)
         self._relative = damping
 
     @torch.no_grad()
@@ -48,7 +44,7 @@ class Moments:
         with torch.autocast(inputs.device.type, enabled=False):
             x = (inputs if self.of_inputs else outputs).double()
             self.gram.addmm_(x.T, x)
-            self.power += float(inputs.double().square().sum()) / inputs.shape[1]
+            self.squares = self.squares + inputs.double().square().sum(dim=0)
 
     @property
     def damping(self) -> float:
@@ -57,9 +53,7 @@ class Moments:
         Raises:
             ValueError: the activations hold NaN or infinity.
         """
-        if not torch.isfinite(self.gram).all():
-            raise ValueError("the calibration activations contain NaN or infinity")
-        return self._relative * self.power if self.power > 0 else 1.0
+        return damping_of(self.gram, float(self.squares.mean()), self._relative)
 
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor]:
@@ -76,20 +70,38 @@ class Moments:
         return self.gram + self.damping * (weight @ weight.T)
 
 
+def damping_of(gram: Tensor, power: float, relative: float) -> float:
+    """lambda for a Gram matrix whose inputs have the mean diagonal ``power``; 1 where there is none.
+
+    Raises:
+        ValueError: the activations hold NaN or infinity.
+    """
+    if not torch.isfinite(gram).all():
+        raise ValueError("the calibration activations contain NaN or infinity")
+    return relative * power if power > 0 else 1.0
+
+
 @contextmanager
-def gathering(layer: nn.Module, linears: Iterable[str], damping: float) -> Iterator[dict[str, Moments]]:
-    """Gather the moments of every named linear of ``layer`` over the forward passes in this block."""
+def gathering(
+    layer: nn.Module, linears: Iterable[str], damping: float, joint: Collection[str] = ()
+) -> Iterator[dict[str, Moments]]:
+    """Gather the moments of every named linear of ``layer`` over the forward passes in this block.
+
+    Linears that read one input share the moments of the first of them that needs its inputs'. Those in ``joint`` need
+    the inputs' whatever their shape, because they are factorised together.
+    """
     moments: dict[str, Moments] = {}
     hooks = []
     for name in linears:
         linear = layer.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        of_inputs = linear.out_features > linear.in_features
-        leader = _LEADERS.get(name, name)
-        if of_inputs and leader in moments and moments[leader].of_inputs:
-            moments[name] = moments[leader]
+        of_inputs = linear.out_features > linear.in_features or name in joint
+        beside = next((group for group in SAME_INPUT if name in group), ())
+        known = next((moments[other] for other in beside if other in moments and moments[other].of_inputs), None)
+        if of_inputs and known is not None:
+            moments[name] = known
             continue
-        moments[name] = Moments(min(linear.in_features, linear.out_features), of_inputs, damping)
+        moments[name] = Moments(linear.in_features if of_inputs else linear.out_features, of_inputs, damping)
         hooks.append(linear.register_forward_hook(_adder(moments[name])))
     try:
         yield moments

@@ -20,11 +20,27 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Linear:
-    """A targeted linear: its full name and its weight's shape [out, in]."""
+    """A targeted linear: its full name and its weight's shape [out, in].
+
+    With ``members`` it stands for several linears of one input that share one A, the leader first: its name is the
+    leader's, its weight theirs on top of each other.
+    """
 
     name: str
     out_features: int
     in_features: int
+    members: tuple[Linear, ...] = ()
+
+    @classmethod
+    def sharing(cls, members: Sequence[Linear]) -> Linear:
+        """Linears of one input as one."""
+        leader = members[0]
+        return cls(leader.name, sum(member.out_features for member in members), leader.in_features, tuple(members))
+
+    @property
+    def parts(self) -> tuple[Linear, ...]:
+        """The linears of the model that this one stands for."""
+        return self.members or (self,)
 
     @property
     def dense(self) -> int:

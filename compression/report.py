@@ -7,9 +7,13 @@ from typing import Any, TypedDict
 
 
 class Matrix(TypedDict):
-    """One targeted linear. ``rank`` is None where it stayed dense; errors are relative to the dense output's norm."""
+    """One targeted linear, or several that share its A: then the sizes are of all together.
+
+    ``rank`` is None where it stayed dense; errors are relative to the dense output's norm.
+    """
 
     name: str
+    sharing: list[str]
     shape: list[int]
     rank: int | None
     dense_parameters: int
@@ -33,7 +37,7 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{calibration['source']}, {size}, seed {calibration['seed']}"
     return [
         ("model", report["model"]),
-        ("method, targets", f"{report['method']}, {report['targets']}"),
+        ("method, targets", f"{_method(report)}, {report['targets']}"),
         ("ratio asked", f"{report['asked_ratio']:.2%} of the targeted weights removed"),
         ("ratio realised", f"{report['realised_ratio']:.2%} (ranks in multiples of {report['align']})"),
         ("whole model", f"{report['parameters']['dense']:,} -> {report['parameters']['compressed']:,} parameters "
@@ -41,8 +45,20 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("calibration", text),
         ("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised linear's output, on that text)"
          if calibration else f"{report['mean_relative_error']:.4f} (of a factorised weight)"),
+        *([("block error", f"{loss['before']:.4f} -> {loss['after']:.4f} of the hidden states' power, by refinement, "
+                           "on held-out rows")] if (loss := report["block_loss"]) else []),
         ("time, peak memory", f"{report['seconds']:.0f} s, {report['peak_rss_bytes'] / 2**30:.2f} GiB resident"),
     ]  # fmt: skip
+
+
+def _method(report: dict[str, Any]) -> str:
+    """The method with whatever was added to it."""
+    added = [
+        "global ranks" if report["allocation"] == "global" else "",
+        "shared A" if report["share"] == "auto" else "",
+        f"{report['refine']} refinement" if report["refine"] != "off" else "",
+    ]
+    return " + ".join([report["method"], *filter(None, added)])
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -54,5 +70,6 @@ def as_markdown(report: dict[str, Any]) -> str:
         rank = matrix["rank"] or "dense"
         shape = " x ".join(map(str, matrix["shape"]))
         removed, error = matrix["realised_ratio"], matrix["relative_error"]
-        lines.append(f"| {matrix['name']} | {shape} | {rank} | {removed:.2%} | {error:.4f} |")
+        name = " + ".join([matrix["name"], *(other.rpartition(".")[2] for other in matrix["sharing"])])
+        lines.append(f"| {name} | {shape} | {rank} | {removed:.2%} | {error:.4f} |")
     return "\n".join(lines) + "\n"

@@ -78,6 +78,11 @@ class Workspace:
         """Remove ``name``.safetensors if it is there."""
         (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
 
+    def latest(self, name: str) -> int:
+        """The number of the last ``name``-NNNNN.safetensors that was written, 0 if there is none."""
+        numbers = [int(path.stem.rpartition("-")[2]) for path in self.folder.glob(f"{name}-*.safetensors")]
+        return max(numbers, default=0)
+
     def layers_done(self) -> int:
         """How many layers, from the first on, are complete."""
         count = 0

@@ -40,10 +40,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
 TARGETS["all"] = TARGETS["attention"] + TARGETS["mlp"]
 """Names of the linears inside one decoder layer, by the word the command line uses for them."""
 
-SAME_INPUT: tuple[tuple[str, ...], ...] = (
+STAGES: tuple[tuple[str, ...], ...] = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
 )
+"""The linears of a decoder layer in the order they run, those that read one input together."""
+
+SAME_INPUT = tuple(stage for stage in STAGES if len(stage) > 1)
 """The linears of a decoder layer that read one input, and so may share one A."""
 
 

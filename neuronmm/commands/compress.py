@@ -27,7 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--targets", choices=("mlp", "attention", "all"), help="which linears to factorise (default mlp)"
     )
     parser.add_argument(
-        "--method", choices=("svd", "whitened"), help="plain or activation-aware SVD (default whitened)"
+        "--method",
+        choices=("svd", "asvd", "whitened", "anchored"),
+        help="closed form: plain SVD, scaled by activations, whitened by them, or anchored to the dense model's "
+        "(default whitened)",
+    )
+    parser.add_argument(
+        "--allocation",
+        choices=("uniform", "global"),
+        help="ranks: one ratio for all, or by the spectra (default uniform)",
+    )
+    parser.add_argument(
+        "--share", choices=("off", "auto"), help="one A for q, k, v and for gate, up where it pays (default off)"
+    )
+    parser.add_argument(
+        "--refine",
+        choices=("off", "fast", "full"),
+        help="train each block's factors and norms against the dense block (default off)",
     )
     parser.add_argument(
         "--align", metavar="auto|N", help="ranks are multiples of this tile (default auto: 128, less for small models)"
@@ -63,6 +79,9 @@ def run(args: argparse.Namespace) -> None:
         ratio=args.ratio,
         targets=args.targets,
         method=args.method,
+        allocation=args.allocation,
+        share=args.share,
+        refine=args.refine,
         align=align,
         calibration=args.calibration,
     )

@@ -79,6 +79,51 @@ def test_plain_svd_writes_the_truncated_svd(dense: Callable[..., Path], tmp_path
     assert report["calibration"] is None
 
 
+@pytest.mark.parametrize("method", ["svd", "asvd", "whitened", "anchored"])
+@pytest.mark.parametrize("extra", [{}, {"share": "auto"}, {"allocation": "global"}, {"refine": "fast"}])
+def test_every_method_writes_what_it_reports(
+    method: str, extra: dict[str, str], dense: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, out = dense("qwen2"), tmp_path / "out"
+    report = compress(source, out, config(method=method, targets="all", ratio=0.3, **extra))
+    model = load_pretrained(out, torch.float32)
+    assert torch.isfinite(model(torch.randint(3, 64, (2, 9))).logits).all()
+    after = tensors(out)
+    assert sum(t.numel() for t in after.values()) == report["parameters"]["compressed"]
+    kept = sum(m["kept_parameters"] for m in report["matrices"])
+    assert report["realised_ratio"] == pytest.approx(1 - kept / sum(m["dense_parameters"] for m in report["matrices"]))
+    named = {name for m in report["matrices"] for name in (m["name"], *m["sharing"])}
+    assert len(named) == 2 * len(TARGETS["all"])
+    assert (report["block_loss"] is not None) == ("refine" in extra)
+    if report["block_loss"]:
+        assert report["block_loss"]["after"] <= report["block_loss"]["before"]
+    if not extra:
+        untouched = {name: tensor for name, tensor in tensors(source).items() if name in after}
+        assert all(torch.equal(after[name], tensor) for name, tensor in untouched.items())
+
+
+def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Path], tmp_path: Path) -> None:
+    """Gate and up that read the same directions share an A, and their product is the joint closed form's."""
+    source, out = dense(), tmp_path / "out"
+
+    def alike(state: dict[str, torch.Tensor]) -> None:
+        for index in range(2):
+            gate = state[f"{LAYERS}.{index}.mlp.gate_proj.weight"]
+            mixed = torch.randn(48, 48, generator=torch.Generator().manual_seed(index)) / 7 @ gate
+            state[f"{LAYERS}.{index}.mlp.up_proj.weight"] = mixed
+
+    _edit(source, alike)
+    report = compress(source, out, config(share="auto", ratio=0.2))
+    after = tensors(out)
+    shared = json.loads((out / "config.json").read_text())["quantization_config"]["shared"]
+    assert shared == {f"{LAYERS}.{i}.mlp.up_proj": f"{LAYERS}.{i}.mlp.gate_proj" for i in range(2)}
+    assert not any("up_proj.A" in name for name in after)
+    assert [m["sharing"] for m in report["matrices"]].count([]) == 2  # the down projections
+    model = load_pretrained(out, torch.float32)
+    mlp = model.model.layers[0].mlp
+    assert mlp.up_proj.A is mlp.gate_proj.A
+
+
 def test_whitened_reports_the_error_on_its_calibration_text(
     dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
@@ -124,13 +169,20 @@ def _after(count: int) -> Callable[[str, float], None]:
     return progress
 
 
-@pytest.mark.parametrize("method", ["svd", "whitened"])
-def test_an_interrupted_run_resumes_to_identical_bytes(method: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+EVERYTHING = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"method": "svd"}, {"method": "whitened"}, EVERYTHING], ids=["svd", "plain", "all"]
+)
+def test_an_interrupted_run_resumes_to_identical_bytes(
+    changes: dict[str, str], dense: Callable[..., Path], tmp_path: Path
+) -> None:
     source, whole, out = dense(), tmp_path / "whole", tmp_path / "out"
-    settings = config(method=method, targets="all")
+    settings = config(targets="all", **changes)
     compress(source, whole, settings)
     stops = 0
-    for count in range(40):
+    for count in range(80):
         try:
             compress(source, out, settings, progress=_after(count), resume=count > 0)
             break

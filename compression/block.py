@@ -1,0 +1,117 @@
+"""One decoder layer: closed-form factors for its linears, and the layer they make."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm.compression.anchored import Anchors, inputs_of
+from neuronmm.compression.factorize import Factors
+from neuronmm.compression.moments import Moments, gathering
+from neuronmm.compression.ranks import Linear
+from neuronmm.compression.streaming import run_layer
+from neuronmm.models.families import STAGES
+from neuronmm.models.lowrank import LowRankLinear
+
+BATCH_TOKENS = 2048  # calibration tokens that pass through a layer together
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def advance(layer: nn.Module, hidden: Tensor, rotary: Rotary) -> Tensor:
+    """The layer's outputs [rows, length, hidden] for its inputs ``hidden`` of that shape."""
+    return torch.cat([run_layer(layer, batch, rotary) for batch in batches(hidden)])
+
+
+def batches(hidden: Tensor) -> tuple[Tensor, ...]:
+    """Rows in groups of about BATCH_TOKENS tokens."""
+    return hidden.split(max(1, BATCH_TOKENS // hidden.shape[1]))
+
+
+def unshared(layer: nn.Module) -> nn.Module:
+    """A copy of a layer to swap linears in and train norms of; the linears' weights are not copied."""
+    kept = [parameter for name, parameter in layer.named_parameters() if "norm" not in name]
+    return copy.deepcopy(layer, {id(parameter): parameter for parameter in kept})
+
+
+def swap(layer: nn.Module, linear: Linear, factors: Factors, inside: str, dtype: torch.dtype) -> None:
+    """Put low-rank modules in the place of ``linear``'s parts, their float32 values rounded to ``dtype``.
+
+    ``inside`` is the layer's name, which the linears' names start with.
+    """
+    leader: LowRankLinear | None = None
+    row = 0
+    for part in linear.parts:
+        name = part.name.removeprefix(inside)
+        dense = layer.get_submodule(name)
+        made = LowRankLinear(
+            part.in_features,
+            part.out_features,
+            len(factors.A),
+            dense.bias is not None,
+            device=torch.device("meta"),
+            leader=leader,
+        )
+        if leader is None:
+            made.A.weight = _parameter(factors.A, dtype)
+            leader = made
+        made.B.weight = _parameter(factors.B[row : row + part.out_features], dtype)
+        made.B.bias = dense.bias
+        row += part.out_features
+        layer.set_submodule(name, made)
+
+
+def _parameter(factor: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(factor.to(dtype).float(), requires_grad=False)
+
+
+def weight_of(layer: nn.Module, linear: Linear, inside: str) -> Tensor:
+    """The weight of ``linear`` [out, in]: of several parts, on top of each other."""
+    return torch.cat([layer.get_submodule(part.name.removeprefix(inside)).weight for part in linear.parts])
+
+
+def moments_of(
+    layer: nn.Module, hidden: Tensor, rotary: Rotary, linears: Sequence[Linear], inside: str, damping: float
+) -> tuple[dict[str, Moments], Tensor]:
+    """The moments of each of the layer's ``linears`` by name, and the layer's outputs."""
+    names = {part.name.removeprefix(inside): linear.name for linear in linears for part in linear.parts}
+    joint = {part.name.removeprefix(inside) for linear in linears for part in linear.members}
+    with gathering(layer, names, damping, joint) as gathered:
+        outputs = advance(layer, hidden, rotary)
+    return {linear.name: gathered[linear.name.removeprefix(inside)] for linear in linears}, outputs
+
+
+def anchored_factors(
+    dense: nn.Module,
+    compressed: nn.Module,
+    hidden: tuple[Tensor, Tensor],
+    rotary: Rotary,
+    linears: Sequence[Linear],
+    inside: str,
+    damping: float,
+    take: Callable[[Linear, Anchors], None],
+) -> None:
+    """Go through the layer's linears in the order they run; ``take`` puts the factors of each into ``compressed``.
+
+    ``hidden`` is what enters the dense layer and the compressed one [rows, length, hidden]. Those that read one input
+    see it as the linears before them, already compressed, make it.
+    """
+    for group in STAGES:
+        stage = [linear for linear in linears if linear.name.removeprefix(inside) in group]
+        owners = [(part.name.removeprefix(inside), linear) for linear in stage for part in linear.parts]
+        if not stage:
+            continue
+        names = [name for name, _ in owners]
+        sums = Anchors(stage[0].in_features, damping)
+        energy = dict.fromkeys(stage, 0.0)
+        for theirs, ours in zip(*map(batches, hidden), strict=True):
+            x, outputs = inputs_of(dense, names, partial(run_layer, dense, theirs, rotary))
+            sums.add(x, inputs_of(compressed, names, partial(run_layer, compressed, ours, rotary))[0])
+            for (_, linear), y in zip(owners, outputs, strict=True):
+                energy[linear] += float(y.double().square().sum())
+        for linear in stage:
+            take(linear, sums.of(energy[linear]))

@@ -1,0 +1,146 @@
+"""What a run will do to which linear: the targets, who shares an A with whom, and the rank of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from neuronmm.compression import allocation
+from neuronmm.compression.block import moments_of, weight_of
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.factorize import spectrum
+from neuronmm.compression.progress import Progress
+from neuronmm.compression.ranks import Linear, auto_align, balance
+from neuronmm.compression.reader import Reader
+from neuronmm.compression.streaming import StreamedModel
+from neuronmm.compression.workspace import Workspace
+from neuronmm.models.errors import UserError
+from neuronmm.models.families import LAYERS, SAME_INPUT, TARGETS
+
+_JOINT = "together:"  # in front of a leader's name: the spectrum of all linears of its input
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``linears`` in the order of the layers, those that share an A as one; ``ranks`` by their names, None is dense."""
+
+    linears: list[Linear]
+    ranks: dict[str, int | None]
+    align: int
+
+    @cached_property
+    def part_ranks(self) -> dict[str, int]:
+        """The rank of every linear of the model that is factorised, by its own name."""
+        ranks = ((part.name, self.ranks[linear.name]) for linear in self.linears for part in linear.parts)
+        return {name: rank for name, rank in ranks if rank is not None}
+
+    @cached_property
+    def shared(self) -> dict[str, str]:
+        """Linear -> the leader whose A it uses."""
+        pairs = ((part.name, linear) for linear in self.linears for part in linear.members[1:])
+        return {name: linear.name for name, linear in pairs if self.ranks[linear.name] is not None}
+
+    def of_layer(self, index: int) -> list[Linear]:
+        """The linears of one decoder layer."""
+        return [linear for linear in self.linears if linear.name.startswith(f"{LAYERS}.{index}.")]
+
+
+def targeted(reader: Reader, layers: int, targets: str) -> list[Linear]:
+    """The linears that ``targets`` names, in the order of the layers."""
+    return [
+        Linear(name, *reader.shape(f"{name}.weight"))
+        for index in range(layers)
+        for name in (f"{LAYERS}.{index}.{linear}" for linear in TARGETS[targets])
+    ]
+
+
+def needs_spectra(config: CompressionConfig) -> bool:
+    """Whether the plan depends on the calibration text."""
+    return config.allocation == "global" or config.share == "auto"
+
+
+def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[str, Tensor] | None = None) -> Plan:
+    """Decide. ``spectra``, from :func:`measure`, is needed where :func:`needs_spectra` says so.
+
+    Raises:
+        UserError: the ratio is out of range, or the tile so wide that no matrix can be compressed.
+    """
+    align = auto_align(linears) if config.align == "auto" else config.align
+    balance(linears, config.ratio, align)  # refuses what is impossible before anything long begins
+    spectra = dict(spectra or {})
+    if config.share == "auto" and spectra:
+        for group in _groups(linears):
+            together = spectra.pop(_JOINT + group[0].name)
+            if allocation.sharing_pays(group, spectra, together, config.ratio):
+                spectra[group[0].name] = together
+                place = linears.index(group[0])
+                linears = [*linears[:place], Linear.sharing(group), *linears[place + len(group) :]]
+    if config.allocation == "global" and spectra:
+        ranks = allocation.allocate(linears, spectra, config.ratio, align)
+    else:
+        ranks = balance(linears, config.ratio, align)
+    return Plan(linears, ranks, align)
+
+
+def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
+    """The linears of one input that could share an A."""
+    found: dict[tuple[str, int], list[Linear]] = {}
+    for linear in linears:
+        layer, _, inside = linear.name.removeprefix(f"{LAYERS}.").partition(".")
+        for number, group in enumerate(SAME_INPUT):
+            if inside in group:
+                found.setdefault((layer, number), []).append(linear)
+    return [group for group in found.values() if len(group) > 1]
+
+
+@torch.no_grad()
+def measure(
+    model: StreamedModel,
+    linears: list[Linear],
+    rows: Tensor,
+    config: CompressionConfig,
+    workspace: Workspace,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """The whitened spectrum of every linear, and of those of one input together, over the dense model's own run.
+
+    After every layer the work so far is kept in the workspace, for a resumed run.
+
+    Raises:
+        UserError: weights or activations hold NaN or infinity.
+    """
+    groups = _groups(linears) if config.share == "auto" else []
+    joint = [Linear.sharing(group) for group in groups]
+    first = workspace.latest("spectra")
+    state = workspace.load(f"spectra-{first:05d}") or {"hidden": model.embed(rows)}
+    hidden = state.pop("hidden")
+    progress("measuring spectra", first / len(model))
+    rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
+    for index in range(first, len(model)):
+        inside = f"{LAYERS}.{index}."
+        together = [linear for linear in joint if linear.name.startswith(inside)]
+        shared = {part.name for linear in together for part in linear.parts}
+        apart = [linear for linear in linears if linear.name.startswith(inside)]
+        alone = [linear for linear in apart if linear.name not in shared]
+        with model.layer(index) as layer:
+            moments, hidden = moments_of(layer, hidden, rotary, [*together, *alone], inside, config.damping)
+            owners = {part.name: linear.name for linear in together for part in linear.parts}
+            try:
+                for linear in apart:
+                    known = moments[owners.get(linear.name, linear.name)]
+                    state[linear.name] = spectrum(weight_of(layer, linear, inside), known)
+                for linear in together:
+                    state[_JOINT + linear.name] = spectrum(weight_of(layer, linear, inside), moments[linear.name])
+            except ValueError as error:
+                raise UserError(
+                    f"{model.reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"
+                ) from None
+        workspace.save(f"spectra-{index + 1:05d}", {"hidden": hidden, **state})
+        workspace.drop(f"spectra-{index:05d}")
+        model.reader.close()  # pages of the mapped shard count as resident as long as it is mapped
+        progress("measuring spectra", 1 / len(model))
+    return state

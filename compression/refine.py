@@ -1,0 +1,132 @@
+"""Block refinement: the factors and norms of one decoder layer, trained until its outputs are the dense layer's.
+
+The layer reads what the compressed layers before it wrote and aims at what the dense model has there, so that it makes
+good their errors as well as its own (AA-SVD, arXiv 2604.02119). Ranks, bytes and format stay as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import get_cosine_schedule_with_warmup
+
+from neuronmm.compression.block import Rotary, batches
+from neuronmm.compression.streaming import run_layer
+from neuronmm.models.lowrank import LowRankLinear
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Passes over the calibration rows, and the learning rate at its height."""
+
+    epochs: int
+    learning_rate: float
+
+
+SCHEDULES = {"fast": Schedule(2, 1e-3), "full": Schedule(8, 1e-3)}
+
+_HELD_OUT = 8  # one row in so many is never trained on
+_WARM_UP = 0.05  # of the steps, the rate rising linearly
+_PATIENCE = 2  # epochs in a row without a better held-out loss end the training
+_CLIP = 1.0  # norm of the gradient
+
+
+@torch.enable_grad()
+def refine(
+    layer: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    rotary: Rotary,
+    schedule: Schedule,
+    seed: int,
+    advance: Callable[[float], None],
+) -> dict[str, Any]:
+    """Train ``layer`` in place; keep the state of the best held-out loss, the untrained one included.
+
+    The loss is the mean over tokens of ``|y' - y|^2 / |y|^2``: the next layer's norm makes all tokens equally large,
+    the few massive ones too. AdamW with a cosine schedule; products in bf16 where the CPU multiplies it natively,
+    weights and sums in float32. The same arguments give the same result on the same machine.
+
+    Args:
+        layer: a compressed decoder layer, float32.
+        inputs: what it reads [rows, length, hidden], float32; one row in eight is held out.
+        targets: what the dense layer makes of the dense model's inputs, of that shape.
+        rotary: RoPE's cos and sin.
+        schedule: how long and how fast.
+        seed: of the order of the rows.
+        advance: called with the further share that is done; the shares add up to 1.
+
+    Returns:
+        Plain values for the report: the held-out loss before and after, and the passes made.
+
+    Raises:
+        ValueError: the loss is not a number.
+    """
+    trained = list(_trained(layer))
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(inputs), generator=generator)
+    count = math.ceil(len(inputs) / _HELD_OUT)
+    held_out, training = order[:count], order[count:] if len(order) > count else order
+
+    def loss_of(rows: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=_multiplies_bf16()):
+            outputs = run_layer(layer, inputs[rows], rotary).float()
+        wanted = targets[rows]
+        return ((outputs - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).mean()
+
+    @torch.no_grad()
+    def validate() -> float:
+        return sum(float(loss_of(rows)) * len(rows) for rows in _split(held_out, inputs)) / count
+
+    before = best = validate()
+    if not math.isfinite(before):
+        raise ValueError("the refinement's loss is not a number")
+    kept = [parameter.detach().clone() for parameter in trained]
+    steps = len(_split(training, inputs))
+    total = schedule.epochs * steps
+    optimizer = torch.optim.AdamW(trained, lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    rate = get_cosine_schedule_with_warmup(optimizer, math.ceil(_WARM_UP * total), total)
+    epoch = waited = 0
+    while epoch < schedule.epochs and waited < _PATIENCE:
+        for rows in _split(training[torch.randperm(len(training), generator=generator)], inputs):
+            optimizer.zero_grad()
+            loss_of(rows).backward()
+            nn.utils.clip_grad_norm_(trained, _CLIP)
+            optimizer.step()
+            rate.step()
+            advance(1 / total)
+        epoch, waited, now = epoch + 1, waited + 1, validate()
+        if now < best:
+            best, waited, kept = now, 0, [parameter.detach().clone() for parameter in trained]
+    advance(1 - epoch * steps / total)
+    with torch.no_grad():
+        for parameter, value in zip(trained, kept, strict=True):
+            parameter.requires_grad_(False).copy_(value)
+    return {"loss_before": before, "loss_after": best, "epochs": epoch}
+
+
+def _trained(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Factors and norms; biases and the linears that stayed dense are left alone."""
+    for name, parameter in layer.named_parameters():
+        if "norm" in name:
+            yield parameter
+    for module in layer.modules():
+        if isinstance(module, LowRankLinear):
+            yield from (factor.weight for factor in module.children())
+
+
+def _split(rows: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
+    return rows.split(len(batches(inputs)[0]))
+
+
+def _multiplies_bf16() -> bool:
+    """Whether bf16 products are faster than float32 ones here; without the instructions they are far slower."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))

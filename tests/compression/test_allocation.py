@@ -1,0 +1,80 @@
+"""Ranks from spectra: the budget, the floor, the tiles, and who shares an A."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronmm.compression.allocation import FLOOR, allocate, sharing_pays
+from neuronmm.compression.ranks import Linear, balance, realised
+
+
+def linears(layers: int, hidden: int, wide: int) -> list[Linear]:
+    return [
+        Linear(f"{index}.{name}", *shape)
+        for index in range(layers)
+        for name, shape in (("up", (wide, hidden)), ("down", (hidden, wide)))
+    ]
+
+
+def falling(linear: Linear, power: float) -> torch.Tensor:
+    """A spectrum that falls off as a power of the rank."""
+    return torch.arange(1, min(linear.out_features, linear.in_features) + 1, dtype=torch.float64) ** -power
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    layers=st.integers(2, 12),
+    hidden=st.sampled_from([64, 96, 160]),
+    wide=st.sampled_from([128, 256, 400]),
+    ratio=st.floats(0.05, 0.6),
+    align=st.sampled_from([1, 4, 8]),
+    powers=st.lists(st.floats(0, 4), min_size=24, max_size=24),
+)
+def test_budget_floor_and_tiles_are_respected(
+    layers: int, hidden: int, wide: int, ratio: float, align: int, powers: list[float]
+) -> None:
+    targets = linears(layers, hidden, wide)
+    spectra = {linear.name: falling(linear, power) for linear, power in zip(targets, powers, strict=False)}
+    ranks = allocate(targets, spectra, ratio, align)
+    even = balance(targets, ratio, align)
+    assert realised(targets, ranks) >= realised(targets, even) - 1e-12
+    smallest = min((linear.out_features + linear.in_features) * align for linear in targets)
+    widest = max(linear.dense - linear.kept(int(linear.break_even) // align * align) for linear in targets)
+    slack = max(smallest, widest) / sum(linear.dense for linear in targets)
+    full = all(rank is None for rank in ranks.values())
+    assert full or realised(targets, ranks) <= realised(targets, even) + slack + 1e-12
+    for linear in targets:
+        rank = ranks[linear.name]
+        if rank is not None:
+            assert rank % align == 0 and align <= rank < linear.break_even
+            assert rank >= int(FLOOR * linear.break_even * (1 - ratio) // align) * align
+
+
+def test_rank_goes_where_the_spectrum_needs_it() -> None:
+    targets = linears(2, 64, 128)
+    steep, flat = targets[0].name, targets[2].name
+    spectra = {linear.name: falling(linear, 1.0) for linear in targets}
+    spectra |= {steep: falling(targets[0], 4.0), flat: falling(targets[2], 0.1)}
+    ranks = allocate(targets, spectra, 0.4, 2)
+    even = balance(targets, 0.4, 2)
+    assert ranks[steep] is not None and even[steep] is not None and ranks[steep] < even[steep]
+    assert ranks[flat] is None or ranks[flat] > even[flat]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(alike: bool) -> None:
+    """Two weights that read one subspace have a common A for nothing; two that read different ones have not."""
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(32, 32, generator=generator)).Q
+    spaces = (basis[:, :12], basis[:, :12] if alike else basis[:, 12:24])
+    weights = [torch.randn(48, 12, generator=generator) @ space.T for space in spaces]
+    apart = [Linear("a", 48, 32), Linear("b", 48, 32)]
+    spectra = {
+        linear.name: torch.linalg.svdvals(weight.double()).square()
+        for linear, weight in zip(apart, weights, strict=True)
+    }
+    together = torch.linalg.svdvals(torch.cat(weights).double()).square()
+    assert sharing_pays(apart, spectra, together, 0.45) is alike

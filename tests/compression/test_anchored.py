@@ -1,0 +1,99 @@
+"""The anchored closed form against the direct product and against brute force."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from neuronmm.compression.anchored import Anchors
+from neuronmm.compression.factorize import factorize
+from neuronmm.compression.moments import Moments
+
+
+def draw(out: int, into: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight [out, in], dense inputs [in, tokens] with a dead and a massive feature, and the compressed model's."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, into, generator=generator, dtype=torch.float64)
+    dense = torch.randn(into, tokens, generator=generator, dtype=torch.float64)
+    dense[0] = 0
+    dense[-1] *= 30
+    return weight, dense, dense + 0.3 * torch.randn(into, tokens, generator=generator, dtype=torch.float64)
+
+
+def gather(weight: Tensor, dense: Tensor, ours: Tensor, damping: float) -> Anchors:
+    sums = Anchors(weight.shape[1], damping)
+    sums.add(dense.T, ours.T)
+    return sums.of(float((weight @ dense).square().sum()))
+
+
+def objective(weight: Tensor, product: Tensor, dense: Tensor, ours: Tensor, damping: float) -> float:
+    """``||W X - W' X'||^2 + lambda ||W - W'||^2``, directly."""
+    return float((weight @ dense - product @ ours).square().sum() + damping * (weight - product).square().sum())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.tuples(st.integers(2, 30), st.integers(2, 30), st.integers(1, 50)),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_the_reported_loss_is_the_objective(sizes: tuple[int, int, int], share: float, seed: int) -> None:
+    out, into, tokens = sizes
+    weight, dense, ours = draw(out, into, tokens, seed)
+    anchors = gather(weight, dense, ours, 1e-3)
+    factors = factorize(weight, 1 + int(share * (min(out, into) - 1)), anchors)
+    direct = objective(weight, factors.B @ factors.A, dense, ours, anchors.damping)
+    assert factors.loss == pytest.approx(direct, rel=1e-6, abs=1e-7 * factors.energy)
+    zero = objective(weight, torch.zeros_like(weight), dense, ours, anchors.damping)
+    assert factors.energy == pytest.approx(zero, rel=1e-9)
+
+
+@pytest.mark.parametrize(("out", "into"), [(10, 16), (16, 10)])
+def test_no_other_matrix_of_the_rank_does_better(out: int, into: int) -> None:
+    """Brute force: gradient descent on random factors never gets below the closed form, and comes close to it."""
+    weight, dense, ours = draw(out, into, 40, 3)
+    anchors = gather(weight, dense, ours, 1e-3)
+    best = factorize(weight, 4, anchors).loss
+    found = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        a = torch.randn(4, into, generator=generator, dtype=torch.float64).requires_grad_()
+        b = torch.randn(out, 4, generator=generator, dtype=torch.float64).requires_grad_()
+        optimizer = torch.optim.LBFGS([a, b], max_iter=800, line_search_fn="strong_wolfe")
+
+        def loss(a: Tensor = a, b: Tensor = b) -> Tensor:
+            fit = (weight @ dense - b @ a @ ours).square().sum()
+            return fit + anchors.damping * (weight - b @ a).square().sum()
+
+        def closure(optimizer: torch.optim.Optimizer = optimizer, loss=loss) -> Tensor:
+            optimizer.zero_grad()
+            value = loss()
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+        found.append(float(loss().detach()))
+    assert min(found) >= best * (1 - 1e-9)
+    assert min(found) <= best * 1.05
+
+
+@pytest.mark.parametrize(("out", "into"), [(12, 20), (20, 12)])
+def test_with_the_dense_models_own_inputs_it_is_the_whitened_form(out: int, into: int) -> None:
+    weight, dense, _ = draw(out, into, 60, 1)
+    anchors = gather(weight, dense, dense, 1e-3)
+    moments = Moments(into, True, 1e-3)
+    moments.add(dense.T, (weight @ dense).T)
+    ours, theirs = factorize(weight, 5, anchors), factorize(weight, 5, moments)
+    torch.testing.assert_close(ours.B @ ours.A, theirs.B @ theirs.A, rtol=1e-6, atol=1e-6)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+
+
+def test_no_tokens_that_say_anything_and_bad_numbers() -> None:
+    weight, dense, ours = draw(8, 6, 10, 0)
+    factors = factorize(weight, 6, gather(weight, 0 * dense, 0 * ours, 1e-3))
+    torch.testing.assert_close(factors.B @ factors.A, weight, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="activations contain NaN"):
+        factorize(weight, 2, gather(weight, dense * float("nan"), ours, 1e-3))
