@@ -29,6 +29,8 @@ class CompressionConfig(BaseModel):
     allocation: Literal["uniform", "global"] = "uniform"
     share: Literal["off", "auto"] = "off"
     refine: Literal["off", "fast", "full"] = "off"
+    recover: Literal["off", "lora", "factors"] = "off"
+    factors: Literal["model", "int8"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str = SELF
     calibration_rows: int = Field(128, ge=1)
@@ -39,7 +41,8 @@ class CompressionConfig(BaseModel):
     @property
     def needs_text(self) -> bool:
         """Whether anything is fitted to calibration text: all but plain SVD at uniform ranks."""
-        return (self.method, self.allocation, self.share, self.refine) != ("svd", "uniform", "off", "off")
+        fitted = (self.allocation == "global", self.share == "auto", self.refine != "off", self.recover != "off")
+        return self.method != "svd" or any(fitted)
 
     @property
     def streams(self) -> tuple[str, ...]:

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from neuronmm.compression import calibration, report
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.eight_bit import store_int8
 from neuronmm.compression.layer import Streams, compress_layer
 from neuronmm.compression.memory import peak_rss
 from neuronmm.compression.plan import Plan, make_plan, measure, needs_spectra, targeted
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.ranks import realised
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.recovery import Recovery, recover
+from neuronmm.compression.refine import multiplies_bf16
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
@@ -95,10 +98,12 @@ def compress(
     done = {
         "kind": "measured",
         "model": str(model),
-        **spec.model_dump(exclude={"ranks", "shared", "quant_method"}),
+        **spec.model_dump(exclude={"ranks", "shared", "factors", "quant_method"}),
         "allocation": config.allocation,
         "share": config.share,
         "refine": config.refine,
+        "recover": config.recover,
+        "factors": config.factors,
         "damping": config.damping,
         "parameters": {"dense": total, "compressed": total - removed},
         "mean_relative_error": sum(errors) / len(errors),
@@ -106,7 +111,16 @@ def compress(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "matrices": matrices,
+        "recovery": None,
     }
+
+    def polish(finished: Path) -> None:
+        if config.recover != "off":
+            assert rows is not None
+            done["recovery"] = recover(finished, rows, recovery_of(config), progress, dense=folder)
+        if config.factors == "int8":
+            store_int8(finished)
+        done["bytes"] = {"dense": reader.total_bytes(), "compressed": Reader(finished).total_bytes()}
 
     def texts() -> dict[str, str]:
         # A resumed run counts the layers that it found done; those of this run lie within its own time.
@@ -117,8 +131,16 @@ def compress(
 
     others = [name for name in reader.names if not name.startswith(f"{LAYERS}.")]
     compressed = {**settings, "quantization_config": spec.model_dump()}
-    workspace.finish(reader, others, settings["num_hidden_layers"], compressed, texts)
+    workspace.finish(reader, others, settings["num_hidden_layers"], compressed, polish, texts)
     return done
+
+
+def recovery_of(config: CompressionConfig) -> Recovery:
+    """How ``recover`` trains: SVD-LLM's two stages of LoRA, or the factors themselves, which learn faster."""
+    shared = {"seed": config.seed, "autocast": multiplies_bf16()}
+    if config.recover == "lora":
+        return Recovery(**shared)
+    return Recovery(rank=0, two_stage=False, learning_rate=3e-4, epochs=2, **shared)
 
 
 def _size(reader: Reader, name: str) -> int:

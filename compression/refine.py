@@ -76,7 +76,7 @@ def refine(
     held_out, training = order[:count], order[count:] if len(order) > count else order
 
     def loss_of(rows: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=_multiplies_bf16()):
+        with torch.autocast("cpu", torch.bfloat16, enabled=multiplies_bf16()):
             outputs = run_layer(layer, inputs[rows], rotary).float()
         wanted = targets[rows]
         return ((outputs - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).mean()
@@ -126,7 +126,7 @@ def _split(rows: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
     return rows.split(len(batches(inputs)[0]))
 
 
-def _multiplies_bf16() -> bool:
+def multiplies_bf16() -> bool:
     """Whether bf16 products are faster than float32 ones here; without the instructions they are far slower."""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -42,11 +42,14 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("ratio realised", f"{report['realised_ratio']:.2%} (ranks in multiples of {report['align']})"),
         ("whole model", f"{report['parameters']['dense']:,} -> {report['parameters']['compressed']:,} parameters "
                         f"({report['model_ratio']:.2%} removed)"),
+        ("weight files", f"{report['bytes']['dense'] / 1e6:,.1f} -> {report['bytes']['compressed'] / 1e6:,.1f} MB"),
         ("calibration", text),
         ("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised linear's output, on that text)"
          if calibration else f"{report['mean_relative_error']:.4f} (of a factorised weight)"),
         *([("block error", f"{loss['before']:.4f} -> {loss['after']:.4f} of the hidden states' power, by refinement, "
                            "on held-out rows")] if (loss := report["block_loss"]) else []),
+        *([("recovery", f"{found['loss_before']:.4f} -> {found['loss_after']:.4f} nats a token from the dense model, "
+                        "on held-out rows")] if (found := report["recovery"]) else []),
         ("time, peak memory", f"{report['seconds']:.0f} s, {report['peak_rss_bytes'] / 2**30:.2f} GiB resident"),
     ]  # fmt: skip
 
@@ -57,6 +60,8 @@ def _method(report: dict[str, Any]) -> str:
         "global ranks" if report["allocation"] == "global" else "",
         "shared A" if report["share"] == "auto" else "",
         f"{report['refine']} refinement" if report["refine"] != "off" else "",
+        {"off": "", "lora": "LoRA recovery", "factors": "recovery of the factors"}[report["recover"]],
+        "int8 factors" if report["factors"] == "int8" else "",
     ]
     return " + ".join([report["method"], *filter(None, added)])
 

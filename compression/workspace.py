@@ -111,6 +111,7 @@ class Workspace:
         others: list[str],
         layers: int,
         config: dict[str, Any],
+        polish: Callable[[Path], None],
         texts: Callable[[], dict[str, str]],
     ) -> None:
         """Assemble the checkpoint and move it to OUT.
@@ -120,6 +121,7 @@ class Workspace:
             others: the tensors outside the decoder layers, copied as they are.
             layers: number of layer parts.
             config: the new config.json.
+            polish: called with the finished folder, a loadable checkpoint, before it is moved to OUT.
             texts: makes further files, by name, when everything else is written.
         """
         final = self.folder / "final"
@@ -131,6 +133,7 @@ class Workspace:
             for file in source.folder.glob(pattern):
                 shutil.copyfile(file, final / file.name)
         make_portable(final)
+        polish(final)
         for name, text in texts().items():
             (final / name).write_text(text, encoding="utf-8")
         old = self.out.with_name(self.out.name + ".replaced")

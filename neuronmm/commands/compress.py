@@ -46,6 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train each block's factors and norms against the dense block (default off)",
     )
     parser.add_argument(
+        "--recover",
+        choices=("off", "lora", "factors"),
+        help="then train the whole model against the dense one, by LoRA or the factors themselves; needs it in memory "
+        "(default off)",
+    )
+    parser.add_argument(
+        "--factors", choices=("model", "int8"), help="precision the factors are stored in (default the model's)"
+    )
+    parser.add_argument(
         "--align", metavar="auto|N", help="ranks are multiples of this tile (default auto: 128, less for small models)"
     )
     parser.add_argument(
@@ -82,6 +91,8 @@ def run(args: argparse.Namespace) -> None:
         allocation=args.allocation,
         share=args.share,
         refine=args.refine,
+        recover=args.recover,
+        factors=args.factors,
         align=align,
         calibration=args.calibration,
     )

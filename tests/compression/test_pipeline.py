@@ -80,7 +80,9 @@ def test_plain_svd_writes_the_truncated_svd(dense: Callable[..., Path], tmp_path
 
 
 @pytest.mark.parametrize("method", ["svd", "asvd", "whitened", "anchored"])
-@pytest.mark.parametrize("extra", [{}, {"share": "auto"}, {"allocation": "global"}, {"refine": "fast"}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"share": "auto"}, {"allocation": "global"}, {"refine": "fast"}, {"recover": "factors"}]
+)
 def test_every_method_writes_what_it_reports(
     method: str, extra: dict[str, str], dense: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -100,6 +102,22 @@ def test_every_method_writes_what_it_reports(
     if not extra:
         untouched = {name: tensor for name, tensor in tensors(source).items() if name in after}
         assert all(torch.equal(after[name], tensor) for name, tensor in untouched.items())
+
+
+@pytest.mark.parametrize("recover", ["off", "lora"])
+def test_int8_factors_are_stored_last_and_said(recover: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+    source = dense("qwen3", max_shard_size="20KB", dtype=torch.bfloat16)
+    report = compress(source, tmp_path / "out", config(factors="int8", recover=recover, share="auto", targets="all"))
+    plain = compress(source, tmp_path / "plain", config(recover=recover, share="auto", targets="all"))
+    assert (report["factors"], plain["factors"]) == ("int8", "model")
+    assert report["bytes"]["compressed"] < plain["bytes"]["compressed"] < plain["bytes"]["dense"]
+    ids = torch.randint(3, 64, (2, 9))
+    exact, rounded = (load_pretrained(tmp_path / name, torch.float32)(ids).logits for name in ("plain", "out"))
+    assert 0 < (exact - rounded).norm() / exact.norm() < 0.05
+    factors = {name: tensor for name, tensor in tensors(tmp_path / "out").items() if name.endswith(".B.weight")}
+    assert factors and all(tensor.dtype == torch.int8 for tensor in factors.values())
+    if recover != "off":
+        assert report["recovery"]["loss_after"] <= report["recovery"]["loss_before"]
 
 
 def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Path], tmp_path: Path) -> None:
