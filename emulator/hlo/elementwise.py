@@ -27,7 +27,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "not": torch.bitwise_not,
     "round-nearest-even": torch.round,
     "rsqrt": torch.rsqrt,
-    "sign": torch.sign,
+    "sign": lambda x: torch.where(x != x, x, torch.sign(x)),
     "sine": torch.sin,
     "sqrt": torch.sqrt,
     "tanh": torch.tanh,

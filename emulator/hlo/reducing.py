@@ -64,7 +64,7 @@ def _arrange(sizes: tuple[int, ...], batch: list[int], contracted: list[int], ri
     shape = shape if batch else shape[1:]
     if order == list(range(len(sizes))):
         return (lambda x: x) if list(sizes) == shape else (lambda x: x.reshape(shape))
-    if len(order) == 2:
+    if not batch and len(free) == len(contracted) == 1:
         return torch.Tensor.t
     return lambda x: x.permute(order).reshape(shape)
 
