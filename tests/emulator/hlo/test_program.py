@@ -1,0 +1,245 @@
+"""Programs: memory shared between parameters and outputs, collectives, custom calls, refusals. Needs no XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronmm.emulator.hlo import Program, Settings, UnsupportedError
+from neuronmm.emulator.nki import nki_modules
+from neuronmm.emulator.pyhlo import HloScribe, HloShape
+from neuronmm.emulator.pyhlo.literal import DTYPES
+
+with nki_modules():
+    import neuronxcc.nki as nki
+    import neuronxcc.nki.language as nl
+
+ROW = {
+    "update_window_dims": [1],
+    "inserted_window_dims": [0],
+    "scatter_dims_to_operand_dims": [0],
+    "index_vector_dim": 1,
+}
+
+
+def module(graph: Callable[[Any], Any]) -> Any:
+    return HloScribe()(graph).module_proto
+
+
+def outputs(scribe: Any, *values: Any) -> Any:
+    return scribe.tuple(*[v.dtype[v.sizes] for v in values]).Tuple(*values)
+
+
+def assign(dtype: Any) -> Any:
+    def apply(scribe: Any) -> Any:
+        dtype.Parameter(parameter_number=0)
+        return dtype.Parameter(parameter_number=1)
+
+    return apply
+
+
+def sums(dtype: Any) -> Any:
+    return lambda scribe: dtype.Add(dtype.Parameter(parameter_number=0), dtype.Parameter(parameter_number=1))
+
+
+def write_row(cache: Any, at: Any, row: Any) -> Any:
+    f32 = cache.dtype
+    return f32[cache.sizes].Scatter(cache, at, row, scatter_dimension_numbers=ROW, to_apply=assign(f32))
+
+
+@pytest.mark.parametrize("aliased", [True, False])
+@pytest.mark.parametrize("read", ["before", "after", "never", "through a view, after"])
+def test_a_cache_is_overwritten_only_where_nobody_sees_it(aliased: bool, read: str) -> None:
+    def graph(scribe: Any) -> Any:
+        f32, s32 = scribe.f32, scribe.s32
+        cache, row = f32[4, 3].Parameter(parameter_number=0), f32[1, 3].Parameter(parameter_number=1)
+        at = s32[1].Parameter(parameter_number=2)
+        kept = f32[4, 3].CustomCall(cache, custom_call_target="AwsNeuronTransferWithStaticRing")
+        view = f32[3, 4].Transpose(kept, dimensions=[1, 0])
+        seen = f32[4, 3].Negate(kept) if read == "before" else row
+        new = f32[4, 3].Reshape(write_row(f32[4, 3].Reshape(kept), at, row))
+        seen = f32[4, 3].Negate(kept) if read == "after" else f32[3, 4].Negate(view) if "view" in read else seen
+        if aliased:
+            new.set_alias_to(cache, must=True)
+        return outputs(scribe, new, seen)
+
+    program = Program(module(graph), 1)
+    cache, row = torch.arange(12.0).reshape(4, 3), torch.tensor([[7.0, 8.0, 9.0]])
+    given, want = cache.clone(), cache.clone()
+    want[2] = row
+    new, seen = (ranks[0] for ranks in program([[given], [row], [torch.tensor([2], dtype=torch.int32)]]))
+    assert torch.equal(new, want)
+    expected = {"before": -cache, "after": -cache, "never": row, "through a view, after": -cache.T}
+    assert torch.equal(seen, expected[read])
+    in_place = aliased and read in ("before", "never")
+    assert (new.data_ptr() == given.data_ptr()) == in_place
+    assert torch.equal(given, want if in_place else cache)
+
+
+def test_outputs_lie_in_no_foreign_parameter() -> None:
+    def graph(scribe: Any) -> Any:
+        a, b = (scribe.f32[2].Parameter(parameter_number=n) for n in range(2))
+        first, second = scribe.f32[2].Reshape(b), scribe.f32[2].Reshape(a)
+        first.set_alias_to(a), second.set_alias_to(b)
+        return outputs(scribe, first, second)
+
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    first, second = (ranks[0] for ranks in Program(module(graph), 1)([[a], [b]]))
+    assert {first.data_ptr(), second.data_ptr()}.isdisjoint({a.data_ptr(), b.data_ptr()})
+    assert torch.equal(first, b) and torch.equal(second, a)
+
+
+def test_constants_are_not_overwritten() -> None:
+    def graph(scribe: Any) -> Any:
+        f32 = scribe.f32
+        zeros = f32[4, 3].Broadcast(f32.Constant(constant_value=0), dimensions=[])
+        at, row = scribe.s32[1].Parameter(parameter_number=0), f32[1, 3].Parameter(parameter_number=1)
+        return write_row(zeros, at, row)
+
+    program = Program(module(graph), 1)
+    for place in range(4):
+        ((result,),) = program([[torch.tensor([place], dtype=torch.int32)], [torch.ones(1, 3)]])
+        assert result.sum() == 3 and result[place].sum() == 3
+
+
+def collective(name: str, ranks: int, groups: list[list[int]], sizes: tuple[int, ...], **options: Any) -> Program:
+    def graph(scribe: Any) -> Any:
+        x = scribe.f32[6, 4].Parameter(parameter_number=0)
+        if name in ("AllReduce", "ReduceScatter"):
+            options["to_apply"] = sums(scribe.f32)
+        return getattr(scribe.f32[sizes], name)(x, replica_groups=groups, **options)
+
+    return Program(module(graph), ranks)
+
+
+@settings(deadline=None)
+@given(st.permutations(range(4)), st.sampled_from([1, 2, 4]))
+def test_collectives(order: list[int], size: int) -> None:
+    groups = [list(order[i : i + size]) for i in range(0, 4, size)]
+    values = [torch.randn(6, 4) for _ in range(4)]
+    of = {rank: group for group in groups for rank in group}
+    (reduced,) = collective("AllReduce", 4, groups, (6, 4))([values])
+    (gathered,) = collective("AllGather", 4, groups, (6, 4 * size), dimensions=[1])([values])
+    (scattered,) = collective("ReduceScatter", 4, groups, (6, 4 // size), dimensions=[1])([values])
+    (exchanged,) = collective("AllToAll", 4, groups, (6, 4), dimensions=[1])([values])
+    for rank in range(4):
+        group = of[rank]
+        place, width = group.index(rank), 4 // size
+        total = sum(values[r] for r in group)
+        assert torch.allclose(reduced[rank], total)
+        assert torch.equal(gathered[rank], torch.cat([values[r] for r in group], 1))
+        assert torch.allclose(scattered[rank], total[:, place * width : (place + 1) * width])
+        cut = [values[r][:, place * width : (place + 1) * width] for r in group]
+        assert torch.equal(exchanged[rank], torch.cat(cut, 1))
+    first = groups[0]
+    assert all(torch.equal(reduced[r], reduced[first[0]]) for r in first)
+
+
+def test_a_value_that_ranks_share_is_not_overwritten() -> None:
+    def graph(scribe: Any) -> Any:
+        f32 = scribe.f32
+        x, at = f32[4, 3].Parameter(parameter_number=0), scribe.s32[1].Parameter(parameter_number=1)
+        row = f32[1, 3].Parameter(parameter_number=2)
+        total = f32[4, 3].AllReduce(x, replica_groups=[[0, 1]], to_apply=sums(f32))
+        return write_row(total, at, row)
+
+    places = [torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)]
+    ((a, b),) = Program(module(graph), 2)([[torch.ones(4, 3)] * 2, places, [torch.zeros(1, 3)] * 2])
+    assert a.sum(1).tolist() == [0, 6, 6, 6] and b.sum(1).tolist() == [6, 6, 6, 0]
+
+
+def test_ranks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"all-reduce f32\[6,4\].*replica groups \[\[0, 1\]\] on 4 ranks"):
+        collective("AllReduce", 4, [[0, 1]], (6, 4))
+
+
+def test_what_is_not_emulated_is_named() -> None:
+    def unknown(scribe: Any) -> Any:
+        x = scribe.bf16[2, 3].Parameter(parameter_number=0)
+        return scribe.f32[3].FastFourier(x)
+
+    with pytest.raises(UnsupportedError, match=r"HLO fast-fourier f32\[3\]\(bf16\[2,3\]\) is not emulated"):
+        Program(module(unknown), 1)
+
+    def custom(scribe: Any) -> Any:
+        return scribe.f32[3].CustomCall(scribe.f32[3].Parameter(parameter_number=0), custom_call_target="AwsNeuronNew")
+
+    with pytest.raises(UnsupportedError, match=r"HLO custom-call AwsNeuronNew f32\[3\]"):
+        Program(module(custom), 1)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_rms_norm(dtype: str, dim: int) -> None:
+    def graph(scribe: Any) -> Any:
+        x = scribe.f32[3, 4, 5].Parameter(parameter_number=0)
+        weight = getattr(scribe, dtype)[(3, 4, 5)[dim]].Parameter(parameter_number=1)
+        epsilon = scribe.f32.Constant(constant_value=1e-5)
+        call = {"custom_call_target": "AwsNeuronRmsNorm", "backend_config": str(dim).encode()}
+        return getattr(scribe, dtype)[3, 4, 5].CustomCall(x, weight, epsilon, **call)
+
+    kept = Settings()
+    torch_dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    x, weight = torch.randn(3, 4, 5), torch.randn((3, 4, 5)[dim]).to(torch_dtype)
+    ((got,),) = Program(module(graph), 1, kept)([[x], [weight]])
+    want = torch.nn.functional.rms_norm(x.movedim(dim, -1), (len(weight),), weight.float(), 1e-5).movedim(-1, dim)
+    assert torch.allclose(got.float(), want.to(torch_dtype).float(), rtol=1e-2 if dtype == "bf16" else 1e-5)
+    assert kept.calls == {"AwsNeuronRmsNorm": 1}
+
+
+class HostKernel(nki.FrameworkKernel):  # type: ignore[name-defined, misc]
+    def is_framework_tensor(self, value: Any) -> bool:
+        return isinstance(value, HloShape)
+
+    def map_framework_tensor(self, value: Any) -> tuple[tuple[int, ...], int]:
+        return value.sizes, value.shape_proto.element_type
+
+    def translate_to_neuron_dtype(self, dtype: int) -> Any:
+        found = DTYPES[dtype]
+        return nl.bfloat16 if found is torch.bfloat16 else np.dtype(str(found).removeprefix("torch."))
+
+
+def double_and_negate(x: Any, doubled: Any, negated: Any) -> None:
+    tile = nl.load(x)
+    nl.store(doubled, value=nl.multiply(tile, 2.0))
+    nl.store(negated, value=nl.multiply(tile, -1.0))
+
+
+def kernel_graph(name: str) -> Any:
+    def graph(scribe: Any) -> Any:
+        dtype = getattr(scribe, name)
+        x = dtype[8, 3].Parameter(parameter_number=0)
+        shapes = [dtype[8, 3], dtype[8, 3]]
+        config, _, _ = HostKernel(func_name="double", func=double_and_negate).dump_config(x, *shapes)
+        target = {"custom_call_target": "AwsNeuronCustomNativeKernel", "backend_config": config.encode()}
+        both = scribe.tuple(*shapes).CustomCall(x, **target)
+        return outputs(scribe, *(dtype[8, 3].GetTupleElement(both, tuple_index=i) for i in range(2)))
+
+    return module(graph)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_kernel_runs_on_every_rank_and_is_counted(dtype: str) -> None:
+    kept = Settings()
+    values = [torch.randn(8, 3).to({"f32": torch.float32, "bf16": torch.bfloat16}[dtype]) for _ in range(2)]
+    doubled, negated = Program(kernel_graph(dtype), 2, kept)([values])
+    for rank in range(2):
+        assert torch.equal(doubled[rank], values[rank] * 2) and torch.equal(negated[rank], -values[rank])
+    assert kept.calls == {"nki": 2}
+
+
+def test_a_reference_in_the_kernels_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Settings("reference")
+    program = Program(kernel_graph("f32"), 1, kept)
+    with pytest.raises(UnsupportedError, match="no attribute 'reference'"):
+        program([[torch.ones(8, 3)]])
+    monkeypatch.setattr(double_and_negate, "reference", lambda x: (x + 1, x + 2), raising=False)
+    kept.calls.clear()
+    (doubled,), (negated,) = program([[torch.ones(8, 3)]])
+    assert doubled[0, 0] == 2 and negated[0, 0] == 3 and kept.calls == {"reference": 1}
