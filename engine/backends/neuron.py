@@ -92,8 +92,8 @@ class NeuronHost:
         sizes = self.settings
         if batch > sizes.batch_size or max_len > sizes.n_positions:
             raise UserError(
-                f"{batch} rows of {max_len} positions do not fit graphs of batch_size {sizes.batch_size} and n_positions "
-                f"{sizes.n_positions}; load the model with larger ones"
+                f"{batch} rows of {max_len} positions do not fit graphs of batch_size {sizes.batch_size} and "
+                f"n_positions {sizes.n_positions}; load the model with larger ones"
             )
         return NeuronDecoder(self.model, batch, max_len, self.settings, self.shards)
 

@@ -17,7 +17,8 @@ ROPE_TYPES = ("default", "llama3")
 class Architecture:
     """Dimensions and constants of a Llama-style decoder.
 
-    ``rope_scaling`` is None or config.json's block of that name; ``positions`` is the longest context.
+    ``rope_scaling`` is None or config.json's block of that name; ``positions`` is the longest context; ``ends`` are
+    the end-of-sequence tokens.
     """
 
     model_type: str
@@ -32,6 +33,7 @@ class Architecture:
     epsilon: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
+    ends: tuple[int, ...]
 
     @classmethod
     def of(cls, config: dict[str, Any], where: str) -> Architecture:
@@ -46,6 +48,7 @@ class Architecture:
         kind = scaling and scaling.get("rope_type", scaling.get("type", "default"))
         if scaling and kind not in ROPE_TYPES:
             raise UserError(f"{where}: rope scaling {kind!r} is not in the Neuron hosts; they have {ROPE_TYPES}")
+        ends = config.get("eos_token_id")
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             found = cls(
@@ -61,6 +64,7 @@ class Architecture:
                 epsilon=float(config["rms_norm_eps"]),
                 rope_theta=float(config.get("rope_theta", 10000.0)),
                 rope_scaling=scaling if kind != "default" else None,
+                ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),),
             )
         except KeyError as error:
             raise UserError(f"{where}: {error} is missing") from None

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from neuronmm.kernels.int8 import Int8
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import check_factors, weight_files
@@ -31,10 +32,11 @@ class Checkpoint:
         self.folder, self.dtype = folder, dtype
         self.architecture = Architecture.of(config, str(folder / "config.json"))
         self.ranks: dict[str, int] = {}
+        self.shared: dict[str, str] = {}
         if "quantization_config" in config:
             spec = CompressionSpec.parse(config["quantization_config"], str(folder / "config.json"))
             check_factors(folder, spec)
-            self.ranks = dict(spec.ranks)
+            self.ranks, self.shared = dict(spec.ranks), dict(spec.shared)
         self._files = weight_files(folder)
 
     def holds(self, name: str) -> bool:
@@ -42,7 +44,7 @@ class Checkpoint:
         return name in self._files
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor in the checkpoint's target dtype.
+        """One tensor in the dtype of the build; an int8 factor dequantised, rounded to that dtype once.
 
         Raises:
             UserError: there is none of that name.
@@ -50,7 +52,15 @@ class Checkpoint:
         if name not in self._files:
             raise UserError(f"{self.folder}: config.json and weights disagree: {name} is in no shard")
         with safe_open(self._files[name], framework="pt") as tensors:
-            return tensors.get_tensor(name).to(self.dtype)
+            found = tensors.get_tensor(name)
+        if found.dtype is torch.int8:
+            return Int8(found, self._scales(name)).dequantise(self.dtype)
+        return found.to(self.dtype)
+
+    def _scales(self, name: str) -> Tensor:
+        """The scales of an int8 factor's rows, float32."""
+        with safe_open(self._files[f"{name}_scale"], framework="pt") as tensors:
+            return tensors.get_tensor(f"{name}_scale").float()
 
     def embedding(self) -> Tensor:
         """Dimensions: [vocabulary, hidden]."""

@@ -1,8 +1,8 @@
 """One decoder layer as a graph, in a host's own graph functions. Nothing here knows which host it is.
 
-Linears take and give [features, tokens], tokens in the order of the host's hidden state [features, sequence, batch]
-(its HSB layout); a BSH hidden state is transposed on the way in and out. Attention works on [sequence, batch, heads,
-head size], as the hosts' attention functions do.
+The hidden state is [hidden, sequence, batch] (the hosts' HSB layout) or [batch, sequence, hidden] (BSH). Linears work
+on it with sequence and batch as one dimension, *tokens*: [features, tokens] or [tokens, features], never transposed.
+Attention works on [sequence, batch, heads, head size], as the hosts' attention functions do.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 from neuronmm.models.neuronx import kernels
 from neuronmm.models.neuronx.architecture import Architecture
+from neuronmm.models.neuronx.collectives import sums_before_b
+from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import BY_INPUT, LayerPlan, names
 
 
@@ -20,7 +22,7 @@ from neuronmm.models.neuronx.weights import BY_INPUT, LayerPlan, names
 class GraphOps:
     """A host's graph functions, with what differs from host to host already bound.
 
-    ``f`` is the module of elementary functions (reshape, transpose, dot00, add, ...). ``score(query, key)``,
+    ``f`` is the module of elementary functions (reshape, transpose, dot_general, add, ...). ``score(query, key)``,
     ``mask(score, mask)``, ``context(prior, active, cached values, value)``, ``combine(score, value)``, ``rotate(query,
     key, positions)`` and ``update(cached keys, cached values, cache_ids, key, value, start_ids)`` are its attention.
     """
@@ -37,7 +39,6 @@ class GraphOps:
     update: Callable[..., tuple[Any, Any]]
     all_reduce: Callable[[Any], Any]
     nki_call: Callable[..., Any]
-    bsh: bool
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,16 @@ class Step:
 class LayerGraph:
     """Builds decoder layers on ``ops``."""
 
-    def __init__(self, ops: GraphOps, architecture: Architecture) -> None:
-        self.ops, self.architecture = ops, architecture
+    def __init__(self, ops: GraphOps, architecture: Architecture, settings: Settings) -> None:
+        self.ops, self.architecture, self.settings = ops, architecture, settings
+        self.bsh = settings.layout == "BSH"
 
     def __call__(
         self, plan: LayerPlan, hidden: Any, step: Step, keys: Any, values: Any, weights: list[Any]
     ) -> tuple[Any, Any, Any]:
         """The hidden state after the layer, and its updated caches; ``weights`` in the order of ``names(plan)``."""
         ops, w = self.ops, dict(zip(names(plan), weights, strict=True))
-        epsilon, dim = self.architecture.epsilon, 2 if ops.bsh else 0
+        epsilon, dim = self.architecture.epsilon, 2 if self.bsh else 0
         normed = ops.norm(hidden, w["input_norm"], epsilon, dim=dim)
         attended, keys, values = self._attention(plan, normed, step, keys, values, w)
         hidden = ops.f.add(hidden, attended)
@@ -75,7 +77,7 @@ class LayerGraph:
     def _attention(
         self, plan: LayerPlan, normed: Any, step: Step, keys: Any, values: Any, w: dict[str, Any]
     ) -> tuple[Any, Any, Any]:
-        ops, x = self.ops, self._columns(normed)
+        ops, x = self.ops, self._flat(normed)
         query, key, value = (self._heads(self._linear(plan, name, x, w), normed) for name in ("q", "k", "v"))
         if plan.qk_norm:
             query, key = self._norm_heads(query, w["q_norm"]), self._norm_heads(key, w["k_norm"])
@@ -91,61 +93,97 @@ class LayerGraph:
             keys, values = key, value  # the prompt's graph covers the whole cache
         else:
             keys, values = ops.update(keys, values, step.cache_ids, key, value, step.start_ids)
-        sequence, batch, heads, size = context.sizes
-        joined = ops.f.transpose(ops.f.reshape(context, [sequence * batch, heads * size]), 0, 1)
-        return self._restore(self._linear(plan, "o", joined, w), normed), keys, values
+        out = self._linear(plan, "o", self._join(context), w)
+        return ops.f.reshape(out, list(normed.sizes)), keys, values
 
     def _mlp(self, plan: LayerPlan, normed: Any, w: dict[str, Any]) -> Any:
-        ops, x = self.ops, self._columns(normed)
+        ops, x = self.ops, self._flat(normed)
         gate, up, down = (plan[name] for name in ("gate", "up", "down"))
         if gate.rank and up.rank and down.rank and not (gate.bias or up.bias):
-            kernel = kernels.low_rank_swiglu(gate.inputs, gate.outputs, gate.rank, up.rank, down.rank)
-            factors = [w[f"{name}.{factor}"] for name in ("gate", "up", "down") for factor in "AB"]
-            y = self._finish("down", self._call(kernel, x, factors, down.outputs), w)
+            shared, first = plan.a_of("gate") == plan.a_of("up"), self._sums_before_b(plan, "down", x)
+            sizes = gate.inputs, gate.outputs, gate.rank, up.rank, down.rank
+            kernel = kernels.low_rank_swiglu(*sizes, shared, first, self.settings.layout)
+            up_a, down_b = ([] if shared else [plan.a_of("up")]), ([] if first else ["down.B"])
+            factors = [plan.a_of("gate"), "gate.B", *up_a, "up.B", "down.A", *down_b]
+            y = self._call(kernel, x, [w[factor] for factor in factors], down.rank if first else down.outputs)
+            y = self._add_up(plan, "down", y, w, first)
         else:
             act = ops.f.multiply(ops.silu(self._linear(plan, "gate", x, w)), self._linear(plan, "up", x, w))
             y = self._linear(plan, "down", act, w)
-        return self._restore(y, normed)
+        return ops.f.reshape(y, list(normed.sizes))
 
     def _linear(self, plan: LayerPlan, name: str, x: Any, w: dict[str, Any]) -> Any:
-        """One linear, complete on every rank. Dimensions: x [in, tokens] -> [out, tokens]."""
-        linear = plan[name]
+        """One linear, complete on every core."""
+        linear, layout, split = plan[name], self.settings.layout, name in BY_INPUT
         if linear.rank is None:
-            y = self.ops.f.dot00(w[f"{name}.W"], x)
-        else:
-            kernel = kernels.low_rank_linear(linear.inputs, linear.rank, linear.outputs)
-            y = self._call(kernel, x, [w[f"{name}.A"], w[f"{name}.B"]], linear.outputs)
-        return self._finish(name, y, w)
+            y = self._dot(w[f"{name}.W"], x)
+            return self._add_up(plan, name, y, w) if split else self._add_bias(y, w.get(f"{name}.bias"))
+        if split:
+            first = self._sums_before_b(plan, name, x)
+            if first:
+                kernel, outputs = kernels.packed_linear(linear.inputs, linear.rank, layout), linear.rank
+            else:
+                kernel = kernels.low_rank_linear(linear.inputs, linear.rank, linear.outputs, False, layout)
+                outputs = linear.outputs
+            factors = [w[f"{name}.A"], *([] if first else [w[f"{name}.B"]])]
+            y = self._call(kernel, x, factors, outputs)
+            return self._add_up(plan, name, y, w, first)
+        kernel = kernels.low_rank_linear(linear.inputs, linear.rank, linear.outputs, linear.bias, layout)
+        factors = [w[plan.a_of(name)], w[f"{name}.B"], *([w[f"{name}.bias"]] if linear.bias else [])]
+        return self._call(kernel, x, factors, linear.outputs)
 
-    def _finish(self, name: str, y: Any, w: dict[str, Any]) -> Any:
-        """Add the ranks' parts up where the linear is split by input, then its bias."""
-        if name in BY_INPUT:
-            y = self.ops.all_reduce(y)
-        bias = w.get(f"{name}.bias")
-        return y if bias is None else self.ops.f.add(y, self.ops.f.broadcast(bias, y.sizes, [0]))
+    def _sums_before_b(self, plan: LayerPlan, name: str, x: Any) -> bool:
+        """Whether the cores' parts of a linear that is split by input are added up before its B."""
+        linear, cores = plan[name], self.settings.tp_degree
+        assert linear.rank is not None
+        tokens, element = x.sizes[0 if self.bsh else 1], self.settings.dtype.itemsize
+        return cores > 1 and sums_before_b(linear.rank, linear.outputs, tokens, element, cores)
 
-    def _call(self, kernel: Callable[..., None], x: Any, factors: list[Any], outputs: int) -> Any:
-        return self.ops.nki_call(kernel, x, *factors, output_HloShapes=[x.dtype[outputs, x.sizes[1]]])
+    def _add_up(self, plan: LayerPlan, name: str, y: Any, w: dict[str, Any], before_b: bool = False) -> Any:
+        """Add the cores' parts up, apply B to the sum if that is still to do, add the bias."""
+        y, linear = self.ops.all_reduce(y), plan[name]
+        if before_b:
+            assert linear.rank is not None
+            kernel = kernels.packed_linear(linear.rank, linear.outputs, self.settings.layout)
+            y = self._call(kernel, y, [w[f"{name}.B"]], linear.outputs)
+        return self._add_bias(y, w.get(f"{name}.bias"))
 
-    def _columns(self, hidden: Any) -> Any:
-        """The hidden state as [features, tokens]."""
+    def _add_bias(self, y: Any, bias: Any) -> Any:
         f = self.ops.f
-        features, sequence, batch = (f.transpose210(hidden) if self.ops.bsh else hidden).sizes
-        return f.reshape(f.transpose210(hidden) if self.ops.bsh else hidden, [features, sequence * batch])
+        return y if bias is None else f.add(y, f.broadcast(bias, y.sizes, [1 if self.bsh else 0]))
 
-    def _restore(self, y: Any, like: Any) -> Any:
-        """[features, tokens] in the layout of the hidden state ``like``."""
-        f, sizes = self.ops.f, list(like.sizes)
-        if self.ops.bsh:
-            return f.transpose210(f.reshape(y, sizes[::-1]))
-        return f.reshape(y, sizes)
+    def _call(self, kernel: Callable[..., None], x: Any, weights: list[Any], outputs: int) -> Any:
+        shape = (x.sizes[0], outputs) if self.bsh else (outputs, x.sizes[1])
+        return self.ops.nki_call(kernel, x, *weights, output_HloShapes=[x.dtype[shape]])
+
+    def _dot(self, weight: Any, x: Any) -> Any:
+        """A dense product with a weight [in, out]."""
+        if not self.bsh:
+            return self.ops.f.dot00(weight, x)
+        dims = {"lhs_contracting_dimensions": [1], "rhs_contracting_dimensions": [0]}
+        return self.ops.f.dot_general(x, weight, dimension_numbers=dims)
+
+    def _flat(self, hidden: Any) -> Any:
+        """The hidden state with sequence and batch as one dimension."""
+        first, second, third = hidden.sizes
+        return self.ops.f.reshape(hidden, [first * second, third] if self.bsh else [first, second * third])
 
     def _heads(self, y: Any, like: Any) -> Any:
-        """[heads * size, tokens] -> [sequence, batch, heads, size]."""
+        """A linear's result as [sequence, batch, heads, size]; ``like``: the hidden state."""
         f, size = self.ops.f, self.architecture.head
         first, sequence, last = like.sizes
-        batch = first if self.ops.bsh else last
-        return f.reshape(f.transpose(y, 0, 1), [sequence, batch, y.sizes[0] // size, size])
+        if self.bsh:
+            return f.transpose(f.reshape(y, [first, sequence, y.sizes[1] // size, size]), 0, 1)
+        return f.reshape(f.transpose(y, 0, 1), [sequence, last, y.sizes[0] // size, size])
+
+    def _join(self, context: Any) -> Any:
+        """The inverse of :meth:`_heads`."""
+        f = self.ops.f
+        sequence, batch, heads, size = context.sizes
+        flat = [sequence * batch, heads * size]
+        if self.bsh:
+            return f.reshape(f.transpose(context, 0, 1), flat)
+        return f.transpose(f.reshape(context, flat), 0, 1)
 
     def _norm_heads(self, x: Any, weight: Any) -> Any:
         """RMS norm over the head size."""

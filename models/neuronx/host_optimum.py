@@ -43,7 +43,6 @@ def graph_ops(settings: Settings) -> GraphOps:
         update=attention.fused_kv_update_cache,
         all_reduce=partial(functional.all_reduce_sum, tp_degree=tp),
         nki_call=nki_call,
-        bsh=settings.layout == "BSH",
     )
 
 
@@ -81,7 +80,7 @@ class Model(LlamaHloModel):
             attention_layout=settings.layout,
             collectives_layout=settings.layout,
         )
-        graph = LayerGraph(graph_ops(settings), shards.checkpoint.architecture)
+        graph = LayerGraph(graph_ops(settings), shards.checkpoint.architecture, settings)
         builder = GraphBuilder(config, neuron_config, shards, graph)
         super().__init__(config, neuron_config, cpu_model=nn.Module(), hlo_builder=builder)
         self.shards = shards

@@ -42,7 +42,6 @@ def graph_ops(settings: Settings, neuron_config: NeuronConfig) -> GraphOps:
         update=partial(attention.fused_kv_update_cache, neuron_config=neuron_config),
         all_reduce=partial(hlo.all_reduce_sum, tp_degree=tp),
         nki_call=nki_call,
-        bsh=settings.layout == "BSH",
     )
 
 
@@ -77,7 +76,7 @@ class Model(LlamaForSampling):
             tp_degree=settings.tp_degree,
             neuron_config=neuron_config,
         )
-        graph = LayerGraph(graph_ops(settings, neuron_config), shards.checkpoint.architecture)
+        graph = LayerGraph(graph_ops(settings, neuron_config), shards.checkpoint.architecture, settings)
         self.decoder_lm_head.add_layer_builder(LayerBuilder(shards, graph).layer)
         self.shards = shards
 

@@ -1,7 +1,8 @@
 """The NKI kernels as the hosts' ``nki_call`` takes them, one function for each set of static sizes.
 
-Whether a kernel runs its decode or its prefill variant it decides itself, by the graph's number of tokens. Every
-function carries its sum in plain torch as ``reference``, for a runtime that is asked not to interpret kernels.
+Activations are [features, tokens] ("HSB") or [tokens, features] ("BSH"). Whether a kernel runs its decode or its
+prefill variant, and with which block sizes, it decides itself, by the tokens of the graph. Every function carries its
+sum in plain torch as ``reference``, for a runtime that is asked not to interpret kernels.
 """
 
 from __future__ import annotations
@@ -18,36 +19,59 @@ from neuronmm.kernels.layout import unpack
 
 
 @cache
-def low_rank_linear(inputs: int, rank: int, outputs: int) -> Callable[..., None]:
-    """``kernel(x, a, b, y)``: y = B (A x). Dimensions: x [inputs, tokens], y [outputs, tokens]; a, b packed."""
+def low_rank_linear(inputs: int, rank: int, outputs: int, bias: bool, layout: str) -> Callable[..., None]:
+    """``kernel(x, a, b[, bias], y)``: y = B (A x) (+ bias) of ``inputs`` and ``outputs`` features; a, b packed."""
     from neuronmm.kernels.nki import entry_neuronxcc as entry
 
-    def reference(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return unpack(b, rank, outputs) @ (unpack(a, inputs, rank) @ x)
+    def reference(x: Tensor, a: Tensor, b: Tensor, *vector: Tensor) -> Tensor:
+        y = _product(b, rank, outputs, _product(a, inputs, rank, _columns(x, layout)))
+        return _columns(y + vector[0][:, None] if vector else y, layout)
 
-    return _with_reference(entry.low_rank_matmul(rank), reference)
+    return _with_reference(entry.low_rank_matmul(rank, bias=bias, layout=layout), reference)
 
 
 @cache
-def low_rank_swiglu(hidden: int, intermediate: int, gate: int, up: int, down: int) -> Callable[..., None]:
+def packed_linear(inputs: int, outputs: int, layout: str) -> Callable[..., None]:
+    """``kernel(x, w, y)``: y = W x with one packed weight."""
+    from neuronmm.kernels.nki import entry_neuronxcc as entry
+
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        return _columns(_product(w, inputs, outputs, _columns(x, layout)), layout)
+
+    return _with_reference(entry.packed_matmul(layout=layout), reference)
+
+
+@cache
+def low_rank_swiglu(
+    hidden: int, intermediate: int, gate: int, up: int, down: int, shared: bool, partial: bool, layout: str
+) -> Callable[..., None]:
     """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b, y)``: the MLP of three factorised linears.
 
-    Dimensions: x, y [hidden, tokens]; gate, up, down: the linears' ranks.
+    ``gate``, ``up``, ``down``: their ranks. ``shared``: gate and up have one A, and there is no ``up_a``. ``partial``:
+    y is what B of down is applied to, and there is no ``down_b``.
     """
     from neuronmm.kernels.nki import entry_neuronxcc as entry
     from neuronmm.kernels.nki.low_rank_mlp import Ranks
 
-    def product(x: Tensor, a: Tensor, b: Tensor, rank: int, outputs: int) -> Tensor:
-        return unpack(b, rank, outputs) @ (unpack(a, x.shape[0], rank) @ x)
+    def reference(x: Tensor, gate_a: Tensor, gate_b: Tensor, *rest: Tensor) -> Tensor:
+        up_a, up_b, down_a, *down_b = (gate_a, *rest) if shared else rest
+        x = _columns(x, layout)
+        gated = silu(_product(gate_b, gate, intermediate, _product(gate_a, hidden, gate, x)).float())
+        wide = _product(up_b, up, intermediate, _product(up_a, hidden, up, x)).float()
+        y = _product(down_a, intermediate, down, (gated * wide).to(x.dtype))
+        return _columns(_product(down_b[0], down, hidden, y) if down_b else y, layout)
 
-    def reference(
-        x: Tensor, gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor
-    ) -> Tensor:
-        gated = silu(product(x, gate_a, gate_b, gate, intermediate).float())
-        act = (gated * product(x, up_a, up_b, up, intermediate).float()).to(x.dtype)
-        return product(act, down_a, down_b, down, hidden)
+    factory = entry.low_rank_swiglu_mlp_shared if shared else entry.low_rank_swiglu_mlp
+    return _with_reference(factory(Ranks(gate, up, down, intermediate), layout=layout, partial=partial), reference)
 
-    return _with_reference(entry.low_rank_swiglu_mlp(Ranks(gate, up, down, intermediate)), reference)
+
+def _product(packed: Tensor, inputs: int, outputs: int, x: Tensor) -> Tensor:
+    return unpack(packed, inputs, outputs) @ x
+
+
+def _columns(x: Tensor, layout: str) -> Tensor:
+    """Between a layout and [features, tokens]; its own inverse."""
+    return x.T if layout == "BSH" else x
 
 
 def _with_reference(kernel: Any, reference: Callable[..., Tensor]) -> Any:

@@ -84,5 +84,5 @@ def host_config(architecture: Architecture) -> SimpleNamespace:
         rope_scaling=architecture.rope_scaling,
         hidden_act="silu",
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=list(architecture.ends),
     )

@@ -37,12 +37,16 @@ BY_INPUT = ("o", "down")
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """One linear on one rank: its sizes there, its factors' rank (None: dense), whether it has a bias."""
+    """One linear on one rank: its sizes there, its factors' rank (None: dense), whether it has a bias.
+
+    ``leader``: the linear, by short name, whose A it uses instead of one of its own.
+    """
 
     inputs: int
     outputs: int
     rank: int | None
     bias: bool
+    leader: str | None
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,17 @@ class LayerPlan:
     def __getitem__(self, name: str) -> LinearPlan:
         return dict(self.linears)[name]
 
+    def a_of(self, name: str) -> str:
+        """The parameter that is the A of a factorised linear."""
+        return f"{self[name].leader or name}.A"
+
 
 def names(plan: LayerPlan) -> list[str]:
     """The layer's parameters in the order they are handed to the host and come back in the graph."""
     found = [name for name in NORMS if plan.qk_norm or name in ("input_norm", "mlp_norm")]
     for name, linear in plan.linears:
-        found += [f"{name}.W"] if linear.rank is None else [f"{name}.A", f"{name}.B"]
+        own_a = [] if linear.leader else [f"{name}.A"]
+        found += [f"{name}.W"] if linear.rank is None else [*own_a, f"{name}.B"]
         found += [f"{name}.bias"] if linear.bias else []
     return found
 
@@ -98,10 +107,12 @@ class Shards:
             if linear.rank is None:
                 made[f"{name}.W"] = [shard.T.contiguous() for shard in self._cut(name, found.tensor(f"{full}.weight"))]
             else:
-                a, b = found.tensor(f"{full}.A.weight"), found.tensor(f"{full}.B.weight")
-                cut_a, cut_b = (self._cut(name, a), [b]) if name in BY_INPUT else ([a], self._cut(name, b))
-                made[f"{name}.A"] = _everywhere([pack(shard) for shard in cut_a], self.ranks)
-                made[f"{name}.B"] = _everywhere([pack(shard) for shard in cut_b], self.ranks)
+                for factor, split in (("A", name in BY_INPUT), ("B", name not in BY_INPUT)):
+                    if factor == "B" or linear.leader is None:
+                        weight = found.tensor(f"{full}.{factor}.weight")
+                        parts = self._cut(name, weight) if split else [weight]
+                        packed = [pack(part) for part in parts]
+                        made[f"{name}.{factor}"] = packed if split else packed * self.ranks
             if linear.bias:
                 bias = found.tensor(self._bias(index, name))
                 made[f"{name}.bias"] = [bias] * self.ranks if name in BY_INPUT else self._cut(name, bias)
@@ -135,11 +146,9 @@ class Shards:
         }
         linears = []
         for name, (inputs, outputs) in sizes.items():
-            rank = self.checkpoint.ranks.get(layer_name(index, LINEARS[name]))
-            linears.append((name, LinearPlan(inputs, outputs, rank, self.checkpoint.holds(self._bias(index, name)))))
+            full = layer_name(index, LINEARS[name])
+            leader = self.checkpoint.shared.get(full)
+            short = next((n for n, part in LINEARS.items() if leader == layer_name(index, part)), None)
+            bias = self.checkpoint.holds(self._bias(index, name))
+            linears.append((name, LinearPlan(inputs, outputs, self.checkpoint.ranks.get(full), bias, short)))
         return LayerPlan(tuple(linears), self.checkpoint.holds(layer_name(index, f"{NORMS['q_norm']}.weight")))
-
-
-def _everywhere(parts: list[Tensor], ranks: int) -> list[Tensor]:
-    """One tensor a rank: the parts, or the only part on every rank."""
-    return parts if len(parts) == ranks else parts * ranks
