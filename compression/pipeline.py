@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from torch import Tensor
@@ -66,6 +67,9 @@ def compress(
     linears = targeted(reader, settings["num_hidden_layers"], config.targets)
     plan = make_plan(linears, config)
     _check_disk(out, reader.total_bytes())
+    total = sum(_size(reader, name) for name in reader.names)
+    if config.recover != "off":
+        _check_memory(total, sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears))
     run = {"model": str(folder), "bytes": reader.total_bytes(), "version": version("neuronmm"), **config.model_dump()}
     workspace = Workspace(out, run, resume, force)
 
@@ -78,7 +82,6 @@ def compress(
 
     layers = workspace.layer_facts(settings["num_hidden_layers"])
     matrices = [matrix for layer in layers for matrix in layer["matrices"]]
-    total = sum(_size(reader, name) for name in reader.names)
     removed = sum(linear.dense - linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
     errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
     spec = CompressionSpec(
@@ -154,6 +157,16 @@ def _check_disk(out: Path, needed: int) -> None:
     if free < 2 * needed:
         raise UserError(
             f"{parent}: {free / 1e9:.1f} GB free, about {2 * needed / 1e9:.1f} GB needed; free some or move -o"
+        )
+
+
+def _check_memory(parameters: int, trained: int) -> None:
+    """Recovery holds the model in float32, and the factors' gradients, moments and best state."""
+    needed, free = 4 * parameters + 16 * trained, psutil.virtual_memory().available
+    if free < needed:
+        raise UserError(
+            f"recover: {free / 1e9:.1f} GB of memory available, about {needed / 1e9:.1f} GB needed; refine trains "
+            "block by block instead"
         )
 
 

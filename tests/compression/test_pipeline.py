@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,6 +312,15 @@ def test_what_cannot_be_compressed_is_refused(
         with pytest.raises(UserError, match="GB free"):
             compress(source, out, config())
     assert not out.exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_recovery_that_would_not_fit_in_memory_is_refused_at_once(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(UserError, match="memory available"):
+        compress(dense(), tmp_path / "out", config(recover="factors"))
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_full_disk_is_named_and_the_run_can_be_resumed(
