@@ -11,7 +11,7 @@ from typing import Any
 from neuronmm.models.hf import register as _register
 
 __version__ = version("neuronmm")
-__all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch"]
+__all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict"]
 
 _HOMES = {
     "benchmark": "neuronmm.engine.benchmark",
@@ -20,6 +20,7 @@ _HOMES = {
     "fuse": "neuronmm.models.patch",
     "load": "neuronmm.engine.engine",
     "patch": "neuronmm.models.patch",
+    "predict": "neuronmm.prediction",
 }
 
 _register()

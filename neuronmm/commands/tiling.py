@@ -1,10 +1,12 @@
 """choose and explain the block sizes of a low-rank kernel on Trainium
 
-The shape is M,K,R,N: tokens, input features, rank, output features. Times are modelled, not measured.
+A linear is M,K,R,N: tokens, input features, rank, output features. A whole MLP is M,H,I,R: tokens, hidden size,
+intermediate size, rank, or three ranks for gate, up and down. Times are modelled, not measured.
 
 examples:
   neuronmm tiling --shape 4096,7168,4096,18432 --device trn1
-  neuronmm tiling --shape 1,2048,1280,8192 --device trn2 --json
+  neuronmm tiling --mlp 2048,2560,9728,1664 --device trn2
+  neuronmm tiling --mlp 1,2048,8192,1280,1280,1408 --json
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", required=True, metavar="M,K,R,N", help="tokens, input features, rank, outputs")
+    kernel = parser.add_mutually_exclusive_group(required=True)
+    kernel.add_argument("--shape", metavar="M,K,R,N", help="a linear: tokens, input features, rank, outputs")
+    kernel.add_argument("--mlp", metavar="M,H,I,R[,R,R]", help="an MLP: tokens, hidden, intermediate, rank or three")
     parser.add_argument("--device", default="trn1", choices=("trn1", "trn2", "trn3"), help="default trn1")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
@@ -24,14 +28,26 @@ def run(args: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from neuronmm.kernels.hardware import CORES
-    from neuronmm.kernels.tiling import Problem, explain, solve
+    from neuronmm.kernels.tiling import MlpProblem, Problem, explain, solve
     from neuronmm.models.errors import UserError
 
-    sizes = args.shape.split(",")
-    if len(sizes) != 4 or not all(size.strip().isdigit() for size in sizes):
-        raise UserError(f"--shape {args.shape}: must be four positive numbers M,K,R,N, such as 4096,7168,4096,18432")
-    tokens, inputs, rank, outputs = (int(size) for size in sizes)
-    problem = Problem(tokens, inputs, rank, outputs, args.dtype)
+    option, text, lengths = ("--shape", args.shape, (4,)) if args.shape else ("--mlp", args.mlp, (4, 6))
+    sizes = [int(size) if size.strip().isdigit() else 0 for size in text.split(",")]
+    if len(sizes) not in lengths or min(sizes) < 1:
+        wanted = (
+            "M,K,R,N, such as 4096,7168,4096,18432"
+            if args.shape
+            else "M,H,I,R or M,H,I,R,R,R, such as 1,2048,8192,1280"
+        )
+        raise UserError(f"{option} {text}: must be positive numbers {wanted}")
+    problem: Problem | MlpProblem
+    if args.mlp:
+        tokens, hidden, intermediate, *ranks = sizes
+        gate, up, down = ranks * (3 // len(ranks))
+        problem = MlpProblem(tokens, hidden, intermediate, gate, up, down, args.dtype)
+    else:
+        tokens, inputs, rank, outputs = sizes
+        problem = Problem(tokens, inputs, rank, outputs, args.dtype)
     core = CORES[args.device]
     if args.json:
         print(json.dumps({**asdict(solve(problem, core)), "seconds_are": "predicted"}))

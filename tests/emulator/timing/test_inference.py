@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neuronmm import predict as predict_from
 from neuronmm.cli import main
-from neuronmm.commands.predict import predict as predict_from
 from neuronmm.emulator.timing.inference import Decoder, predict
 from neuronmm.kernels.hardware import CORES, TRN1
 from neuronmm.models.errors import UserError
@@ -96,6 +97,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["tiling", "--shape", "4096,7168"]) == 2
 
 
+def test_the_tiling_of_a_whole_mlp(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tiling", "--mlp", "2048,2048,8192,1280", "--device", "trn2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("MLP of x [2048, 2048], intermediate 8192, ranks 1280, 1280, 1280, bfloat16")
+    assert sum("<- chosen" in line for line in lines) == 1
+    assert main(["tiling", "--mlp", "1,2048,8192,1280,1280,1408", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problem"]["down"] == 1408
+    assert main(["tiling", "--mlp", "1,2048,8192,1280,1280"]) == 2
+    assert "--mlp 1,2048,8192,1280,1280: must be positive numbers" in capsys.readouterr().err
+
+
 def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path) -> None:
     ranks = {f"model.layers.{i}.mlp.{n}": 256 for i in range(6) for n in ("gate_proj", "up_proj", "down_proj")}
     spec = {
@@ -116,12 +128,13 @@ def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path) -> None:
         ({"batch": 129}, "--batch 129"),
         ({"prompt_length": 0}, "--prompt-length 0"),
         ({"ratio": 0.9}, "--ratio 0.9"),
+        ({"device": "trn9"}, "device trn9: must be one of trn1, trn2, trn3"),
     ],
 )
-def test_bad_options_are_named(tmp_path: Path, options: dict[str, float], message: str) -> None:
+def test_bad_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(UserError, match=message):
-        predict_from(tmp_path, **options)  # type: ignore[arg-type]
+        predict_from(tmp_path, **options)
 
 
 def test_bad_models_are_named(tmp_path: Path) -> None:
