@@ -1,5 +1,6 @@
 """The fused low-rank ops: one signature, one fp32 reference, one implementation per target."""
 
+from neuronmm.kernels.int8 import Int8, quantise
 from neuronmm.kernels.ops import (
     KernelError,
     LowRank,
@@ -9,4 +10,4 @@ from neuronmm.kernels.ops import (
     low_rank_swiglu,
 )
 
-__all__ = ["KernelError", "LowRank", "Op", "implementations", "low_rank_linear", "low_rank_swiglu"]
+__all__ = ["Int8", "KernelError", "LowRank", "Op", "implementations", "low_rank_linear", "low_rank_swiglu", "quantise"]

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from neuronmm.kernels.int8 import Int8, Weight
+
 
 class KernelError(RuntimeError):
     """A named implementation does not exist or cannot serve the call; the message says why."""
@@ -24,12 +26,18 @@ class KernelError(RuntimeError):
 class LowRank(NamedTuple):
     """One factorised linear ``y = B (A x) + bias``.
 
-    Dimensions: ``A`` [r, in], ``B`` [out, r], ``bias`` [out] or None; one dtype and device.
+    Dimensions: ``A`` [r, in], ``B`` [out, r], ``bias`` [out] or None; on one device, of one float dtype but where a
+    factor is :class:`Int8`.
     """
 
-    A: Tensor
-    B: Tensor
+    A: Weight
+    B: Weight
     bias: Tensor | None = None
+
+    def shares_a(self, other: LowRank) -> bool:
+        """Whether both have one A, the same tensor, so that A x need be computed only once."""
+        one, two = (part.A.values if isinstance(part.A, Int8) else part.A for part in (self, other))
+        return one is two
 
 
 class Op(str, Enum):
@@ -119,10 +127,11 @@ def _width_after(width: int, factors: LowRank) -> int:
     return out
 
 
-def low_rank_linear(x: Tensor, A: Tensor, B: Tensor, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+def low_rank_linear(x: Tensor, A: Weight, B: Weight, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """``y = B (A x) + bias``, the paper's XUV (arXiv 2510.25977) with U = A^T and V = B^T.
 
-    Dimensions: ``x`` [..., in], ``A`` [r, in], ``B`` [out, r], result [..., out], all of one dtype and device.
+    Dimensions: ``x`` [..., in], ``A`` [r, in], ``B`` [out, r], result [..., out], all on one device and of one dtype,
+    but that A and B may be :class:`Int8`.
 
     Raises:
         KernelError: the shapes do not fit together, or a named ``impl`` cannot serve the call.
@@ -136,14 +145,14 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, imp
     """``down(silu(gate(x)) * up(x))`` with three factorised linears.
 
     Dimensions: ``x`` [..., hidden]; gate and up: hidden -> intermediate, down: intermediate -> hidden, each with
-    a rank of its own; result [..., hidden]. Where ``up.A is gate.A``, A x is computed once.
+    a rank of its own; result [..., hidden]. Where gate and up have one A, A x is computed once.
 
     Raises:
         KernelError: the shapes do not fit together, or a named ``impl`` cannot serve the call.
     """
     wide = _width_after(x.shape[-1], gate)
     if _width_after(x.shape[-1], up) != wide:
-        raise KernelError(f"gate and up differ in width: {wide} and {len(up.B)}")
+        raise KernelError(f"gate and up differ in width: {wide} and {up.B.shape[0]}")
     _width_after(wide, down)
     return choose(Op.SWIGLU, impl, x, gate, up, down).run(x, gate, up, down)
 

@@ -99,13 +99,13 @@ def prepare_ours(model: str, variant: str) -> Prepared:
     from neuronmm.engine.bandwidth import weight_bytes_per_step
     from neuronmm.engine.cpu_decoder import CpuDecoder, describe
     from neuronmm.kernels.cpu import arena
-    from neuronmm.kernels.cpu.int8 import quantize_model
+    from neuronmm.kernels.cpu.int8 import quantise_model
 
     host = CpuHost(torch_model(model, variant), "naive" if variant.endswith("naive") else "auto")
     arena.gather(host.model.parameters())
     nbytes, path, weights = weight_bytes_per_step(host.model), host.path, None
     if variant.endswith("int8"):
-        weights = quantize_model(describe(host.model, 1024))
+        weights = quantise_model(describe(host.model, 1024))
         nbytes, path = nbytes // 2, path + ", int8"
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+
+from neuronmm.kernels.int8 import Int8, Weight
 
 MAX_BATCH = 8
 """Rows that one call takes."""
@@ -33,10 +34,11 @@ class Matrix(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, weight: Tensor, scale: Tensor | None = None) -> Matrix:
-        """Point at ``weight`` [rows, cols] and, for int8, at its fp32 row scales; the caller keeps both alive."""
-        rows, cols = weight.shape
-        return cls(weight.data_ptr(), None if scale is None else scale.data_ptr(), rows, cols, TYPES[weight.dtype])
+    def of(cls, weight: Weight) -> Matrix:
+        """Point at ``weight`` [rows, cols] and, for int8, at its row scales; the caller keeps both alive."""
+        data, scales = weight if isinstance(weight, Int8) else (weight, None)
+        rows, cols = data.shape
+        return cls(data.data_ptr(), None if scales is None else scales.data_ptr(), rows, cols, TYPES[data.dtype])
 
 
 class Linear(ctypes.Structure):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, TYPES, Linear, Matrix, core
+from neuronmm.kernels.int8 import Int8
 from neuronmm.kernels.ops import LowRank, Op, register
 
 _FLOATS = (torch.float32, torch.bfloat16)
@@ -21,11 +22,16 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
     """Why the core cannot serve this call, or None."""
     if core() is None:
         return NOT_BUILT
-    tensors = [tensor for factor in factors for tensor in factor if tensor is not None]
+    weights = [weight for factor in factors for weight in factor if weight is not None]
+    int8 = [weight for weight in weights if isinstance(weight, Int8)]
+    floats = [weight for weight in weights if not isinstance(weight, Int8)]
+    tensors = [*floats, *(tensor for weight in int8 for tensor in weight)]
     if any(tensor.device.type != "cpu" for tensor in (x, *tensors)):
         return "a tensor is not in main memory"
-    if x.dtype not in _FLOATS or any(tensor.dtype != x.dtype for tensor in tensors):
-        return "it takes float32 or bfloat16, the same for all tensors"
+    if x.dtype not in _FLOATS or any(tensor.dtype != x.dtype for tensor in floats):
+        return "it takes float32 or bfloat16, the same for all tensors, or int8 factors"
+    if any(weight.values.dtype != torch.int8 or weight.scales.dtype != torch.float32 for weight in int8):
+        return "int8 factors have float32 scales"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
         return "it has no backward; use torch.inference_mode()"
     if not all(tensor.is_contiguous() for tensor in tensors):
@@ -58,7 +64,7 @@ def _run(function: str, x: Tensor, linears: list[Linear], out: int) -> Tensor:
 def low_rank_linear(x: Tensor, factors: LowRank) -> Tensor:
     """``x`` [..., in] -> [..., out]; 1 to 8 rows."""
     keep: list[Tensor] = []
-    return _run("neuronmm_low_rank_linear", x, [_linear(factors, keep)], len(factors.B))
+    return _run("neuronmm_low_rank_linear", x, [_linear(factors, keep)], factors.B.shape[0])
 
 
 @register(Op.SWIGLU, "cpu", refuses=_refuses, priority=10)
@@ -66,4 +72,4 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Ten
     """``x`` [..., hidden] -> [..., hidden]; 1 to 8 rows."""
     keep: list[Tensor] = []
     linears = [_linear(part, keep) for part in (gate, up, down)]
-    return _run("neuronmm_low_rank_swiglu", x, linears, len(down.B))
+    return _run("neuronmm_low_rank_swiglu", x, linears, down.B.shape[0])

@@ -1,6 +1,7 @@
 """The whole decode step as one C++ call, described by plain tensors.
 
-``ModelWeights`` says what a Llama, Qwen2 or Qwen3 decoder consists of; each linear is dense, factorised or int8 alone.
+``ModelWeights`` says what a Llama, Qwen2 or Qwen3 decoder consists of; each linear by itself is dense or factorised, in
+floats or in int8. Linears of one input may have one A, the same tensors, which is then read once.
 ``DecodeStep`` binds it to a static KV cache. Nothing is copied: weights and cache are read, and the cache written,
 where they lie.
 """
@@ -10,23 +11,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuronmm.kernels.cpu.library import MAX_BATCH, TYPES, Layer, Linear, Matrix, Model, core
+from neuronmm.kernels.int8 import Int8, Weight
 from neuronmm.kernels.ops import KernelError
-
-
-class Int8(NamedTuple):
-    """A weight matrix with one scale a row: ``values[i, j] * scales[i]``.
-
-    Dimensions: ``values`` int8 [out, in], ``scales`` float32 [out].
-    """
-
-    values: Tensor
-    scales: Tensor
 
 
 @dataclass(frozen=True)
@@ -37,8 +28,8 @@ class LinearWeights:
     float32, bfloat16 or :class:`Int8`, contiguous.
     """
 
-    A: Tensor | Int8
-    B: Tensor | Int8 | None = None
+    A: Weight
+    B: Weight | None = None
     bias: Tensor | None = None
 
 
@@ -68,7 +59,7 @@ class ModelWeights:
     the attention scores, ``eps`` belongs to every norm.
     """
 
-    embedding: Tensor | Int8
+    embedding: Weight
     layers: Sequence[LayerWeights]
     final_norm: Tensor
     head: LinearWeights
@@ -165,7 +156,7 @@ class DecodeStep:
             raise KernelError(f"a tensor of shape {list(tensor.shape)} where {list(shape)} belongs")
         return self._address(tensor.detach().float().contiguous())
 
-    def _matrix(self, weight: Tensor | Int8) -> Matrix:
+    def _matrix(self, weight: Weight) -> Matrix:
         data, scale = weight if isinstance(weight, Int8) else (weight, None)
         if data.ndim != 2 or data.dtype not in TYPES or (data.dtype == torch.int8) != (scale is not None):
             raise KernelError(
@@ -176,7 +167,7 @@ class DecodeStep:
         for tensor in (data, scale):
             if tensor is not None:
                 self._address(tensor)
-        return Matrix.of(data, scale)
+        return Matrix.of(weight)
 
     def _linear(self, linear: LinearWeights, out: int, inner: int) -> Linear:
         a = self._matrix(linear.A)
@@ -205,5 +196,4 @@ class DecodeStep:
 
 
 def _out(linear: LinearWeights) -> int:
-    last = linear.A if linear.B is None else linear.B
-    return len(last.values if isinstance(last, Int8) else last)
+    return (linear.A if linear.B is None else linear.B).shape[0]

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from neuronmm.kernels import KernelError, LowRank, Op, implementations, low_rank_linear, low_rank_swiglu, ops
+from neuronmm.kernels import (
+    Int8,
+    KernelError,
+    LowRank,
+    Op,
+    implementations,
+    low_rank_linear,
+    low_rank_swiglu,
+    ops,
+    quantise,
+)
 from neuronmm.kernels.ops import choose
 from neuronmm.kernels.plain import _stacked, stack
 from rule import POOL, assert_twice_plain, draws
@@ -76,6 +86,13 @@ def sharing_call(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, LowRank, Low
     return x, gate, up._replace(A=gate.A), down
 
 
+def int8_call(op: Op, shape: Shape, dtype: torch.dtype) -> tuple:
+    """Every factor in int8; gate and up share theirs."""
+    x, *weights = linear_call(shape, dtype) if op is Op.LINEAR else sharing_call(shape, dtype)
+    made = {id(t): quantise(t) for w in weights for t in (w.A, w.B)}
+    return x, *(w._replace(A=made[id(w.A)], B=made[id(w.B)]) for w in weights)
+
+
 CALLS: dict[Op, Callable[..., tuple]] = {Op.LINEAR: linear_call, Op.SWIGLU: swiglu_call}
 
 
@@ -93,8 +110,15 @@ def exact(op: Op, call: tuple) -> Tensor:
     x, *weights = call
     if x.dtype != torch.float32:
         return run(op, "reference", call)
-    doubled = [LowRank(*(None if t is None else t.double() for t in w)) for w in weights]
+    doubled = [LowRank(*(None if t is None else double(t) for t in w)) for w in weights]
     return run(op, "naive", (x.double(), *doubled))
+
+
+def double(weight: Tensor | Int8) -> Tensor:
+    """The exact value of a weight."""
+    if isinstance(weight, Int8):
+        return weight.values.double() * weight.scales.double()[:, None]
+    return weight.double()
 
 
 def test_every_op_has_a_reference_and_is_tested_here() -> None:
@@ -117,6 +141,15 @@ def test_error_is_at_most_twice_plain_torchs(op: Op, name: str, dtype: torch.dty
 @settings(max_examples=10, deadline=None)
 def test_so_is_it_with_a_shared_a(name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
     check(Op.SWIGLU, name, dtype, lambda: sharing_call(shape, dtype), seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("op", "name"), TABLE)
+@given(shape=SHAPES, seed=st.integers(0, 2**31))
+@settings(max_examples=10, deadline=None)
+def test_and_so_is_it_with_int8_factors(op: Op, name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
+    """Plain torch computes with the weights that int8 stands for, in the call's dtype."""
+    check(op, name, dtype, lambda: int8_call(op, shape, dtype), seed)
 
 
 def check(op: Op, name: str, dtype: torch.dtype, make: Callable[[], tuple], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Int8 weights: the rounding itself, its bound through a linear, and a whole model against its dequantised twin."""
+"""A whole model in int8 against its dequantised twin."""
 
 from __future__ import annotations
 
@@ -6,32 +6,16 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels.cpu import core
-from neuronmm.kernels.cpu.int8 import quantize, quantize_model
-from neuronmm.kernels.cpu.step import Int8
+from neuronmm.kernels.cpu.int8 import quantise_model
+from neuronmm.kernels.int8 import Int8, quantise
 from neuronmm.models.families import FAMILIES, TARGETS
-from tiny import compress_tiny, layer_ranks, make_tiny, make_tokens
+from tiny import compress_tiny, fill_tiny, layer_ranks, make_tiny, make_tokens, shared_spec
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 70), st.integers(1, 70), st.integers(-20, 20), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_no_element_is_off_by_more_than_half_a_step(rows: int, cols: int, power: int, dtype: torch.dtype) -> None:
-    weight = (torch.randn(rows, cols) * 2.0**power).to(dtype)
-    weight[0] = 0
-    values, steps = quantize(weight)
-    wide = weight.double()
-    assert torch.equal(steps, (wide.abs().amax(1) / 127).float())
-    # Half a step, and the fp32 rounding of up to 127 steps.
-    bound = (0.5 + 127 * 2.0**-22) * steps[:, None].double()
-    assert ((values.double() * steps[:, None].double() - wide).abs() <= bound).all()
-    assert values.abs().max() <= 127
 
 
 def dequantise(model: torch.nn.Module) -> torch.nn.Module:
@@ -40,8 +24,7 @@ def dequantise(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                values, steps = quantize(parameter)
-                parameter.copy_(values * steps[:, None])
+                parameter.copy_(quantise(parameter).dequantise(parameter.dtype))
     return model
 
 
@@ -59,7 +42,7 @@ def test_a_model_in_int8_is_the_model_of_its_rounded_weights(
         compress_tiny(model, layer_ranks(linears))
     twin = dequantise(model)
     exact, ids = TorchDecoder(twin, batch, 20), make_tokens(batch)
-    rounded = CpuDecoder(twin, batch, 20, quantize_model(describe(model, 20)))
+    rounded = CpuDecoder(twin, batch, 20, quantise_model(describe(model, 20)))
     mask = torch.ones_like(ids)
     logits, expected = rounded.prefill(ids, mask), exact.prefill(ids, mask)
     for _ in range(8):
@@ -72,11 +55,20 @@ def test_a_model_in_int8_is_the_model_of_its_rounded_weights(
 def test_every_matrix_is_int8_once_and_a_tied_head_stays_tied() -> None:
     model = make_tiny("llama", tied=True)
     compress_tiny(model, layer_ranks())
-    weights = quantize_model(describe(model, 8))
+    weights = quantise_model(describe(model, 8))
     assert isinstance(weights.embedding, Int8)
     assert weights.head.A is weights.embedding
     for layer in weights.layers:
         for part in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down):
             assert isinstance(part.A, Int8)
             assert part.B is None or isinstance(part.B, Int8)
-    assert quantize_model(weights).embedding is weights.embedding
+    assert quantise_model(weights).embedding is weights.embedding
+
+
+@built
+def test_a_shared_matrix_stays_shared() -> None:
+    model = make_tiny("qwen2")
+    fill_tiny(model, shared_spec())
+    for layer in quantise_model(describe(model, 8)).layers:
+        assert layer.up.A is layer.gate.A and layer.k.A is layer.q.A and layer.v.A is layer.q.A
+        assert layer.o.B is None and layer.down.A is not layer.gate.A
