@@ -2,6 +2,7 @@
 
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import FAMILIES, Family, family_of
+from neuronmm.models.int8_linear import Int8Linear
 from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.patch import fuse, patch
 from neuronmm.models.spec import CompressionSpec
@@ -10,6 +11,7 @@ __all__ = [
     "FAMILIES",
     "CompressionSpec",
     "Family",
+    "Int8Linear",
     "LowRankLinear",
     "LowRankSwiGLU",
     "UserError",

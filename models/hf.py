@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
+from neuronmm.models.int8_linear import Int8Linear
 from neuronmm.models.patch import patch
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
@@ -57,7 +58,7 @@ class NeuronMMQuantizer(HfQuantizer):
     """
 
     requires_calibration = True
-    requires_parameters_quantization = False
+    requires_parameters_quantization = True  # 4.x: ask check_quantized_param
     required_packages = None
     quantization_config: NeuronMMConfig
 
@@ -79,8 +80,24 @@ class NeuronMMQuantizer(HfQuantizer):
         _refuse_missing(model, sorted(set(expected_keys) - set(loaded_keys)))
         return expected_keys
 
+    def check_quantized_param(self, model: Any, param_value: Any, param_name: str, *args: Any, **kwargs: Any) -> bool:
+        # 4.x converts every float tensor to the model's dtype, but the scales of int8 factors have to stay float32.
+        return param_name.endswith(".weight_scale")
+
+    def create_quantized_param(
+        self, model: Any, param_value: Any, param_name: str, target_device: Any, state_dict: dict[str, Any], *args: Any
+    ) -> None:
+        from accelerate.utils import set_module_tensor_to_device
+
+        # The file may know the model by a longer name; what comes with it as ``param_value`` is converted already.
+        stored = next((tensor for name, tensor in state_dict.items() if name.endswith(param_name)), param_value)
+        set_module_tensor_to_device(model, param_name, target_device, stored)
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        # The factors are ordinary floating-point weights: .half(), .to(dtype) and training stay allowed.
+        for module in model.modules():
+            if isinstance(module, Int8Linear):
+                module.weight_scale.requires_grad_(False)
+        # The other factors are ordinary floating-point weights: .half(), .to(dtype) and training stay allowed.
         model.is_quantized = False
         return model
 

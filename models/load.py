@@ -76,25 +76,38 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def check_factors(folder: Path, spec: CompressionSpec) -> None:
-    """Check that the shards hold the factors config.json promises, at the promised ranks.
+    """Check that the shards hold the factors config.json promises, at the promised ranks and precision.
 
     Raises:
-        UserError: a factor is missing or has another shape.
+        UserError: a factor is missing or has another shape or type.
     """
     files = weight_files(folder)
+    wrong = f"{folder}: config.json and weights disagree"
+
+    def look(key: str) -> tuple[list[int], bool]:
+        """Shape of a tensor, and whether it is int8."""
+        if key not in files:
+            raise UserError(f"{wrong}: {key} is missing; compress the model again")
+        with safe_open(files[key], framework="pt") as tensors:
+            found = tensors.get_slice(key)
+            return found.get_shape(), found.get_dtype() == "I8"
+
     for name, rank in spec.ranks.items():
         for factor, dim in (("B", 1),) if name in spec.shared else (("A", 0), ("B", 1)):
             key = f"{name}.{factor}.weight"
-            if key not in files:
-                raise UserError(
-                    f"{folder}: config.json and weights disagree: {key} is missing; compress the model again"
-                )
-            with safe_open(files[key], framework="pt") as tensors:
-                shape = tensors.get_slice(key).get_shape()
+            shape, int8 = look(key)
             if shape[dim] != rank:
                 raise UserError(
-                    f"{folder}: config.json and weights disagree: {key} has shape {shape} but rank {rank} is promised; "
-                    "compress the model again"
+                    f"{wrong}: {key} has shape {shape} but rank {rank} is promised; compress the model again"
+                )
+            if int8 != (spec.factors == "int8"):
+                stored = "int8" if int8 else "not int8"
+                raise UserError(
+                    f"{wrong}: {key} is {stored} but factors are {spec.factors!r}; compress the model again"
+                )
+            if int8 and look(f"{key}_scale")[0] != shape[:1]:
+                raise UserError(
+                    f"{wrong}: {key}_scale does not have one scale a row of {shape}; compress the model again"
                 )
 
 

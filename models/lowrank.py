@@ -2,6 +2,7 @@
 
 Both keep ordinary ``nn.Linear`` children, so their parameters are named ``<linear>.A.weight`` and
 ``<linear>.B.weight``, load from safetensors, move with ``device_map`` and take LoRA adapters like any other linear.
+(8-bit factors are :class:`Int8Linear` children, which take no adapter.)
 With ``impl`` None they call those children (hooks and adapters see every product); with an implementation's name
 they hand the weights to :mod:`neuronmm.kernels`. ``fuse`` sets it, for inference.
 """
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuronmm.kernels import LowRank, low_rank_linear, low_rank_swiglu
+from neuronmm.kernels import Int8, LowRank, low_rank_linear, low_rank_swiglu
+from neuronmm.models.int8_linear import Int8Linear
 
 
 class LowRankLinear(nn.Module):
@@ -21,9 +23,9 @@ class LowRankLinear(nn.Module):
 
     Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank].
 
-    With a ``leader``, another low-rank linear of the same input, ``A`` is the leader's own module, whatever is put in
-    its place later (an adapter, say). It is a child of the leader alone: parameters, ``state_dict`` and checkpoint hold
-    it once.
+    ``kind`` is the class of the two factors. With a ``leader``, another low-rank linear of the same input, ``A`` is the
+    leader's own module, whatever is put in its place later (an adapter, say). It is a child of the leader alone:
+    parameters, ``state_dict`` and checkpoint hold it once.
     """
 
     def __init__(
@@ -36,19 +38,20 @@ class LowRankLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         leader: LowRankLinear | None = None,
+        kind: type[nn.Linear] | type[Int8Linear] = nn.Linear,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self._leader = (leader,)  # in a tuple, so that it does not become a child
         if leader is None:
-            self.A = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
-        self.B = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
+            self.A = kind(in_features, rank, bias=False, device=device, dtype=dtype)
+        self.B = kind(rank, out_features, bias=bias, device=device, dtype=dtype)
         self.impl: str | None = None
 
     @property
     def factors(self) -> LowRank:
         """The weights as the kernels take them."""
-        return LowRank(self.A.weight, self.B.weight, self.B.bias)
+        return LowRank(_matrix(self.A), _matrix(self.B), self.B.bias)
 
     def __getattr__(self, name: str) -> Any:
         """Children and parameters, as in any module; a follower's ``A`` too."""
@@ -62,6 +65,10 @@ class LowRankLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+
+
+def _matrix(factor: Any) -> Tensor | Int8:
+    return factor.int8 if isinstance(factor, Int8Linear) else factor.weight
 
 
 class LowRankSwiGLU(nn.Module):

@@ -8,9 +8,11 @@ from torch import nn
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
+from neuronmm.models.int8_linear import Int8Linear
 from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.spec import CompressionSpec
 
+_KINDS: dict[str, type[nn.Linear] | type[Int8Linear]] = {"model": nn.Linear, "int8": Int8Linear}
 _MLP = tuple(name.removeprefix("mlp.") for name in TARGETS["mlp"])
 
 
@@ -19,13 +21,14 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
 
     The factors hold no meaningful values yet (they are on the linear's device, in its dtype): the checkpoint fills
     them. A SwiGLU MLP whose three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not
-    change. A linear that ``spec.shared`` names uses the A of its leader.
+    change. A linear that ``spec.shared`` names uses the A of its leader; ``spec.factors`` says what the factors are.
 
     Raises:
         UserError: a name is no linear of this model, or a rank or a leader does not fit its shape; the model is then
             untouched.
     """
-    linears = {name: _linear(model, name, rank) for name, rank in spec.ranks.items()}
+    sharing = {*spec.shared, *spec.shared.values()}
+    linears = {name: _linear(model, name, rank, name in sharing) for name, rank in spec.ranks.items()}
     for name, leader in spec.shared.items():
         if linears[name].in_features != linears[leader].in_features:
             widths = f"{linears[name].in_features} and {linears[leader].in_features}"
@@ -41,6 +44,7 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
             device=linear.weight.device,
             dtype=linear.weight.dtype,
             leader=made[spec.shared[name]] if name in spec.shared else None,
+            kind=_KINDS[spec.factors],
         )
         model.set_submodule(name, made[name].train(linear.training))
     if getattr(getattr(model, "config", None), "hidden_act", "silu") != "silu":
@@ -54,8 +58,8 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
     return model
 
 
-def _linear(model: nn.Module, name: str, rank: int) -> nn.Linear:
-    """The dense linear ``name``, able to take ``rank``."""
+def _linear(model: nn.Module, name: str, rank: int, sharing: bool) -> nn.Linear:
+    """The dense linear ``name``, able to take ``rank``; an A for several linears may have more rows than one has."""
     try:
         linear = model.get_submodule(name)
     except AttributeError:
@@ -63,7 +67,7 @@ def _linear(model: nn.Module, name: str, rank: int) -> nn.Linear:
         raise UserError(f"the compressed linear {name!r} is not in this {kind}; config.json is wrong") from None
     if not isinstance(linear, nn.Linear):
         raise UserError(f"{name!r} is a {type(linear).__name__}, not a dense linear; config.json is wrong")
-    if not 0 < rank <= min(linear.in_features, linear.out_features):
+    if not 0 < rank <= (linear.in_features if sharing else min(linear.in_features, linear.out_features)):
         shape = f"{linear.in_features} -> {linear.out_features}"
         raise UserError(f"{name!r} ({shape}) cannot have rank {rank}; config.json is wrong")
     return linear
@@ -72,9 +76,9 @@ def _linear(model: nn.Module, name: str, rank: int) -> nn.Linear:
 def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     """Make every low-rank module of ``model`` call the kernel ``impl``, in place, for inference only.
 
-    The A factors of gate and up, where they are two, are laid out back to back (no second copy stays), which lets a
-    kernel read them as one matrix. The kernels read the weights themselves, past any hook or adapter on the inner
-    linears.
+    The A factors of gate and up, where they are two and not int8, are laid out back to back (no second copy stays),
+    which lets a kernel read them as one matrix. The kernels read the weights themselves, past any hook or adapter on
+    the inner linears.
 
     Raises:
         UserError: an adapter sits on a factor, or a factor's weights are offloaded; the model is then untouched.
@@ -82,14 +86,14 @@ def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, LowRankLinear):
             for factor in (module.A, module.B):
-                if type(factor) is not nn.Linear:
+                if type(factor) not in _KINDS.values():
                     raise UserError(f"{name} carries an adapter, which fusing would bypass; merge it first")
                 if factor.weight.is_meta:
                     raise UserError(f"{name} has no weights in memory (offloaded?); fuse a model loaded whole")
     for module in model.modules():
         if isinstance(module, LowRankSwiGLU):
             gate, up = module.gate_proj.A, module.up_proj.A
-            if gate is not up:
+            if gate is not up and not any(isinstance(factor, Int8Linear) for factor in (gate, up)):
                 with torch.no_grad():
                     gate.weight.data, up.weight.data = stack(gate.weight, up.weight)
         if isinstance(module, (LowRankLinear, LowRankSwiGLU)):

@@ -18,6 +18,7 @@ class CompressionSpec(BaseModel):
 
     ``ranks`` maps the full name of each factorised linear to its rank; a linear that is not named is dense.
     ``shared`` maps a factorised linear to its leader, the one whose A it uses instead of one of its own.
+    ``factors`` is the precision the factors are stored in: the model's, or int8 with one float32 scale a row.
     Ratios are shares of the targeted linears' weights removed, 0 to 1; ``model_ratio`` is the share of all
     parameters. ``align`` is the tile, in ranks, that every rank is a multiple of.
     """
@@ -28,6 +29,7 @@ class CompressionSpec(BaseModel):
     format: Literal[1] = FORMAT
     ranks: dict[str, PositiveInt] = Field(min_length=1)
     shared: dict[str, str] = {}
+    factors: Literal["model", "int8"] = "model"
     method: str
     targets: str
     asked_ratio: float

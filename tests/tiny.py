@@ -10,7 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import neuronmm
-from neuronmm.models import CompressionSpec, LowRankLinear, patch
+from neuronmm.kernels.int8 import dense, quantise
+from neuronmm.models import CompressionSpec, Int8Linear, LowRankLinear, patch
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import DTYPE
 
@@ -74,13 +75,13 @@ def layer_ranks(linears: tuple[str, ...] = TARGETS["mlp"], layers: int = LAYER_C
     return {f"{LAYERS}.{i}.{linear}": RANKS[linear] for i in range(layers) for linear in linears}
 
 
-def shared_spec(layers: int = LAYER_COUNT) -> CompressionSpec:
+def shared_spec(layers: int = LAYER_COUNT, **changes: object) -> CompressionSpec:
     """Gate and up share their A, as do q, k and v; ``down_proj`` has its own, ``o_proj`` is dense."""
     shared = {
         f"{LAYERS}.{i}.{name}": f"{LAYERS}.{i}.{leader}" for i in range(layers) for name, leader in LEADERS.items()
     }
     ranks = layer_ranks((*TARGETS["mlp"], "self_attn.q_proj"), layers)
-    return make_spec(ranks | {name: ranks[leader] for name, leader in shared.items()}, shared=shared)
+    return make_spec(ranks | {name: ranks[leader] for name, leader in shared.items()}, shared=shared, **changes)
 
 
 def compress_tiny(model: PreTrainedModel, ranks: dict[str, int]) -> CompressionSpec:
@@ -90,22 +91,30 @@ def compress_tiny(model: PreTrainedModel, ranks: dict[str, int]) -> CompressionS
 
 def fill_tiny(model: PreTrainedModel, spec: CompressionSpec) -> CompressionSpec:
     """Patch ``model`` in place; A from the linear's truncated SVD, B the best that goes with it."""
-    dense = {name: model.get_submodule(name) for name in spec.ranks}
+    linears = {name: model.get_submodule(name) for name in spec.ranks}
     patch(model, spec)
-    for name in sorted(dense, key=lambda name: name in spec.shared):
-        linear, low_rank = dense[name], model.get_submodule(name)
+    for name in sorted(linears, key=lambda name: name in spec.shared):
+        linear, low_rank = linears[name], model.get_submodule(name)
         assert isinstance(low_rank, LowRankLinear)
         u, s, vt = torch.linalg.svd(linear.weight.detach().float(), full_matrices=False)
         root = s[: low_rank.rank].sqrt()
         with torch.no_grad():
             if name in spec.shared:
-                low_rank.B.weight.copy_(linear.weight.float() @ torch.linalg.pinv(low_rank.A.weight.float()))
+                shared = dense(low_rank.factors.A, torch.float32).float()
+                _fill(low_rank.B, linear.weight.float() @ torch.linalg.pinv(shared))
             else:
-                low_rank.B.weight.copy_(u[:, : low_rank.rank] * root)
-                low_rank.A.weight.copy_(root[:, None] * vt[: low_rank.rank])
+                _fill(low_rank.B, u[:, : low_rank.rank] * root)
+                _fill(low_rank.A, root[:, None] * vt[: low_rank.rank])
             if linear.bias is not None:
                 low_rank.B.bias.copy_(linear.bias)
     return spec
+
+
+def _fill(factor: torch.nn.Module, weight: torch.Tensor) -> None:
+    if isinstance(factor, Int8Linear):
+        weight, scales = quantise(weight)
+        factor.weight_scale.copy_(scales)
+    factor.weight.copy_(weight)
 
 
 def write_checkpoint(model: PreTrainedModel, spec: CompressionSpec, folder: Path, **kwargs: object) -> Path:

@@ -14,7 +14,7 @@ from neuronmm.models.hf import NeuronMMConfig
 from tiny import make_spec
 
 GOOD = make_spec({"model.layers.0.mlp.up_proj": 8}, calibration={"source": "self", "tokens": 4096}).model_dump()
-OPTIONAL = {"quant_method", "format", "calibration", "shared"}
+OPTIONAL = {"quant_method", "format", "calibration", "shared", "factors"}
 RANKS = {
     "layers.0.self_attn.q_proj": 8,
     "layers.0.self_attn.k_proj": 8,
@@ -51,6 +51,7 @@ def test_a_block_survives_json_and_transformers() -> None:
         ({"shared": {"a.b": 3}}, r"shared\.a\.b"),
         ({"shared": ["a.b"]}, "shared"),
         ({"align": 0}, "align"),
+        ({"factors": "int4"}, r"factors: Input should be 'model' or 'int8'"),
         ({"asked_ratio": "many"}, "asked_ratio"),
         ({"colour": "red"}, "colour: Extra inputs"),
     ],

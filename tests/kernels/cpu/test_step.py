@@ -23,6 +23,7 @@ KINDS = {
     "mlp": make_spec(layer_ranks(TARGETS["mlp"])),
     "mixed": make_spec(layer_ranks(("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj"))),
     "shared": shared_spec(),
+    "int8": shared_spec(factors="int8"),
 }
 PROMPT, NEW = 9, 12
 
