@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from neuronmm.kernels.cpu.arena import gather
+from neuronmm.models.lowrank import LowRankLinear
 
 SMALLEST, LARGEST = 64 * 2**20, 2**30
 
@@ -40,8 +41,19 @@ class BandwidthProbe:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters; a tied embedding counts once."""
+    """Bytes of all parameters; a tied embedding or a shared factor counts once."""
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def factor_bytes(model: Any) -> dict[str, int]:
+    """Bytes of the low-rank factors by the precision they are stored in, scales included; a shared one counts once."""
+    found: dict[str, int] = {}
+    for module in model.modules():
+        for factor in module.children() if isinstance(module, LowRankLinear) else ():
+            precision = str(factor.weight.dtype).removeprefix("torch.")
+            stored = sum(p.nbytes for name, p in factor.named_parameters() if name != "bias")
+            found[precision] = found.get(precision, 0) + stored
+    return found
 
 
 def weight_bytes_per_step(model: Any) -> int:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from neuronmm.engine.backends import choose
-from neuronmm.engine.bandwidth import BandwidthProbe, weight_bytes, weight_bytes_per_step
+from neuronmm.engine.bandwidth import BandwidthProbe, factor_bytes, weight_bytes, weight_bytes_per_step
 from neuronmm.engine.decoder import Decoder
 from neuronmm.engine.engine import pick_dtype
 from neuronmm.engine.host import TorchHost
@@ -29,6 +29,7 @@ from neuronmm.engine.memory import measure_growth
 from neuronmm.engine.statistics import summarise, summarise_point
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import read_config, resolve
+from neuronmm.models.spec import CompressionSpec
 
 
 @dataclass
@@ -115,6 +116,7 @@ def _benchmark(
                 "load_seconds": loading[name],
                 "weight_bytes": weight_bytes(host.model),
                 "weight_bytes_per_token": step_bytes[name],
+                "factor_bytes": factor_bytes(host.model),
             }
             for name, host in hosts.items()
         },
@@ -176,8 +178,8 @@ def _load(
         if baseline is not None:
             raise UserError(f"{model} is a dense model; --baseline is for a compressed one")
         return {"dense": load("dense", folder)}, loading, {**facts, "compression": None}
-    kept = ("method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align")
-    facts["compression"] = {key: block.get(key) for key in kept}
+    kept = {"method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align", "factors"}
+    facts["compression"] = CompressionSpec.parse(block, str(folder / "config.json")).model_dump(include=kept)
     if baseline is not None:
         dense = resolve(baseline)
         if "quantization_config" in read_config(dense):

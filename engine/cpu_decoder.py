@@ -55,7 +55,7 @@ def refuses(model: Any, batch: int) -> str | None:
     if batch > MAX_BATCH:
         return f"{batch} rows, it takes {MAX_BATCH}"
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if not dtypes <= {torch.float32, torch.bfloat16}:
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.int8}:
         return f"weights in {', '.join(sorted(map(str, dtypes)))}; it takes float32 and bfloat16"
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     if rope not in _FIXED_ROPE:

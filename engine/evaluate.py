@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from neuronmm.engine.bandwidth import factor_bytes
 from neuronmm.engine.engine import Engine, load
 from neuronmm.engine.host import TorchHost
 from neuronmm.engine.perplexity import Windows, cut, mean_and_error, read_text, window_nlls
@@ -21,7 +22,10 @@ from neuronmm.models.errors import UserError
 
 @dataclass
 class Scores:
-    """What one model scored: nats a token by window, and 1 or 0 by question for each task's metrics."""
+    """What one model scored: nats a token by window, and 1 or 0 by question for each task's metrics.
+
+    ``dtype`` says in words when the factors are stored in another one.
+    """
 
     path: str
     dtype: str
@@ -103,7 +107,10 @@ def _score(
     host = engine.host
     if not isinstance(host, TorchHost):
         raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
-    result = Scores(path, str(host.dtype).removeprefix("torch."), None, [], {})
+    dtype = str(host.dtype).removeprefix("torch.")
+    for precision in factor_bytes(host.model).keys() - {dtype}:
+        dtype += f", {precision} factors"
+    result = Scores(path, dtype, None, [], {})
     if content is not None:
         windows = cut(engine.tokenizer, content, engine.context, context, stride, limit)
         task = bar.add_task(f"{name}: perplexity", total=len(windows.starts))

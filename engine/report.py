@@ -24,13 +24,15 @@ def print_benchmark(result: dict[str, Any]) -> None:
     for name, variant in result["variants"].items():
         megabytes = variant["weight_bytes_per_token"] / 1e6
         loaded = f"loaded in {variant['load_seconds']:.1f} s"
-        console.print(f"{name}: {megabytes:.1f} MB of weights a token; kernels: {variant['kernels']}; {loaded}")
+        factors = "".join(f", {n / 1e6:.1f} of them {kind} factors" for kind, n in variant["factor_bytes"].items())
+        kernels = variant["kernels"]
+        console.print(f"{name}: {megabytes:.1f} MB of weights a token{factors}; kernels: {kernels}; {loaded}")
     console.print(
         f"read bandwidth {bandwidth['median'] / 1e9:.1f} GB/s "
         f"({bandwidth['min'] / 1e9:.1f} to {bandwidth['max'] / 1e9:.1f}) over {bandwidth['buffer_bytes'] / 1e6:.0f} MB"
     )
     table = Table(title=f"measured: {result['runs']} runs of {result['new_tokens']} tokens, median (min to max)")
-    for column in ("batch", "prompt", "variant"):
+    for column in ("batch", "prompt", "variant", "factors"):
         table.add_column(column)
     for column in (
         "TTFT ms",
@@ -51,6 +53,7 @@ def print_benchmark(result: dict[str, Any]) -> None:
                 str(point["batch"]),
                 str(point["prompt_length"]),
                 name,
+                ", ".join(result["variants"][name]["factor_bytes"]) or "none",
                 _spread(figures["ttft"]),
                 _spread(figures["tpot"]),
                 f"{figures['tpot']['p90'] * 1e3:.1f}",

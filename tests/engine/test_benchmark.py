@@ -17,6 +17,7 @@ from neuronmm.engine.host import TorchHost
 from neuronmm.engine.memory import measure_growth
 from neuronmm.engine.report import print_benchmark, write_benchmark
 from neuronmm.engine.statistics import summarise_point
+from neuronmm.kernels.cpu import core
 from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.load import load_pretrained
 from tiny import make_tiny, shared_spec
@@ -51,6 +52,27 @@ def test_document(checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytes
     print_benchmark(result)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("measured", "TTFT ms", "TPOT ms", "naive", "fused", "read bandwidth"))
+
+
+def test_int8_factors_are_told_apart(checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand, for two layers: one A [8, 32] for q, k, v, one [12, 32] for gate and up; a byte an element, 4 a row."""
+    folder = checkpoint(spec=shared_spec(factors="int8"))
+    result = benchmark(folder, checkpoint(compressed=False), **{**SMALL, "batches": (1,), "prompt_lengths": (4,)})
+    elements = 8 * 32 + (32 + 16 + 16) * 8 + 12 * 32 + 2 * 48 * 12 + 8 * (32 + 48)
+    rows = 8 + (32 + 16 + 16) + 12 + 2 * 48 + 8 + 32
+    factors = 2 * (elements + 4 * rows)
+    dense, naive, fused = (result["variants"][name] for name in ("dense", "naive", "fused"))
+    assert result["compression"]["factors"] == "int8"
+    assert dense["factor_bytes"] == {} and naive["factor_bytes"] == fused["factor_bytes"] == {"int8": factors}
+    norms, o_proj, head = 2 * 2 * 32 + 32, 2 * 32 * 32, 64 * 32
+    assert fused["weight_bytes_per_token"] == factors + 4 * (norms + o_proj + head)
+    if core() is not None:
+        assert "whole step in C++" in fused["kernels"]
+    print_benchmark(result)
+    printed = capsys.readouterr().out
+    assert "of them int8 factors; kernels: " in printed
+    rows = [line.split("│")[3:5] for line in printed.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["dense", "none"], ["naive", "int8"], ["fused", "int8"]]
 
 
 def test_a_dense_model_alone(checkpoint: Callable[..., Path]) -> None:

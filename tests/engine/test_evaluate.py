@@ -17,7 +17,7 @@ from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.perplexity import cut, mean_and_error, read_text
 from neuronmm.engine.tasks import encode, read_task
 from neuronmm.models import UserError
-from tiny import load_plain
+from tiny import load_plain, shared_spec
 
 TEXT = " ".join(f"w{3 + (i * i + 5 * i) % 61}" for i in range(150))
 
@@ -95,6 +95,17 @@ def test_paired_difference(checkpoint: Callable[..., Path], tmp_path: Path) -> N
     assert value(result, "perplexity", "difference")["value"] == pytest.approx(difference)
     itself = evaluate(model, model, text=file, context=16, dtype="fp32")
     assert value(itself, "perplexity", "difference") == {"value": 0.0, "standard_error": 0.0}
+
+
+def test_int8_factors_are_named_beside_the_dtype(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    int8, dense = checkpoint(spec=shared_spec(factors="int8")), checkpoint(compressed=False)
+    models = evaluate(int8, dense, text=file, context=16, dtype="fp32")["models"]
+    assert {name: model["dtype"] for name, model in models.items()} == {
+        "model": "float32, int8 factors",
+        "baseline": "float32",
+    }
 
 
 def test_multiple_choice(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

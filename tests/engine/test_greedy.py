@@ -50,11 +50,12 @@ def test_equals_transformers(
     assert_equals_transformers(checkpoint(model_type, compressed=compressed, tied=tied), tokenizer)
 
 
+@pytest.mark.parametrize("factors", ["model", "int8"])
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_shared_factors_equal_transformers(
-    checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, model_type: str
+    checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, model_type: str, factors: str
 ) -> None:
-    assert_equals_transformers(checkpoint(model_type, spec=shared_spec()), tokenizer)
+    assert_equals_transformers(checkpoint(model_type, spec=shared_spec(factors=factors)), tokenizer)
 
 
 def assert_equals_transformers(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
