@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _COLOURS = ("#2f7fb8", "#c8553d", "#4f9d69", "#8e5ea2", "#d9a441", "#4aa3a2", "#7a5c43", "#c2578f")
+_TOP = 10  # times the dense model's perplexity: what lies above would squeeze the rest
 _AXES = {"bytes": "weights, MB", "speed": "decode tokens/s, batch 1"}
 
 
@@ -34,8 +35,9 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     costs = result["costs"]
-    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 0.93))  # the rest is the subtitle's
-    figure = Figure(figsize=(6.5 * len(costs) + 1, 4.6 * len(result["texts"]) + 0.8), layout=layout)
+    height = 4.6 * len(result["texts"]) + 1.0
+    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - 0.35 / height))  # the rest is the subtitle's
+    figure = Figure(figsize=(6.5 * len(costs) + 1, height), layout=layout)
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(result["texts"]), len(costs), squeeze=False)
     for row, text in zip(grid, result["texts"], strict=True):
@@ -44,43 +46,49 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
     figure.suptitle(f"{Path(result['model']).name}, {result['targets']}", fontsize=13, fontweight="bold")
-    caption = "measured; bars: one standard error; numbers: share removed; line: the points no other one beats"
-    figure.text(0.5, 0.94, caption, ha="center", va="top", fontsize=9, color="#555555")
+    caption = (
+        f"measured; bars: one standard error; numbers: share removed; line: the points no other one beats; "
+        f"triangles: perplexity above {_TOP} times the dense model's"
+    )
+    figure.text(0.5, 1 - 0.4 / height, caption, ha="center", va="top", fontsize=9, color="#555555")
     figure.savefig(path, dpi=150)
 
 
 def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
     """One text against one cost; a method has a colour, a precision of its own hollow markers and a dashed front."""
+
+    def value(point: dict[str, Any]) -> float:
+        return point["perplexity"][text]["value"]
+
     points = result["points"]
     names = list(dict.fromkeys(point["name"] for point in points))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(n for n in names if n != "dense")}
-    usual = next(point["bits"] for point in points if point["name"] == "dense")
+    dense = next(point for point in points if point["name"] == "dense")
+    usual, top = dense["bits"], _TOP * value(dense)
     for name in names:
         for bits in sorted({point["bits"] for point in points if point["name"] == name}, reverse=True):
             own = [point for point in points if (point["name"], point["bits"]) == (name, bits)]
-            axes.errorbar(
-                [_x(point, cost) for point in own],
-                [point["perplexity"][text]["value"] for point in own],
-                yerr=[point["perplexity"][text]["standard_error"] or 0 for point in own],
-                fmt="*" if name == "dense" else "o",
-                markersize=11 if name == "dense" else 7,
-                color=colours.get(name, "#333333"),
-                markerfacecolor=colours.get(name, "#333333") if bits == usual else "white",
-                capsize=3,
-                label=name if bits == usual else f"{name} ({bits} bit)",
-                zorder=3,
-            )
+            colour = colours.get(name, "#333333")
+            style = {"color": colour, "markerfacecolor": colour if bits == usual else "white", "zorder": 3}
+            style["label"] = name if bits == usual else f"{name} ({bits} bit)"
+            shown = [point for point in own if value(point) <= top]
+            errors = [point["perplexity"][text]["standard_error"] or 0 for point in shown]
+            marker = {"fmt": "*", "markersize": 11} if name == "dense" else {"fmt": "o", "markersize": 7}
+            xs, ys = [_x(point, cost) for point in shown], [value(point) for point in shown]
+            axes.errorbar(xs, ys, yerr=errors, capsize=3, **marker, **style)
+            beyond = [_x(point, cost) for point in own if value(point) > top]
+            axes.plot(beyond, [top] * len(beyond), "^", markersize=7, **{**style, "label": None})
             for point in own if name != "dense" else ():
-                at = (_x(point, cost), point["perplexity"][text]["value"])
+                at = (_x(point, cost), min(value(point), top))
                 axes.annotate(f"{point['ratio']:g}", at, (5, 5), textcoords="offset points", fontsize=8)
     for bits in sorted({point["bits"] for point in points}, reverse=True):
         best = [p for p in points if p["bits"] == bits and f"{cost}, {text}" in p["fronts"]]
-        line = sorted((_x(point, cost), point["perplexity"][text]["value"]) for point in best)
+        line = sorted((_x(point, cost), value(point)) for point in best if value(point) <= top)
         style = "-" if bits == usual else "--"
         axes.plot([x for x, _ in line], [y for _, y in line], style, color="#999999", linewidth=1.2, zorder=1)
-    values = [point["perplexity"][text]["value"] for point in points]
-    if max(values) > 4 * min(values):
-        axes.set_yscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel(_AXES[cost])
     axes.set_ylabel(f"perplexity, {text}")
     axes.spines[["top", "right"]].set_visible(False)

@@ -130,18 +130,18 @@ def sweep(
 def parse_method(text: str) -> dict[str, Any]:
     """``anchored+fast`` -> the settings these words stand for.
 
-    A word is a value of a setting that has named values (``whitened``), or the name of a setting that is on or off.
+    A word is a value of a setting that has named values (``whitened``), or the name of a setting that is either off or
+    one other thing (``share``).
 
     Raises:
         UserError: a word is unknown, stands for several settings, or contradicts another.
     """
     meanings: dict[str, list[tuple[str, Any]]] = {}
     for name, field in CompressionConfig.model_fields.items():
-        if get_origin(field.annotation) is Literal:
-            for value in get_args(field.annotation):
-                meanings.setdefault(str(value), []).append((name, value))
-        elif field.annotation is bool:
-            meanings.setdefault(name, []).append((name, True))
+        values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        for value in values:
+            word = name if len(values) == 2 and values[0] == "off" and value == values[1] else value
+            meanings.setdefault(str(word), []).append((name, value))
     settings: dict[str, Any] = {}
     for word in text.split("+"):
         found = meanings.get(word, [])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
 from words import word_tokenizer
 
 from neuronmm import sweep as sweeping
@@ -168,20 +167,12 @@ def test_a_folder_of_other_settings_is_refused(
     assert states(finished[0]) == before
 
 
-def test_words_are_read_off_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Richer(CompressionConfig):
-        refine: Literal["off", "fast"] = "off"
-        allocation: Literal["uniform", "global"] = "uniform"
-        extra: Literal["off", "on"] = "off"
-        share: bool = False
-        steps: int = Field(1, ge=1)
-
-    monkeypatch.setattr(sweeping, "CompressionConfig", Richer)
+def test_words_are_read_off_the_settings() -> None:
     assert parse_method("whitened") == {"method": "whitened"}
     assert parse_method("svd+all") == {"method": "svd", "targets": "all"}
-    wanted = {"method": "whitened", "allocation": "global", "share": True, "refine": "fast"}
-    assert parse_method("whitened+global+share+fast") == wanted
-    for text in ("whitened+off", "whitened+steps", "whitened+fast+fast", "whitened+"):
+    wanted = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast", "factors": "int8"}
+    assert parse_method("anchored+global+share+fast+int8") == wanted
+    for text in ("whitened+off", "whitened+damping", "whitened+fast+full", "whitened+fast+fast", "whitened+"):
         with pytest.raises(UserError, match="--methods"):
             parse_method(text)
 

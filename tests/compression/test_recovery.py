@@ -42,11 +42,12 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture
 def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """Makes a dense and a compressed checkpoint: ``low(dtype=torch.bfloat16)``."""
+    """Makes a dense and a compressed checkpoint: ``low({"share": "auto"}, dtype=torch.bfloat16)``."""
 
-    def make(**saving: Any) -> tuple[Path, Path]:
+    def make(more: dict[str, Any] | None = None, **saving: Any) -> tuple[Path, Path]:
         source, out = dense("llama", **saving), tmp_path / "low"
-        compress(source, out, CompressionConfig(ratio=0.5, align=2, calibration=str(text), calibration_length=16))
+        usual = {"ratio": 0.5, "align": 2, "calibration": str(text), "calibration_length": 16}
+        compress(source, out, CompressionConfig.build(None, **usual, **(more or {})))
         return source, out
 
     return make
@@ -134,6 +135,22 @@ def test_the_same_run_gives_the_same_bytes(low: Callable[..., tuple[Path, Path]]
         recover(copy, ROWS, Recovery(**QUICK, rank=2, seed=seed), silent, dense=source)
         found.append(contents(copy))
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_shared_a_is_trained_once_and_stays_shared(low: Callable[..., tuple[Path, Path]], rank: int) -> None:
+    source, folder = low({"share": "auto", "targets": "all"})
+    shared = json.loads((folder / "config.json").read_text())["quantization_config"]["shared"]
+    assert shared, "nothing is shared, so nothing is tested"
+    before = tensors(folder)
+    done = recover(folder, ROWS, Recovery(**QUICK, rank=rank), silent, dense=source)
+    after = tensors(folder)
+    assert done["kept"] and after.keys() == before.keys()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {name for name in after if name.endswith((".A.weight", ".B.weight"))}
+    if rank == 0:
+        sizes = {f: sum(t.numel() for n, t in after.items() if n.endswith(f".{f}.weight")) for f in "BA"}
+        assert {stage["factors"]: stage["trained_parameters"] for stage in done["stages"]} == sizes
 
 
 @pytest.mark.parametrize("where", ["dense model", "recovering", "replacing"])
