@@ -1,0 +1,158 @@
+"""SVD-LLM's own public code (AIoT-MLSys-Lab/SVD-LLM, arXiv 2403.07378) beside ours: one model, one set of tokens.
+
+Give it a checkout of that repository and the Python of an environment made as its README says (transformers 4.35.2).
+Its whitening (``profle_svdllm_low_resource``) and truncation (``whitening``) are called as they are. Adapted is only
+what keeps it from a small grouped-query model on a CPU:
+
+- The calibration tokens are given: its loader tokenises with sentencepiece, and draws other rows than ours.
+- fp32 on the CPU, where it has fp16 on a GPU.
+- Its attention modules do not know grouped-query heads, so the compressed model is not run by its code. The factors it
+  computes are multiplied out into dense-shaped weights, in the dtype of the source; ``neuronmm evaluate`` reads the
+  result like any checkpoint. With ``mlp`` among the targets its attention factors are left out.
+
+examples:
+  python scripts/peer_svdllm.py MODEL --checkout SVD-LLM --python peer/bin/python --calibration wiki.txt -o peer-out
+  python scripts/peer_svdllm.py MODEL --checkout SVD-LLM --python peer/bin/python --calibration wiki.txt -o peer-out \\
+      --ratios 0.1,0.2,0.3,0.4 --targets mlp all --rows 64 --length 1024
+
+Each result is a folder <targets>-<ratio> with a compression_report.json; its lines are also printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
+
+
+def main() -> None:
+    """Run the peer's code in its environment, then write the dense-shaped checkpoints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="the dense model: folder, GGUF file or hub id")
+    parser.add_argument("--checkout", type=Path, required=True, help="the folder that holds SVDLLM.py")
+    parser.add_argument("--python", required=True, help="the interpreter of the environment its code runs in")
+    parser.add_argument("--calibration", type=Path, required=True, help="text or .jsonl file")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ratios", default="0.2", help="shares to remove, comma-separated; default 0.2")
+    parser.add_argument("--targets", nargs="+", default=["mlp"], choices=["mlp", "all"])
+    parser.add_argument("-o", "--out", type=Path, required=True, help="folder for the results")
+    args = parser.parse_args()
+
+    from neuronmm.compression.calibration import Rows, from_file
+    from neuronmm.models.load import load_tokenizer
+    from neuronmm.models.source import resolve
+
+    folder = resolve(args.model)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokens = from_file(args.calibration, load_tokenizer(folder), Rows(args.rows, args.length, args.seed))
+    save_file({"tokens": tokens}, args.out / "tokens.safetensors")
+    ratios = [float(ratio) for ratio in args.ratios.split(",")]
+    job = {
+        "model": str(folder.absolute()),
+        "out": str(args.out.absolute()),
+        "ratios": ratios,
+        "checkout": str(args.checkout.absolute()),
+    }
+    command = [args.python, str(Path(__file__).absolute()), "--worker", json.dumps(job)]
+    subprocess.run(command, check=True, cwd=args.out)  # its code writes a cache folder where it runs
+    calibration = {"source": str(args.calibration), "rows": len(tokens), "length": args.length, "seed": args.seed}
+    for ratio in ratios:
+        for targets in args.targets:
+            report = write(folder, args.out, ratio, targets)
+            report["calibration"] = calibration
+            result = args.out / f"{targets}-{ratio:g}" / "compression_report.json"
+            result.write_text(json.dumps(report, indent=2) + "\n")
+            print(json.dumps(report))
+
+
+def work(job: dict[str, Any]) -> None:
+    """In the peer's environment: whiten once, truncate at each ratio, keep the factors."""
+    sys.path.insert(0, job["checkout"])
+    import SVDLLM
+    from transformers import AutoModelForCausalLM
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(job["model"], torch_dtype=torch.float32).eval()
+
+    out = Path(job["out"])
+    tokens = load_file(out / "tokens.safetensors")["tokens"]
+    loader = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in tokens]
+    began, model = time.perf_counter(), load()
+    model.seqlen = tokens.shape[1]
+    model.config.use_cache = False
+    whitened = SVDLLM.profle_svdllm_low_resource("llama", model, loader, "cpu")
+    calibrating = time.perf_counter() - began
+    for ratio in job["ratios"]:
+        began, model = time.perf_counter(), load()
+        SVDLLM.whitening("llama", model, whitened, 1 - ratio, "cpu")  # its ratio is the share that is kept
+        factors = {}
+        for index, layer in enumerate(model.model.layers):
+            for block, names in (("self_attn", ATTENTION), ("mlp", MLP)):
+                for name in names:
+                    full = f"model.layers.{index}.{block}.{name}_proj"
+                    for side in "uv":
+                        weight = getattr(getattr(layer, block), f"{name}_{side}_proj").weight
+                        factors[f"{full}.{side}"] = weight.detach().contiguous()
+        seconds = calibrating + time.perf_counter() - began
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        facts = {"seconds": str(seconds), "peak_rss_bytes": str(peak)}
+        save_file(factors, out / f"factors-{ratio:g}.safetensors", metadata=facts)
+
+
+def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]:
+    """The dense-shaped checkpoint of one ratio in its folder; what it is, and what it would hold as factors."""
+    from safetensors import safe_open
+
+    from neuronmm.compression.reader import Reader
+    from neuronmm.compression.workspace import replace_tensors
+
+    file = out / f"factors-{ratio:g}.safetensors"
+    factors, reader, products, dense, kept = load_file(file), Reader(source), {}, 0, 0
+    with safe_open(file, framework="pt") as opened:
+        facts = {key: float(value) for key, value in opened.metadata().items() if key != "format"}
+    ranks = {}
+    for name in sorted({key.rpartition(".")[0] for key in factors}):
+        if targets == "mlp" and ".mlp." not in name:
+            continue
+        u, v = factors[f"{name}.u"].double(), factors[f"{name}.v"].double()
+        weight = reader[f"{name}.weight"]
+        assert weight.shape == (u.shape[0], v.shape[1]), f"{name}: {tuple(weight.shape)}, u {u.shape}, v {v.shape}"
+        products[f"{name}.weight"] = (u @ v).to(weight.dtype)
+        dense, kept, ranks[name] = dense + weight.numel(), kept + u.numel() + v.numel(), u.shape[1]
+    folder = out / f"{targets}-{ratio:g}"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    replace_tensors(folder, products)
+    total = sum(torch.Size(reader.shape(name)).numel() for name in reader.names)
+    return {
+        "kind": "measured",
+        "method": "SVD-LLM (W), its own code",
+        "model": str(source),
+        "targets": targets,
+        "asked_ratio": ratio,
+        "realised_ratio": 1 - kept / dense,
+        "model_ratio": (dense - kept) / total,
+        "parameters": {"dense": total, "compressed": total - dense + kept},
+        **facts,
+        "ranks": ranks,
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(json.loads(sys.argv[2]))
+    else:
+        main()
