@@ -52,18 +52,28 @@ def benchmark(
     threads: int | None = None,
     backend: str = "auto",
     progress: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Measure every variant of ``model`` at every point; the result is plain values, ready for JSON.
 
     A compressed ``model`` gives the variants ``naive`` (two GEMMs a linear) and ``fused`` (the fastest kernels that
     serve), which share one copy of the weights, and ``dense`` when there is a ``baseline``. A dense one gives
     ``dense``.
-    Prompts are random tokens, the same for all variants; end-of-sequence tokens are ignored.
+    Prompts are random tokens, the same for all variants; end-of-sequence tokens are ignored. ``options`` are the
+    backend's own, as ``load`` takes them; :mod:`.neuron_benchmark` is what backend ``neuron`` runs.
 
     Raises:
         UserError: a number out of range, a context overflow, or models that cannot be compared.
     """
     _check(prompt_lengths, new_tokens, batches, runs, threads)
+    if backend == "neuron":
+        from neuronmm.engine.neuron_benchmark import benchmark_neuron
+
+        with _threads(threads):
+            return benchmark_neuron(
+                model, baseline, prompt_lengths, new_tokens, batches, runs, dtype, progress, options
+            )
+    choose(backend, options)
     with _threads(threads):
         return _benchmark(model, baseline, prompt_lengths, new_tokens, batches, runs, dtype, backend, progress)
 
@@ -213,10 +223,10 @@ def _point(
     for name, host in hosts.items():
         start = time.perf_counter()
         decoders[name] = host.decoder(batch, length + new_tokens)
-        _measure(decoders[name], prompt, new_tokens)
+        measure(decoders[name], prompt, new_tokens)
         warm_ups[name] = time.perf_counter() - start
         # Two tokens reach the peak, and what a first call sets up for good is no longer in the growth.
-        growth = measure_growth(partial(_measure, decoders[name], prompt, 2), first.device)
+        growth = measure_growth(partial(measure, decoders[name], prompt, 2), first.device)
         fixed = weight_bytes(host.model) + decoders[name].state_bytes
         memory[name] = None if growth is None else fixed + growth
         _advance(bar, task)
@@ -226,7 +236,7 @@ def _point(
     for index in range(runs):
         before = probe()
         for name in order[index % len(order) :] + order[: index % len(order)]:
-            measured[name].append(_measure(decoders[name], prompt, new_tokens))
+            measured[name].append(measure(decoders[name], prompt, new_tokens))
             _advance(bar, task)
         rounds.append({"probe_before": before, "probe_after": probe()})
     return summarise_point(batch, length, rounds, measured, warm_ups, memory, step_bytes)
@@ -237,7 +247,7 @@ def _advance(bar: Progress, task: TaskID) -> None:
     bar.refresh()
 
 
-def _measure(decoder: Decoder, prompt: torch.Tensor, new_tokens: int) -> Run:
+def measure(decoder: Decoder, prompt: torch.Tensor, new_tokens: int) -> Run:
     """Generate greedily and time each token up to its arrival in main memory."""
     mask = torch.ones_like(prompt)
     times = [time.perf_counter()]

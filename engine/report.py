@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from neuronmm.engine.neuron_report import print_neuron_benchmark
 from neuronmm.engine.picture import draw_benchmark
 
 _WIDTH = 175
@@ -16,6 +17,9 @@ _WIDTH = 175
 
 def print_benchmark(result: dict[str, Any]) -> None:
     """Print the measured figures as one table, with everything needed to read them."""
+    if result["backend"] == "neuron":
+        print_neuron_benchmark(result, _console())
+        return
     console = _console()
     machine, bandwidth = result["machine"], result["read_bandwidth"]
     console.print(f"model {result['model']}, baseline {result['baseline'] or 'none'}{_compression(result)}")
@@ -73,9 +77,10 @@ def print_benchmark(result: dict[str, Any]) -> None:
 
 
 def write_benchmark(result: dict[str, Any], folder: Path) -> None:
-    """Write ``benchmark.json`` and ``benchmark.png`` into ``folder``, which exists."""
+    """Write ``benchmark.json`` and, but for backend neuron, ``benchmark.png`` into ``folder``, which exists."""
     (folder / "benchmark.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    draw_benchmark(result, folder / "benchmark.png")
+    if result["backend"] != "neuron":
+        draw_benchmark(result, folder / "benchmark.png")
 
 
 def print_evaluation(result: dict[str, Any]) -> None:

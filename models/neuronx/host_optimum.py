@@ -27,6 +27,11 @@ OWN_WEIGHTS = 20
 """Parameters of a layer that have a name in the host; ours, the extra ones, come after them."""
 
 
+def bucket(settings: Settings, length: int) -> int:
+    """The positions a prompt of ``length`` is padded to: this host has one size."""
+    return settings.n_positions
+
+
 def graph_ops(settings: Settings) -> GraphOps:
     """The host's graph functions for a build."""
     tp = settings.tp_degree

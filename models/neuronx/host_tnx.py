@@ -25,6 +25,11 @@ OWN_WEIGHTS = 26
 """Parameters of a layer that have a name in the host; ours, the extra ones, come after them."""
 
 
+def bucket(settings: Settings, length: int) -> int:
+    """The positions a prompt of ``length`` is padded to."""
+    return next(size for size in settings.buckets if size >= length)
+
+
 def graph_ops(settings: Settings, neuron_config: NeuronConfig) -> GraphOps:
     """The host's graph functions for a build."""
     tp = settings.tp_degree

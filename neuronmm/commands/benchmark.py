@@ -4,6 +4,8 @@ examples:
   neuronmm benchmark OUT --baseline MODEL
   neuronmm benchmark OUT --baseline MODEL --prompt-lengths 32,512 --batch 1,4 --runs 5 --output results
   neuronmm benchmark MODEL --threads 2 --dtype bf16        (a dense model alone)
+  neuronmm benchmark OUT --baseline MODEL --backend neuron --tp 2             (on Trainium)
+  neuronmm benchmark OUT --baseline MODEL --backend neuron --tp 2 --emulate   (predicted times, and the emulation's)
 
 Prompts are random tokens, the same for every variant, and end-of-sequence tokens are ignored. TTFT is the time to the
 first token (prefill), TPOT the time of each later one; tokens/s never counts prompt tokens. The table goes to stdout
@@ -16,6 +18,8 @@ import argparse
 import json
 from pathlib import Path
 
+from neuronmm.commands.generate import add_neuron_arguments, neuron_options
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
@@ -27,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured rounds; default 5")
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: as torch chooses")
-    parser.add_argument("--backend", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
+    add_neuron_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write benchmark.json and benchmark.png")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
 
@@ -50,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
         threads=args.threads,
         backend=args.backend,
         progress=True,
+        **neuron_options(args),
     )
     if args.output:
         write_benchmark(result, args.output)

@@ -54,11 +54,10 @@ def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--emulate", action="store_true", help="run the Neuron host on this CPU, its runtime emulated")
 
 
-def neuron_options(args: argparse.Namespace, batch_size: int) -> dict[str, Any]:
+def neuron_options(args: argparse.Namespace) -> dict[str, Any]:
     """The backend options that were given, as ``load`` takes them."""
     given = {"tp_degree": args.tp, "n_positions": args.positions, "emulate": args.emulate or None}
-    given = {name: value for name, value in given.items() if value is not None}
-    return {**given, "batch_size": batch_size} if args.backend == "neuron" else given
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -77,7 +76,9 @@ def run(args: argparse.Namespace) -> None:
         stop=tuple(args.stop),
     )
     prompts = read_prompts(args.batch_file) if args.batch_file else [args.prompt]
-    options = neuron_options(args, batch_size=min(len(prompts), MAX_BATCH))
+    options = neuron_options(args)
+    if args.backend == "neuron":
+        options["batch_size"] = min(len(prompts), MAX_BATCH)
     engine = load(args.model, backend=args.backend, dtype=args.dtype, impl=args.impl, **options)
     for prompt in prompts:
         engine.encode(prompt, args.chat)  # one that does not fit is said before anything is compiled

@@ -5,6 +5,7 @@ Runs on every host that can be imported: optimum-neuron's HLO backend, transform
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 from words import word_tokenizer
 
+from neuronmm import cli
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.pipeline import compress
 from neuronmm.emulator.runtime import neuron_emulation
 from neuronmm.engine.backends.neuron import NeuronHost
 from neuronmm.engine.engine import Engine, load
@@ -23,6 +27,7 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import cache, graph, sdk
+from neuronmm.models.source import resolve
 from rule import assert_twice_plain
 from tiny import compress_tiny, fill_tiny, make_spec, make_tiny, make_tokens, shared_spec, write_checkpoint
 
@@ -276,6 +281,79 @@ def test_a_missing_weight_is_refused_before_anything_compiles(
     write_checkpoint(make_tiny(), make_spec(MIXED), folder)  # config.json promises factors that are not there
     with pytest.raises(UserError, match=r"config\.json and weights disagree"):
         neuron(folder)
+
+
+def test_generate_command(host: str, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint("llama", "mlp")
+    command = ["generate", str(folder), "--prompt", "w7 w8 w9", "--max-new-tokens", "8", "--json", "--dtype", "fp32"]
+    assert cli.main(command) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert cli.main([*command, "--backend", "neuron", "--tp", "2", "--positions", "64", "--emulate"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["token_ids"] == plain["token_ids"]
+    assert f"backend neuron, float32, kernels: low-rank NKI; {host}" in err and "emulated on this CPU, tp 2" in err
+    assert cli.main([*command, "--tp", "2"]) == 2
+    assert "backend cpu has no option tp_degree" in capsys.readouterr().err
+
+
+BENCHMARK = ["--backend", "neuron", "--prompt-lengths", "8,16", "--new-tokens", "6", "--batch", "1", "--runs", "2"]
+
+
+def test_an_emulated_benchmark_keeps_prediction_and_emulation_apart(
+    host: str, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense, low = checkpoint("llama", "dense"), checkpoint("llama", "mlp")
+    assert cli.main(["benchmark", str(low), "--baseline", str(dense), *BENCHMARK, "--emulate"]) == 0
+    out = capsys.readouterr().out
+    assert "predicted for 1 trn1 core(s), not measured" in out and "not of a device" in out
+    result = json.loads(out.splitlines()[-1])
+    assert (result["kind"], result["emulated"], len(result["points"])) == ("predicted", True, 2)
+    for point in result["points"]:
+        assert list(point["variants"]) == ["dense", "fused"]
+        for figures in point["variants"].values():
+            assert set(figures) == {"predicted", "emulation"}
+            assert 0 < figures["predicted"]["tpot"] < 1e-3 < figures["emulation"]["tpot"]["median"]
+
+
+def test_a_benchmark_on_a_device_is_measured(
+    host: str, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdk, "check_cores", lambda wanted: None)
+    with neuron_emulation():  # stands in for the device
+        assert cli.main(["benchmark", str(checkpoint("llama", "mlp")), *BENCHMARK]) == 0
+    out = capsys.readouterr().out
+    assert "measured on 1 trn1 core(s): 2 runs of 6 tokens" in out and "predicted" not in out
+    result = json.loads(out.splitlines()[-1])
+    assert result["kind"] == "measured" and set(result["points"][0]["variants"]["fused"]) == {"measured"}
+
+
+SMOL_PROMPTS = ["The capital of France is", "Once upon a time there was a small robot who"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp_degree", "batch"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("compressed", [False, True], ids=["dense", "compressed"])
+def test_the_real_model(
+    host: str, smollm2: Path, neuron: Callable[..., Engine], tmp_path: Path, compressed: bool, tp_degree: int,
+    batch: int,
+) -> None:  # fmt: skip
+    """SmolLM2-135M: 9 heads and 3 key heads, so that two cores need padded heads. All linears at ratio 0.2."""
+    folder = resolve(smollm2)
+    if compressed:
+        settings = CompressionConfig.build(None, ratio=0.2, targets="all", method="svd")
+        compress(folder, tmp_path / "low", settings)
+        folder = tmp_path / "low"
+    prompts = SMOL_PROMPTS[:batch]
+    want = [result.token_ids for result in load(folder, backend="cpu", dtype="fp32").generate(prompts, PARAMS)]
+    engine = load(
+        folder, backend="neuron", emulate=True, tp_degree=tp_degree, batch_size=batch, n_positions=128, amp="fp32"
+    )
+    session, _ = neuron_host(engine).session, neuron_host(engine).model
+    session.calls.clear()
+    assert [result.token_ids for result in engine.generate(prompts, PARAMS)] == want
+    low = len(neuron_host(engine).shards.checkpoint.ranks) // 30
+    assert session.calls["nki"] == NEW * 30 * (low and low - 2) * tp_degree
+    neuron_host(engine).close()
 
 
 def test_closing_leaves_the_emulation(

@@ -1,0 +1,106 @@
+"""The Neuron backend without a host: which SDK is here, which versions fit, and that a device needs no emulation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from neuronmm.emulator.runtime import neuron_emulation
+from neuronmm.engine.backends import BACKENDS
+from neuronmm.engine.engine import load
+from neuronmm.models import UserError
+from neuronmm.models.neuronx import sdk
+from neuronmm.models.neuronx.collectives import sums_before_b
+
+
+@pytest.mark.parametrize("version", ["2.16.345.0+69131dd3", "2.17.194.0+d312836f", "2.21.33363.0+82129205"])
+def test_compilers_that_fit(version: str) -> None:
+    sdk.check_compiler(version)
+
+
+@pytest.mark.parametrize(("version", "age"), [("2.15.143.0", "old"), ("1.24.0", "old"), ("2.22.12471.0", "new")])
+def test_compilers_that_do_not(version: str, age: str) -> None:
+    with pytest.raises(UserError, match=f"neuronx-cc {version} is too {age} .* install 2.16 to 2.21"):
+        sdk.check_compiler(version)
+
+
+def test_a_machine_without_cores_refuses() -> None:
+    if list(Path("/dev").glob("neuron[0-9]*")):
+        pytest.skip("this machine has NeuronCores")
+    with pytest.raises(UserError, match=r"tp_degree 2: this machine has 0 NeuronCores in 0 devices"):
+        sdk.check_cores(2)
+
+
+def test_an_old_sdk_is_refused_before_the_host_is_imported(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nki = SimpleNamespace(FrameworkKernel=object)
+    real = {"neuronxcc": SimpleNamespace(__version__="2.14.1"), "neuronxcc.nki": nki, "host": SimpleNamespace(Real=1)}
+    monkeypatch.setattr(sdk, "HOSTS", {"host": ("host", "Real", "nowhere")})
+    monkeypatch.setattr(sdk, "import_module", real.__getitem__)
+    monkeypatch.setattr(sdk, "check_cores", lambda wanted: None)
+    with pytest.raises(UserError, match=r"neuronx-cc 2.14.1 is too old"):
+        load(checkpoint(), backend="neuron")
+
+
+def test_emulating_without_a_host_says_which_to_install(checkpoint: Callable[..., Path]) -> None:
+    if find_spec("optimum") or find_spec("transformers_neuronx"):
+        pytest.skip("a host is here")
+    assert BACKENDS["neuron"].missing(emulate=True) is None
+    with pytest.raises(UserError, match=r"neither .* is present; .* pip install --no-deps optimum-neuron==0.2.0"):
+        load(checkpoint(), backend="neuron", emulate=True)
+    with neuron_emulation() as session:  # the failed load has left it
+        assert not session.calls
+
+
+DEVICE = """
+import json, sys
+import torch
+from types import SimpleNamespace
+from neuronmm import cli
+from neuronmm.engine.backends import neuron
+from neuronmm.models.neuronx import sdk
+
+class Model:
+    def __init__(self, shards, settings):
+        self.shards = shards
+    def to_neuron(self):
+        assert len(self.shards.layer(0)) > 5
+    def save(self, folder):
+        pass
+    def __call__(self, ids, cache_ids, start_ids):
+        return torch.nn.functional.one_hot((ids[:, -1] + 1) % 64, 64).float()
+
+sdk.missing = lambda: None
+sdk.check_cores = lambda wanted: None
+sdk.host = lambda: SimpleNamespace(NAME="host", VERSION="1", Model=Model)
+status = cli.main(["generate", sys.argv[1], "--prompt", "w7", "--backend", "neuron", "--max-new-tokens", "3", "--json"])
+print(json.dumps([status, [name for name in sys.modules if name.startswith("neuronmm.emulator")]]))
+"""
+
+
+def test_on_a_device_nothing_of_the_emulation_is_imported(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DEVICE, str(checkpoint())]
+    environment = {"NEURONMM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result, last = done.stdout.splitlines()
+    assert json.loads(result)["token_ids"] == [8, 9, 10]
+    assert json.loads(last) == [0, []]
+    assert "NeuronCores, tp 1" in done.stderr
+
+
+def test_the_cheaper_all_reduce() -> None:
+    """A step of one token goes on to apply B; a long prompt of a small rank adds up first; no rank above a third does,
+    with two cores."""
+    assert not sums_before_b(655, 2048, 1, 2, 2)
+    assert sums_before_b(512, 2048, 2048, 2, 2)
+    assert not sums_before_b(1280, 2048, 4096, 2, 2)
+    assert sums_before_b(896, 2048, 4096, 2, 32)
