@@ -69,7 +69,11 @@ def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
         for bits in sorted({point["bits"] for point in points if point["name"] == name}, reverse=True):
             own = [point for point in points if (point["name"], point["bits"]) == (name, bits)]
             colour = colours.get(name, "#333333")
-            style = {"color": colour, "markerfacecolor": colour if bits == usual else "white", "zorder": 3}
+            style: dict[str, Any] = {
+                "color": colour,
+                "markerfacecolor": colour if bits == usual else "white",
+                "zorder": 3,
+            }
             style["label"] = name if bits == usual else f"{name} ({bits} bit)"
             shown = [point for point in own if value(point) <= top]
             errors = [point["perplexity"][text]["standard_error"] or 0 for point in shown]
@@ -84,8 +88,8 @@ def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
     for bits in sorted({point["bits"] for point in points}, reverse=True):
         best = [p for p in points if p["bits"] == bits and f"{cost}, {text}" in p["fronts"]]
         line = sorted((_x(point, cost), value(point)) for point in best if value(point) <= top)
-        style = "-" if bits == usual else "--"
-        axes.plot([x for x, _ in line], [y for _, y in line], style, color="#999999", linewidth=1.2, zorder=1)
+        dashes = "-" if bits == usual else "--"
+        axes.plot([x for x, _ in line], [y for _, y in line], dashes, color="#999999", linewidth=1.2, zorder=1)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
