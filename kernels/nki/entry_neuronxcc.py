@@ -15,6 +15,7 @@ from neuronmm.kernels.hardware import TRN1
 from neuronmm.kernels.nki import dialect_neuronxcc as d
 from neuronmm.kernels.nki import low_rank_matmul as matmul
 from neuronmm.kernels.nki import low_rank_mlp as mlp
+from neuronmm.kernels.nki import packed_matmul as packed
 from neuronmm.kernels.nki.blocks import Blocks, Options
 from neuronmm.kernels.nki.choice import linear_blocks, mlp_blocks, tokens_first
 
@@ -45,6 +46,16 @@ def low_rank_matmul(
     if bias:
         return low_rank_matmul_bias_residual_kernel if residual else low_rank_matmul_bias_kernel
     return low_rank_matmul_residual_kernel if residual else low_rank_matmul_kernel
+
+
+def packed_matmul(layout: str = "HSB") -> Callable[..., None]:
+    """``kernel(x, w, y)``: y = W x with one packed weight."""
+    first = tokens_first(layout)
+
+    def packed_matmul_kernel(x: Any, w: Any, y: Any) -> None:
+        packed.packed_matmul(d, x, w, y, Options(tokens_first=first))
+
+    return packed_matmul_kernel
 
 
 def low_rank_swiglu_mlp(

@@ -1,0 +1,51 @@
+"""One packed weight: both layouts, any sizes, by the project's rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from neuronmm.emulator.nki import TensorSpec, run
+from neuronmm.kernels.layout import pack
+from rule import assert_twice_plain, draws
+
+SIZES = st.sampled_from([1, 7, 64, 127, 128, 129, 200, 300])
+TOKENS = st.sampled_from([1, 3, 65, 128, 513])
+
+
+def apply(kernels: Any, arrays: Any, w: Tensor, x: Tensor, layout: str) -> Tensor:
+    """``x @ w.T`` by the kernel. Dimensions: w [out, in], x [tokens, in] -> [tokens, out]."""
+    given_x = x if layout == "BSH" else x.T
+    shape = (len(x), len(w)) if layout == "BSH" else (len(w), len(x))
+    inputs = [arrays.to_numpy(tensor) for tensor in (given_x, pack(w))]
+    kernel = kernels.entry_neuronxcc.packed_matmul(layout)
+    y = arrays.to_torch(run(kernel, *inputs, outputs=[TensorSpec(shape, inputs[0].dtype)]).outputs[0])
+    return y if layout == "BSH" else y.T
+
+
+@pytest.mark.parametrize("layout", ["HSB", "BSH"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@settings(max_examples=15, deadline=None)
+@given(inputs=SIZES, out=SIZES, tokens=TOKENS)
+def test_packed_matmul(
+    kernels: Any, arrays: Any, dtype: torch.dtype, layout: str, inputs: int, out: int, tokens: int
+) -> None:
+    count = draws(tokens * min(inputs, out))
+    cases = [(torch.randn(out, inputs).to(dtype), torch.randn(tokens, inputs).to(dtype)) for _ in range(count)]
+
+    def kernel(case: tuple[Tensor, Tensor]) -> Tensor:
+        return apply(kernels, arrays, *case, layout)
+
+    def exact(case: tuple[Tensor, Tensor]) -> Tensor:
+        return case[1].double() @ case[0].double().T
+
+    if dtype is torch.float32:
+        got, want = (torch.cat([f(case).flatten().double() for case in cases]) for f in (kernel, exact))
+        assert (got - want).norm() <= 1e-5 * want.norm()
+    else:
+        assert_twice_plain(cases, kernel, lambda case: case[1] @ case[0].T, exact)
