@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from neuronmm.emulator.nki import Run, TensorSpec, run
+from neuronmm.emulator.nki import Run, TensorSpec, nki_modules, run
 from neuronmm.kernels.hardware import TRN1
 from neuronmm.kernels.layout import pack
 from neuronmm.kernels.nki.blocks import Blocks, Options
@@ -161,3 +163,58 @@ class Case:
 
     def _laid(self, activation: Tensor) -> Tensor:
         return activation.T if self.tokens_first else activation
+
+
+Baseline = tuple[str, Callable[..., None], list[Tensor], Tensor, Tensor]
+
+
+def baselines_of(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Iterator[Baseline]:
+    """(name, body, tensors, exact, plain) of the kernels that a linear's case is compared with."""
+    d, b = getattr(kernels, f"dialect_{dialect}"), kernels.baselines
+    x, (A, B), rank = case.x, case.weights, len(case.weights[0])
+    exact, plain = case.exact(), case.plain()
+
+    def recomputing(x: Any, a: Any, v: Any, y: Any) -> None:
+        b.recomputing(d, x, a, v, y, rank, sizes, columns=128)
+
+    def sequential(x: Any, u: Any, v: Any, y: Any) -> None:
+        b.sequential(d, x, u, v, y, b.Tutorial(rows=1, columns=1))
+
+    def blocked(w: Any, x: Any, y: Any) -> None:
+        b.dense_blocked(d, w, x, y, b.Tutorial())
+
+    def strips(x: Any, w: Any, y: Any) -> None:
+        b.dense_strips(d, x, w, y, sizes)
+
+    once = A.double() @ x.double(), A @ x
+    yield "naive fusion (Algorithm 1)", recomputing, [x, pack(A), pack(B)], exact, plain
+    yield "sequential XUV", sequential, [x, A.T, B.T], exact.T, plain.T
+    yield "dense, tutorial blocking", blocked, [A.T, x], *once
+    yield "dense, strips", strips, [x, pack(A)], *once
+
+
+def two_kernel_mlp(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Tensor:
+    """The paper's split of an MLP, the activation through HBM."""
+    d = getattr(kernels, f"dialect_{dialect}")
+
+    def body(x: Any, *rest: Any) -> None:
+        *weights, y = rest
+        w, ranks = kernels.low_rank_mlp.Weights(*weights), case.ranks()
+        act = d.hbm((ranks.intermediate, x.shape[1]), x.dtype)
+        kernels.baselines.gate_up(d, x, w, act, ranks, sizes)
+        kernels.low_rank_matmul.low_rank_matmul(d, act, w.down_a, w.down_b, y, ranks.down, sizes)
+
+    return case.result(run(body, *case.arguments(), outputs=[case.output()]).outputs[0])
+
+
+def kernel_modules() -> SimpleNamespace:
+    """The kernel modules of the project, on both emulated dialects."""
+    from neuronmm.kernels.nki import baselines, blocks, low_rank_matmul, low_rank_mlp
+
+    with nki_modules():
+        from neuronmm.kernels.nki import dialect_neuronxcc, dialect_nki, entry_neuronxcc, entry_nki
+    return SimpleNamespace(
+        baselines=baselines, blocks=blocks, low_rank_matmul=low_rank_matmul, low_rank_mlp=low_rank_mlp,
+        dialect_neuronxcc=dialect_neuronxcc, dialect_nki=dialect_nki, entry_neuronxcc=entry_neuronxcc,
+        entry_nki=entry_nki,
+    )  # fmt: skip

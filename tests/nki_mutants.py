@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant("panels of a tile lie one element apart", "moves", "        at += length\n", "        at += length + 1\n"),
     Mutant("the bias of the first chunk for all", "stages", "column + c : column + c + 1", "c : c + 1"),
     Mutant(
-        "the bias keeps its precision only on its first chunk",
+        "only the first chunk of the bias is widened",
         "moves",
         "(c, c + n)), raw[0:wide, c : c + n])",
         "(c, c + 1)), raw[0:wide, c : c + 1])",

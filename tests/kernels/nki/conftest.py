@@ -5,30 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from nki_cases import Case, to_numpy, to_torch
-
-from neuronmm.emulator.nki import nki_modules
-from neuronmm.kernels.nki import baselines, blocks, low_rank_matmul, low_rank_mlp, moves, stages
-
-with nki_modules():
-    from neuronmm.kernels.nki import dialect_neuronxcc, dialect_nki, entry_neuronxcc, entry_nki
+from nki_cases import Case, kernel_modules, to_numpy, to_torch
 
 
 @pytest.fixture(scope="session")
 def kernels() -> SimpleNamespace:
     """The kernel modules of the project."""
-    return SimpleNamespace(
-        baselines=baselines,
-        blocks=blocks,
-        moves=moves,
-        stages=stages,
-        low_rank_matmul=low_rank_matmul,
-        low_rank_mlp=low_rank_mlp,
-        dialect_neuronxcc=dialect_neuronxcc,
-        dialect_nki=dialect_nki,
-        entry_neuronxcc=entry_neuronxcc,
-        entry_nki=entry_nki,
-    )
+    return kernel_modules()
 
 
 @pytest.fixture(scope="session")

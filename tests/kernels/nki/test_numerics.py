@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nki_cases import baselines_of, two_kernel_mlp
 
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.kernels import KernelError
-from neuronmm.kernels.layout import pack
-from neuronmm.kernels.nki.baselines import Tutorial
 from neuronmm.kernels.nki.blocks import Blocks
 from rule import assert_twice_plain, draws
 
@@ -148,44 +147,17 @@ def test_order_of_strips_does_not_matter(kernels: Any, make: Any, arrays: Any, s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [3, 150, 600])
 def test_baselines(kernels: Any, make: Any, arrays: Any, dialect: str, dtype: torch.dtype, tokens: int) -> None:
-    d, b, sizes = (
-        getattr(kernels, f"dialect_{dialect}"),
-        kernels.baselines,
-        Blocks(tokens=512, moving=256, intermediate=2),
-    )
-    case = make.linear(300, 130, 200, tokens, dtype)
-    x, (A, B) = case.x, case.weights
-    exact, plain = case.exact(), case.plain()
-
-    def judged(body: Any, tensors: list[torch.Tensor], want: torch.Tensor, easy: torch.Tensor) -> None:
-        spec = TensorSpec(tuple(want.shape), arrays.to_numpy(x).dtype)
-        made = run(body, *(arrays.to_numpy(t) for t in tensors), outputs=[spec])
-        got = arrays.to_torch(made.outputs[0])
+    case, sizes = make.linear(300, 130, 200, tokens, dtype), Blocks(tokens=512, moving=256, intermediate=2)
+    for name, body, tensors, exact, plain in baselines_of(case, kernels, dialect, sizes):
+        spec = TensorSpec(tuple(exact.shape), arrays.to_numpy(case.x).dtype)
+        got = arrays.to_torch(run(body, *(arrays.to_numpy(t) for t in tensors), outputs=[spec]).outputs[0])
         if dtype is torch.float32:
-            near(got, want)
+            near(got, exact)
         else:
-            assert_twice_plain([0], lambda _: got, lambda _: easy, lambda _: want)
-
-    judged(lambda x, a, v, y: b.recomputing(d, x, a, v, y, 130, sizes), [x, pack(A), pack(B)], exact, plain)
-    one_block = Tutorial(rows=1, columns=1)
-    judged(lambda x, u, v, y: b.sequential(d, x, u, v, y, one_block), [x, A.T, B.T], exact.T, plain.T)
-    wide = [x, A, (A.double() @ x.double()), A @ x]
-    judged(lambda w, x, y: b.dense_blocked(d, w, x, y, Tutorial()), [wide[1].T, wide[0]], wide[2], wide[3])
-    judged(lambda x, w, y: b.dense_strips(d, x, w, y, sizes), [x, pack(A)], wide[2], wide[3])
+            assert_twice_plain([name], lambda _, y=got: y, lambda _, y=plain: y, lambda _, y=exact: y)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_the_papers_two_kernel_mlp(kernels: Any, make: Any, arrays: Any, dialect: str) -> None:
-    d, sizes = getattr(kernels, f"dialect_{dialect}"), Blocks(tokens=64, moving=64, intermediate=1)
+def test_the_papers_two_kernel_mlp(kernels: Any, make: Any, dialect: str) -> None:
     case = make.mlp(200, 300, (130, 64, 70), 100, torch.float32)
-    packed = case.packed()
-
-    def both(x: Any, *rest: Any) -> None:
-        *weights, y = rest
-        w = kernels.low_rank_mlp.Weights(*weights)
-        act = d.hbm((300, x.shape[1]), x.dtype)
-        kernels.baselines.gate_up(d, x, w, act, case.ranks(), sizes)
-        kernels.low_rank_matmul.low_rank_matmul(d, act, w.down_a, w.down_b, y, 70, sizes)
-
-    made = run(both, arrays.to_numpy(case.x), *packed, outputs=[case.output()])
-    near(arrays.to_torch(made.outputs[0]), case.exact())
+    near(two_kernel_mlp(case, kernels, dialect, Blocks(tokens=64, moving=64, intermediate=1)), case.exact())

@@ -1,0 +1,156 @@
+"""The kernels of scripts/reproduce_paper.py: each case traced on shapes by the NKI emulator and simulated.
+
+Import inside ``nki_modules()``. Times are predicted, in seconds; traffic is in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from neuronmm.emulator.nki import NkiError, TensorSpec, run
+from neuronmm.emulator.nki.trace import Trace
+from neuronmm.emulator.timing import report, simulate, spill
+from neuronmm.emulator.timing.published import dense_xw, fused_xuv, sequential_xuv
+from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
+from neuronmm.kernels.layout import Packing
+from neuronmm.kernels.nki import baselines
+from neuronmm.kernels.nki import dialect_neuronxcc as d
+from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.entry_neuronxcc import low_rank_matmul, low_rank_swiglu_mlp
+from neuronmm.kernels.nki.low_rank_mlp import Ranks, Weights
+from neuronmm.kernels.tiling import MlpProblem, Problem, solve
+
+DTYPE = "bfloat16"
+
+
+class Mlp(NamedTuple):
+    """An MLP and the rank of gate, up and down at ratio 0.2 (the aligned rank of the paper's Eq. 5)."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    rank: int
+
+    @property
+    def kept(self) -> float:
+        """Share of the dense MLP's weights that the factors have."""
+        return self.rank * (self.hidden + self.intermediate) / (self.hidden * self.intermediate)
+
+
+MLPS = (
+    Mlp("Llama-3.2-1B", 2048, 8192, 1280),
+    Mlp("Llama-3.2-3B", 3072, 8192, 1792),
+    Mlp("Qwen3-1.7B", 2048, 6144, 1280),
+    Mlp("Qwen3-4B", 2560, 9728, 1664),
+    Mlp("Llama-3.1-8B", 4096, 14336, 2560),
+)
+
+Figures = dict[str, float]
+"""``latency``, ``mfu`` and ``traffic`` of a kernel."""
+
+
+def ours(m: int, k: int, r: int, n: int) -> Figures:
+    """The low-rank kernel with the block sizes of the tiling solver."""
+    return figures(matmul_trace(m, k, r, n), TRN1)
+
+
+def paper(m: int, k: int, r: int, n: int) -> Figures:
+    """The published fused kernel."""
+    return figures(fused_xuv(m, k, r, n), TRN1)
+
+
+def sequential(m: int, k: int, r: int, n: int) -> Figures:
+    """The published XUV in two products through HBM."""
+    return figures(sequential_xuv(m, k, r, n), TRN1)
+
+
+def dense(m: int, k: int, r: int, n: int) -> Figures:
+    """The published dense product on the tutorial kernel."""
+    return figures(dense_xw(m, k, n), TRN1)
+
+
+def algorithm_1(m: int, k: int, r: int, n: int) -> Figures:
+    """Naive fusion: every 1024 output columns compute ``A x`` again; the block sizes are those of our kernel."""
+    blocks = solve(Problem(m, k, r, n)).blocks
+
+    def kernel(x: Any, a: Any, b: Any, y: Any) -> None:
+        baselines.recomputing(d, x, a, b, y, r, blocks)
+
+    return figures(shapes(kernel, (k, m), packed(k, r), packed(r, n), out=(n, m)), TRN1)
+
+
+def our_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
+    """The whole MLP in one kernel."""
+    core, r = CORES[device], mlp.rank
+    kernel = low_rank_swiglu_mlp(Ranks(r, r, r, mlp.intermediate), mlp_tiling(mlp, tokens, core))
+    up, x = (packed(mlp.hidden, r), packed(r, mlp.intermediate)), (mlp.hidden, tokens)
+    return figures(
+        shapes(kernel, x, *up, *up, packed(mlp.intermediate, r), packed(r, mlp.hidden), out=x, core=core), core
+    )
+
+
+def two_kernels(mlp: Mlp, tokens: int, device: str) -> Figures:
+    """The paper's split: gate, up and SwiGLU, then down, the activation through HBM; packed and streamed as ours is."""
+    core, r = CORES[device], mlp.rank
+    up, act = (packed(mlp.hidden, r), packed(r, mlp.intermediate)), (mlp.intermediate, tokens)
+    blocks = mlp_tiling(mlp, tokens, core)
+
+    def kernel(x: Any, ga: Any, gb: Any, ua: Any, ub: Any, y: Any) -> None:
+        baselines.gate_up(d, x, Weights(ga, gb, ua, ub, None, None), y, Ranks(r, r, r, mlp.intermediate), blocks)
+
+    first = figures(shapes(kernel, (mlp.hidden, tokens), *up, *up, out=act, core=core), core)
+    second = figures(matmul_trace(tokens, mlp.intermediate, r, mlp.hidden, core), core)
+    return {key: first[key] + second[key] for key in ("latency", "traffic")}
+
+
+def dense_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
+    """Gate, up and down uncompressed: three products of strips past packed weights, as many panels in flight as ours,
+    or as two tiles of them fit half of SBUF."""
+    core = CORES[device]
+
+    def product(k: int, n: int) -> Figures:
+        how = Packing.of(k, n, 2)
+        most = core.sbuf_partition_bytes // (4 * 2 * how.rows.count * how.columns.width * how.group)
+        panels = max(1, min(most, mlp_tiling(mlp, tokens, core).panels))
+        for strip in (2048, 1024, 512, 256):
+            blocks = Blocks(min(strip, tokens), min(512, tokens), panels=panels)
+
+            def kernel(x: Any, w: Any, y: Any, blocks: Blocks = blocks) -> None:
+                baselines.dense_strips(d, x, w, y, blocks)
+
+            try:
+                return figures(shapes(kernel, (k, tokens), packed(k, n), out=(n, tokens), core=core), core)
+            except NkiError:  # does not fit SBUF
+                continue
+        raise RuntimeError(f"{mlp.name}: no strip of the dense product fits")
+
+    up, down = product(mlp.hidden, mlp.intermediate), product(mlp.intermediate, mlp.hidden)
+    return {key: 2 * up[key] + down[key] for key in ("latency", "traffic")}
+
+
+def mlp_tiling(mlp: Mlp, tokens: int, core: NeuronCore) -> Blocks:
+    return solve(MlpProblem(tokens, mlp.hidden, mlp.intermediate, *(mlp.rank,) * 3), core).blocks
+
+
+def matmul_trace(m: int, k: int, r: int, n: int, core: NeuronCore = TRN1) -> Trace:
+    blocks = solve(Problem(m, k, r, n), core).blocks
+    return shapes(low_rank_matmul(r, blocks), (k, m), packed(k, r), packed(r, n), out=(n, m), core=core)
+
+
+def shapes(
+    kernel: Callable[..., Any], *inputs: tuple[int, ...], out: tuple[int, ...], core: NeuronCore = TRN1
+) -> Trace:
+    """Trace a kernel on shapes alone; like iterations of its outermost loop are recorded once."""
+    specs = [TensorSpec(shape, DTYPE) for shape in inputs]
+    return run(kernel, *specs, outputs=[TensorSpec(out, DTYPE)], core=core, fold=True).trace
+
+
+def packed(rows: int, columns: int) -> tuple[int]:
+    return (Packing.of(rows, columns, 2).elements,)
+
+
+def figures(trace: Trace, core: NeuronCore) -> Figures:
+    """Simulate, spilling what does not fit (only the published schedules need that)."""
+    result = report(simulate(spill(trace, core.sbuf_partition_bytes), core))
+    return {"latency": result.latency, "mfu": result.mfu, "traffic": float(result.traffic)}
