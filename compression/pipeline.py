@@ -81,41 +81,8 @@ def compress(
     _layers(streamed, plan, rows, config, workspace, progress)
 
     layers = workspace.layer_facts(settings["num_hidden_layers"])
-    matrices = [matrix for layer in layers for matrix in layer["matrices"]]
-    removed = sum(linear.dense - linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
-    errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
-    spec = CompressionSpec(
-        ranks=plan.part_ranks,
-        shared=plan.shared,
-        method=config.method,
-        targets=config.targets,
-        asked_ratio=config.ratio,
-        realised_ratio=realised(plan.linears, plan.ranks),
-        model_ratio=removed / total,
-        align=plan.align,
-        calibration=None
-        if rows is None
-        else {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed},
-        version=version("neuronmm"),
-    )
-    done = {
-        "kind": "measured",
-        "model": str(model),
-        **spec.model_dump(exclude={"ranks", "shared", "factors", "quant_method"}),
-        "allocation": config.allocation,
-        "share": config.share,
-        "refine": config.refine,
-        "recover": config.recover,
-        "factors": config.factors,
-        "damping": config.damping,
-        "parameters": {"dense": total, "compressed": total - removed},
-        "mean_relative_error": sum(errors) / len(errors),
-        "block_loss": _block_loss(layers),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "matrices": matrices,
-        "recovery": None,
-    }
+    spec = _spec(config, plan, rows, total)
+    done = {"kind": "measured", "model": str(model), **_facts(config, spec, plan, total, layers)}
 
     def polish(finished: Path) -> None:
         if config.recover != "off":
@@ -136,6 +103,45 @@ def compress(
     compressed = {**settings, "quantization_config": spec.model_dump()}
     workspace.finish(reader, others, settings["num_hidden_layers"], compressed, polish, texts)
     return done
+
+
+def _spec(config: CompressionConfig, plan: Plan, rows: Tensor | None, total: int) -> CompressionSpec:
+    """What the checkpoint says of itself; ``total`` is the dense model's parameters."""
+    text = None
+    if rows is not None:
+        text = {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed}
+    return CompressionSpec(
+        ranks=plan.part_ranks,
+        shared=plan.shared,
+        method=config.method,
+        targets=config.targets,
+        asked_ratio=config.ratio,
+        realised_ratio=realised(plan.linears, plan.ranks),
+        model_ratio=plan.removed / total,
+        align=plan.align,
+        calibration=text,
+        version=version("neuronmm"),
+    )
+
+
+def _facts(
+    config: CompressionConfig, spec: CompressionSpec, plan: Plan, total: int, layers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the report says beside times, sizes and recovery."""
+    matrices = [matrix for layer in layers for matrix in layer["matrices"]]
+    errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
+    settings = ("allocation", "share", "refine", "recover", "factors", "damping")
+    return {
+        **spec.model_dump(exclude={"ranks", "shared", "factors", "quant_method"}),
+        **config.model_dump(include=set(settings)),
+        "parameters": {"dense": total, "compressed": total - plan.removed},
+        "mean_relative_error": sum(errors) / len(errors),
+        "block_loss": _block_loss(layers),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "matrices": matrices,
+        "recovery": None,
+    }
 
 
 def recovery_of(config: CompressionConfig) -> Recovery:

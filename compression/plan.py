@@ -44,6 +44,11 @@ class Plan:
         pairs = ((part.name, linear) for linear in self.linears for part in linear.members[1:])
         return {name: linear.name for name, linear in pairs if self.ranks[linear.name] is not None}
 
+    @property
+    def removed(self) -> int:
+        """Parameters that the dense model has and the compressed one has not."""
+        return sum(linear.dense - linear.kept(self.ranks[linear.name]) for linear in self.linears)
+
     def of_layer(self, index: int) -> list[Linear]:
         """The linears of one decoder layer."""
         return [linear for linear in self.linears if linear.name.startswith(f"{LAYERS}.{index}.")]
