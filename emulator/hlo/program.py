@@ -43,18 +43,15 @@ class Program:
 
     def __init__(self, module: Any, ranks: int, settings: Settings | None = None) -> None:
         self.module, self.ranks, self.settings = module, ranks, settings or Settings()
-        entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+        entry = _entry(module)
         self.aliases = {
             (list(e.output_shape_index) or [0])[0]: e.parameter_number for e in module.input_output_alias.entries
         }
         by_id = {i.id: i for i in entry.instructions}
         self._slots = {number: slot for slot, number in enumerate(by_id)}
-        root = by_id[entry.root_id]
-        roots = list(root.operand_ids) if root.opcode == "tuple" else [root.id]
-        self._outputs = [self._slots[i] for i in roots]
+        self._outputs = [self._slots[i] for i in _roots(entry)]
         self._inputs = {i.parameter_number: self._slots[i.id] for i in entry.instructions if i.opcode == "parameter"}
-        live = _live(by_id, roots)
-        instructions = [i for i in entry.instructions if i.id in live]
+        instructions = live_instructions(module)
         memory = plan_memory(instructions, self._slots, self._inputs, self._outputs, self.aliases)
         self._foreign = memory.foreign
         self._constants: dict[int, Any] = {}
@@ -117,14 +114,27 @@ class Program:
         ]
 
 
-def _live(by_id: dict[int, Any], roots: list[int]) -> set[int]:
-    """Ids of the instructions that the roots depend on."""
-    live, waiting = set(), list(roots)
+def live_instructions(module: Any) -> list[Any]:
+    """The entry computation's instructions that an output depends on, in order; a root tuple is no instruction."""
+    entry = _entry(module)
+    operands = {i.id: i.operand_ids for i in entry.instructions}
+    live: set[int] = set()
+    waiting = _roots(entry)
     while waiting:
         if (number := waiting.pop()) not in live:
             live.add(number)
-            waiting.extend(by_id[number].operand_ids)
-    return live
+            waiting.extend(operands[number])
+    return [i for i in entry.instructions if i.id in live]
+
+
+def _entry(module: Any) -> Any:
+    return next(c for c in module.computations if c.id == module.entry_computation_id)
+
+
+def _roots(entry: Any) -> list[int]:
+    """Ids of the outputs."""
+    root = next(i for i in entry.instructions if i.id == entry.root_id)
+    return list(root.operand_ids) if root.opcode == "tuple" else [root.id]
 
 
 def _on_a_copy(function: Function) -> Function:

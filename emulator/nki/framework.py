@@ -20,7 +20,7 @@ import numpy as np
 
 from neuronmm.emulator.nki.dtypes import as_dtype, dtype_name
 from neuronmm.emulator.nki.run import Kernel, TensorSpec, run
-from neuronmm.emulator.nki.trace import Space
+from neuronmm.emulator.nki.trace import Space, Trace
 
 TARGET = "AwsNeuronCustomNativeKernel"
 """The custom call whose ``backend_config`` is what :meth:`FrameworkKernel.dump_config` gives."""
@@ -115,6 +115,12 @@ def execute(config: str | bytes, inputs: Sequence[np.ndarray]) -> tuple[np.ndarr
 def kernel_of(config: str | bytes) -> Callable[..., Any]:
     """The kernel function that a custom call's config names; raises KeyError as :func:`execute` does."""
     return _call(config).kernel.function
+
+
+def trace_of(config: str | bytes) -> Trace:
+    """What the kernel that a custom call's config names does, from shapes alone; raises as :func:`execute` does."""
+    call = _call(config)
+    return run(call.kernel, *call.inputs, outputs=call.outputs, fold=True).trace
 
 
 def _call(config: str | bytes) -> _Call:

@@ -1,0 +1,107 @@
+"""The time of a graph: what is streamed, what repeats, what is added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from neuronmm.emulator.nki import nki_modules
+from neuronmm.emulator.pyhlo import HloScribe, HloShape
+from neuronmm.emulator.timing.graph import predict_graph
+from neuronmm.emulator.timing.inference import ALL_REDUCE_NS
+from neuronmm.kernels.hardware import TRN1, TRN2
+
+with nki_modules():
+    import neuronxcc.nki as nki
+    import neuronxcc.nki.language as nl
+
+
+def layers(count: int, size: int, tokens: int = 1, dtype: str = "bf16", different: bool = False, ranks: int = 1) -> Any:
+    """``count`` times y = silu(W x); ``different``: no two layers are alike."""
+
+    def graph(scribe: Any) -> Any:
+        kind = getattr(scribe, dtype)
+        x = kind[size, tokens].Parameter(parameter_number=0)
+        x = kind[x.sizes].Negate(x)
+        for number in range(count):
+            wide = size + 128 * number * different
+            w = kind[x.sizes[0], wide].Parameter(parameter_number=1 + number)
+            w = w.dtype[w.sizes].CustomCall(w, custom_call_target="AwsNeuronTransferWithStaticRing")
+            dims = {"lhs_contracting_dimensions": [0], "rhs_contracting_dimensions": [0]}
+            x = kind[wide, tokens].Dot(w, x, dot_dimension_numbers=dims)
+            x = kind[x.sizes].Multiply(x, kind[x.sizes].Logistic(x))
+            if ranks > 1:
+                groups = [list(range(ranks))]
+                x = kind[x.sizes].AllReduce(x, replica_groups=groups, to_apply=sums(kind))
+        return x
+
+    return HloScribe()(graph).module_proto
+
+
+def sums(dtype: Any) -> Any:
+    return lambda scribe: dtype.Add(dtype.Parameter(parameter_number=0), dtype.Parameter(parameter_number=1))
+
+
+def test_decode_is_bound_by_the_weights() -> None:
+    time = predict_graph(layers(8, 2048), TRN1)
+    assert time.hbm_read == pytest.approx(8 * 2048 * 2048 * 2, rel=1e-3)
+    limit = time.hbm_read / (TRN1.dma_rate * 1e9)
+    assert limit < time.seconds < 1.35 * limit
+    assert time.seconds == time.stream and time.kernels == time.collectives == 0
+
+
+def test_float32_weights_take_twice_the_bytes() -> None:
+    narrow, wide = (predict_graph(layers(4, 1024, dtype=d), TRN1) for d in ("bf16", "f32"))
+    assert wide.hbm_read == pytest.approx(2 * narrow.hbm_read, rel=1e-3) and wide.seconds > 1.8 * narrow.seconds
+
+
+def test_layers_that_repeat_cost_what_they_cost_one_by_one() -> None:
+    two, four, forty = (predict_graph(layers(n, 1024), TRN1).seconds for n in (2, 4, 40))
+    assert forty == pytest.approx(four + 36 * (four - two) / 2, rel=0.05)
+    assert predict_graph(layers(6, 512, different=True), TRN1).seconds > predict_graph(layers(6, 512), TRN1).seconds
+
+
+def test_tokens_beyond_the_stream_cost_tensor_time() -> None:
+    one, many = predict_graph(layers(2, 1024), TRN1), predict_graph(layers(2, 1024, tokens=2048), TRN1)
+    flops = 2 * 2 * 1024 * 1024 * 2048
+    assert many.seconds > flops / TRN1.peak_flops("bfloat16") > one.seconds
+
+
+def test_collectives_are_added() -> None:
+    time = predict_graph(layers(5, 512, ranks=2), TRN1)
+    assert time.collectives == pytest.approx(5 * ALL_REDUCE_NS / 1e9)
+    assert time.stream == pytest.approx(predict_graph(layers(5, 512), TRN1).stream, rel=1e-6)
+
+
+def test_a_faster_core_is_faster() -> None:
+    assert predict_graph(layers(4, 2048), TRN2).seconds < predict_graph(layers(4, 2048), TRN1).seconds
+
+
+class HostKernel(nki.FrameworkKernel):  # type: ignore[name-defined, misc]
+    def is_framework_tensor(self, value: Any) -> bool:
+        return isinstance(value, HloShape)
+
+    def map_framework_tensor(self, value: Any) -> tuple[tuple[int, ...], str]:
+        return value.sizes, "float32"
+
+    def translate_to_neuron_dtype(self, dtype: str) -> str:
+        return dtype
+
+
+def triple(x: Any, y: Any) -> None:
+    nl.store(y, value=nl.multiply(nl.load(x), 3.0))
+
+
+def test_kernels_are_simulated_and_added() -> None:
+    def graph(scribe: Any, count: int) -> Any:
+        x = scribe.f32[128, 64].Parameter(parameter_number=0)
+        for _ in range(count):
+            config, _, _ = HostKernel(func_name="triple", func=triple).dump_config(x, x.dtype[x.sizes])
+            target = {"custom_call_target": "AwsNeuronCustomNativeKernel", "backend_config": config.encode()}
+            x = scribe.f32[128, 64].CustomCall(x, **target)
+        return x
+
+    one, three = (predict_graph(HloScribe()(lambda s, n=n: graph(s, n)).module_proto, TRN1) for n in (1, 3))
+    assert one.kernels > 0 and one.stream == 0
+    assert three.seconds == pytest.approx(3 * one.seconds) and three.hbm_read == 3 * one.hbm_read
