@@ -7,11 +7,12 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from neuronmm.engine.backends import emulation
 from neuronmm.engine.decoder import Decoder
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config
@@ -23,7 +24,7 @@ from neuronmm.models.neuronx.weights import Shards
 N_POSITIONS = 512
 """Sequence length where none is asked for and the model has room for it."""
 
-KERNELS: dict[str, Literal["nki", "reference"]] = {"auto": "nki", "nki": "nki", "reference": "reference"}
+KERNELS: dict[str, emulation.Kernels] = {"auto": "nki", "nki": "nki", "reference": "reference"}
 """Kernel name -> what an emulated custom call runs: the NKI function, or its sum in plain torch."""
 
 
@@ -95,7 +96,7 @@ class NeuronHost:
                 f"{batch} rows of {max_len} positions do not fit graphs of batch_size {sizes.batch_size} and "
                 f"n_positions {sizes.n_positions}; load the model with larger ones"
             )
-        return NeuronDecoder(self.model, batch, max_len, self.settings, self.shards)
+        return NeuronDecoder(self, batch, max_len)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The host's own ``generate``, transformers' interface. Dimensions: both [batch, prompt], left-padded."""
@@ -108,12 +109,13 @@ class NeuronHost:
 class NeuronDecoder:
     """The decoder over a host's model, whose graphs have a fixed batch: missing rows repeat the first."""
 
-    def __init__(self, model: Any, batch: int, max_len: int, settings: Settings, shards: Shards) -> None:
+    def __init__(self, host: NeuronHost, batch: int, max_len: int) -> None:
         self.batch, self.max_len = batch, max_len
-        self._model, self._rows = model, settings.batch_size
-        found = shards.checkpoint.architecture
-        keys = shards.heads.keys_per_rank * settings.tp_degree * found.head
-        self.state_bytes = 2 * found.layers * settings.n_positions * self._rows * keys * settings.dtype.itemsize
+        self._host, self._model, self._rows = host, host.model, host.max_batch  # the host has to outlive the decoder
+        found, tp = host.shards.checkpoint.architecture, host.settings.tp_degree
+        keys = host.shards.heads.keys_per_rank * tp * found.head
+        positions = host.settings.n_positions * self._rows
+        self.state_bytes = 2 * found.layers * positions * keys * host.dtype.itemsize
         self._start, self._position = torch.zeros(0), 0
 
     @torch.inference_mode()
@@ -164,9 +166,8 @@ def load(folder: Path, dtype: torch.dtype, impl: str, **options: Any) -> NeuronH
     with ExitStack() as stack:
         session = None
         if asked.emulate:
-            from neuronmm.emulator.runtime import neuron_emulation
-
-            session = stack.enter_context(neuron_emulation(kernels=KERNELS[impl]))
+            session, let_go = emulation.hold(KERNELS[impl])
+            stack.callback(let_go)
         else:
             sdk.check_cores(settings.tp_degree)
         adapter = sdk.host()

@@ -5,6 +5,7 @@ Runs on every host that can be imported: optimum-neuron's HLO backend, transform
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -354,6 +355,23 @@ def test_the_real_model(
     low = len(neuron_host(engine).shards.checkpoint.ranks) // 30
     assert session.calls["nki"] == NEW * 30 * (low and low - 2) * tp_degree
     neuron_host(engine).close()
+
+
+def test_engines_come_and_go_in_any_order(
+    host: str, checkpoint: Callable[..., Path], neuron: Callable[..., Engine]
+) -> None:
+    """The first engine's end does not end the emulation of the second; a stream outlives the name of its engine."""
+    folder = checkpoint("llama", "mlp")
+    first, second = neuron(folder), load(folder, backend="neuron", amp="fp32", n_positions=POSITIONS, emulate=True)
+    second.tokenizer = word_tokenizer()
+    with pytest.raises(UserError, match="emulates with kernels 'nki' is still open"):
+        neuron(folder, impl="reference")
+    neuron_host(first).close()
+    stream = second.stream(PROMPTS[0], PARAMS)
+    del second
+    gc.collect()
+    assert len(list(stream)) > 1
+    assert stream.result.token_ids == cpu_tokens(folder, PROMPTS[:1])[0]
 
 
 def test_closing_leaves_the_emulation(

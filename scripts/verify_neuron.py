@@ -1,0 +1,161 @@
+"""Checks that scripts/verify_on_trainium.sh runs: kernel numerics and generation, on a device or emulated.
+
+    python scripts/verify_neuron.py tiny FOLDER                  a tiny random Llama, for a dry run
+    python scripts/verify_neuron.py kernels [--emulate]          each NKI kernel against float64
+    python scripts/verify_neuron.py generate DENSE LOW [--emulate] [--tp N] [--new-tokens N]
+
+Each prints its figures and one JSON line, and ends with status 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+import neuronmm
+from neuronmm.engine.sampling import SamplingParams
+from neuronmm.kernels.layout import pack
+
+SHAPES = {
+    "Llama-3.2-1B MLP, decode": (1, 2048, 8192, 1280),
+    "Llama-3.2-1B MLP, prefill": (256, 2048, 8192, 1280),
+    "odd sizes, decode": (3, 576, 1536, 100),
+    "odd sizes, prefill": (300, 576, 1536, 100),
+}
+"""Name -> tokens, hidden, intermediate, rank."""
+PROMPTS = ("The capital of France is", "Once upon a time there was a small robot who")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    tiny = commands.add_parser("tiny")
+    tiny.add_argument("folder", type=Path)
+    kernels = commands.add_parser("kernels")
+    generate = commands.add_parser("generate")
+    generate.add_argument("dense")
+    generate.add_argument("low")
+    generate.add_argument("--tp", type=int, default=1)
+    generate.add_argument("--new-tokens", type=int, default=64)
+    for command in (kernels, generate):
+        command.add_argument("--emulate", action="store_true")
+    args = parser.parse_args()
+    if args.command == "tiny":
+        return write_tiny(args.folder)
+    if args.command == "kernels":
+        return check_kernels(args.emulate)
+    return check_generation(args.dense, args.low, args.emulate, args.tp, args.new_tokens)
+
+
+def write_tiny(folder: Path) -> int:
+    """A two-layer Llama with random weights and a tokenizer of one token a byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({"</s>": 0, **{letter: i + 1 for i, letter in enumerate(alphabet)}}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", bos_token="</s>").save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = LlamaConfig(vocab_size=257, num_key_value_heads=2, max_position_embeddings=512, **sizes, **ends)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return 0
+
+
+def check_kernels(emulate: bool) -> int:
+    """Every kernel in bfloat16: its error is at most twice that of torch in bfloat16, both against float64."""
+    if emulate:
+        from neuronmm.emulator.nki import nki_modules
+
+    failures = []
+    for name, (tokens, hidden, wide, rank) in SHAPES.items():
+        torch.manual_seed(0)
+        x, *weights = [
+            torch.randn(shape).to(torch.bfloat16) / shape[-1] ** 0.5
+            for shape in ((tokens, hidden), *[(rank, hidden), (wide, rank)] * 2, (rank, wide), (hidden, rank))
+        ]
+        x = x * hidden**0.5
+        with nki_modules() if emulate else nullcontext():
+            linear = run_kernel("low_rank_matmul", rank, x, weights[:2], wide)
+            mlp = run_kernel("low_rank_swiglu_mlp", (rank, rank, rank, wide), x, weights, hidden)
+        cases = (("low_rank_matmul", linear, weights[:2]), ("low_rank_swiglu_mlp", mlp, weights))
+        for kernel, got, factors in cases:
+            plain, exact = formula(x, factors), formula(x.double(), [w.double() for w in factors])
+            ratio = ((got.double() - exact).norm() / (plain.double() - exact).norm()).item()
+            good = ratio <= 2 and bool(torch.isfinite(got).all())
+            print(f"{'ok  ' if good else 'FAIL'} {kernel}, {name}: error {ratio:.2f} times that of torch in bfloat16")
+            failures += [] if good else [f"{kernel}, {name}"]
+    print(json.dumps({"check": "kernels", "emulated": emulate, "failed": failures}))
+    return 1 if failures else 0
+
+
+def formula(x: Tensor, w: list[Tensor]) -> Tensor:
+    """The linear or the MLP of these factors, in their precision."""
+    if len(w) == 2:
+        return x @ w[0].T @ w[1].T
+    return (silu(x @ w[0].T @ w[1].T) * (x @ w[2].T @ w[3].T)) @ w[4].T @ w[5].T
+
+
+def run_kernel(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs: int) -> Tensor:
+    """A kernel through ``nki.jit``, on a core or emulated. Dimensions: x [tokens, in] -> [tokens, out]."""
+    import neuronxcc.nki as nki
+    import neuronxcc.nki.language as nl
+
+    from neuronmm.kernels.nki import entry_neuronxcc as entry
+    from neuronmm.kernels.nki.low_rank_mlp import Ranks
+
+    if name == "low_rank_matmul":
+        kernel = entry.low_rank_matmul(static)
+
+        def call(x: Any, a: Any, b: Any) -> Any:
+            y = nl.ndarray((outputs, x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+            kernel(x, a, b, y)
+            return y
+    else:
+        kernel = entry.low_rank_swiglu_mlp(Ranks(*static))
+
+        def call(x: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:  # type: ignore[misc]
+            y = nl.ndarray((outputs, x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+            kernel(x, a, b, c, d, e, f, y)
+            return y
+
+    arrays = [t.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16) for t in (x.T, *map(pack, weights))]
+    y = np.ascontiguousarray(nki.jit(call, mode="baremetal")(*arrays))
+    return torch.from_numpy(y.view(np.int16)).view(torch.bfloat16).T
+
+
+def check_generation(dense: str, low: str, emulate: bool, tp: int, new: int) -> int:
+    """Greedy tokens in float32 are those of the CPU backend, one prompt padded."""
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    failures = []
+    for name, model in (("dense", dense), ("compressed", low)):
+        cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
+        want = cpu.generate(PROMPTS, params)
+        engine = neuronmm.load(
+            model, backend="neuron", tp_degree=tp, batch_size=2, n_positions=128, amp="fp32", emulate=emulate
+        )
+        print(f"{name}: {engine.host.path}")
+        got = engine.generate(PROMPTS, params)
+        for prompt, a, b in zip(PROMPTS, got, want, strict=True):
+            same = next((i for i, (s, t) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if s != t), new)
+            print(f"{'ok  ' if same == new else 'FAIL'} {name}, {prompt!r}: first {same} of {new} tokens equal")
+            print(f"     {a.text!r}")
+            failures += [] if same == new else [f"{name}: {prompt}"]
+    print(json.dumps({"check": "generation", "emulated": emulate, "tp": tp, "failed": failures}))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Verify neuronmm on a Trainium machine (trn1.2xlarge or larger) and write one report: docs/trainium.md explains it.
+#
+#   scripts/verify_on_trainium.sh [MODEL]        on the device; MODEL: folder, GGUF file or hub id of a Llama or Qwen
+#   scripts/verify_on_trainium.sh --dry-run      every step that needs no device, on this machine, the SDK emulated
+#
+# Environment: OUT (default out/trainium) takes everything that is written; TP (default 2) cores for the second run;
+# PYTHON (default python3.10) makes the environment, in a dry run it is the interpreter to use, which has to have
+# neuronmm and optimum-neuron 0.2.0 (make test-neuron makes one: .venv-neuron/bin/python).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+DRY=0
+if [ "${1:-}" = "--dry-run" ]; then DRY=1; shift; fi
+MODEL=${1:-meta-llama/Llama-3.2-1B}
+OUT=${OUT:-out/trainium}
+TP=${TP:-2}
+mkdir -p "$OUT" || exit 1
+REPORT=$OUT/report.md
+FAILED=0
+
+# SDK 2.26.1, the last with transformers-neuronx (published: AWS Neuron release notes).
+INDEX=https://pip.repos.neuron.amazonaws.com
+PINNED=("neuronx-cc==2.21.33363.*" "torch-neuronx==2.8.*" "libneuronxla==2.2.12677.*"
+        "transformers-neuronx==0.13.1315.*" "transformers==4.47.1")
+
+{
+    echo "# neuronmm on Trainium"
+    echo
+    if [ $DRY = 1 ]; then echo "**A dry run: nothing below was run on a device.**"; else echo "Run on a device."; fi
+    echo
+    echo "$(date -u +%Y-%m-%dT%H:%MZ), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $(uname -sr)"
+} > "$REPORT"
+
+# step NAME COMMAND...: run it, and put its output and its verdict into the report
+step() {
+    local name=$1 status; shift
+    echo "== $name"
+    "$@" > "$OUT/step.log" 2>&1
+    status=$?
+    [ $status = 0 ] || FAILED=$((FAILED + 1))
+    tail -n 5 "$OUT/step.log"
+    {
+        echo; echo "## $name: $([ $status = 0 ] && echo passed || echo "FAILED, status $status")"
+        echo; echo "    $*"; echo; echo '```'; tail -n 60 "$OUT/step.log"; echo '```'
+    } >> "$REPORT"
+    return $status
+}
+
+versions() {
+    "$PY" -m pip list 2>/dev/null | grep -i -E "neuron|optimum|torch|transformers|numpy" || true
+}
+
+if [ $DRY = 1 ]; then
+    PY=${PYTHON:-.venv-neuron/bin/python}
+    EMULATE=(--emulate)
+    MODEL=${1:-$OUT/tiny}
+    export TOKENIZERS_PARALLELISM=false
+    step "the interpreter has what a dry run needs" "$PY" -c "import neuronmm, optimum.neuron.version" || exit 1
+    [ -n "${1:-}" ] || step "a tiny random model" "$PY" scripts/verify_neuron.py tiny "$MODEL" || exit 1
+    SIZES=(--prompt-lengths 32 --batch 1 --new-tokens 16 --runs 1)
+else
+    PY=$OUT/venv/bin/python
+    EMULATE=()
+    SIZES=(--prompt-lengths 32,512 --batch 1 --new-tokens 64 --runs 5)
+    step "a Neuron device" sh -c "ls /dev/neuron* && (neuron-ls || /opt/aws/neuron/bin/neuron-ls)" || exit 1
+    [ -x "$PY" ] || step "environment" "${PYTHON:-python3.10}" -m venv "$OUT/venv" || exit 1
+    step "the pinned SDK" "$PY" -m pip install --quiet --extra-index-url "$INDEX" "${PINNED[@]}" || exit 1
+    step "neuronmm" "$PY" -m pip install --quiet . || exit 1
+fi
+LOW=$OUT/low
+RUN=("$PY" -m neuronmm)
+
+step "versions" versions
+step "kernel numerics" "$PY" scripts/verify_neuron.py kernels "${EMULATE[@]}"
+rm -rf "$LOW"
+step "compress" "${RUN[@]}" compress "$MODEL" -o "$LOW" --ratio 0.2 --targets all --method svd --json || exit 1
+for tp in 1 "$TP"; do
+    step "greedy tokens equal the CPU's, $tp core(s)" \
+        "$PY" scripts/verify_neuron.py generate "$MODEL" "$LOW" --tp "$tp" "${EMULATE[@]}"
+    step "benchmark, $tp core(s)" \
+        "${RUN[@]}" benchmark "$LOW" --baseline "$MODEL" --backend neuron --dtype bf16 --tp "$tp" "${SIZES[@]}" \
+        "${EMULATE[@]}" --output "$OUT/benchmark-tp$tp"
+done
+
+echo "== report: $REPORT, $FAILED failed"
+exit $((FAILED > 0))
