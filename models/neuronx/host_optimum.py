@@ -27,9 +27,10 @@ OWN_WEIGHTS = 20
 """Parameters of a layer that have a name in the host; ours, the extra ones, come after them."""
 
 
-def bucket(settings: Settings, length: int) -> int:
-    """The positions a prompt of ``length`` is padded to: this host has one size."""
-    return settings.n_positions
+def graphs(model: Model, length: int) -> tuple[Any, Any]:
+    """The compiled graphs, as HLO modules, that read a prompt of ``length`` tokens and that make a later token."""
+    prompt, token = (d.program.kernel.hlo_module for d in (model.decoder_lm_head_for_context, model.decoder_lm_head))
+    return (prompt if length > 1 else token), token
 
 
 def graph_ops(settings: Settings) -> GraphOps:

@@ -25,9 +25,14 @@ OWN_WEIGHTS = 26
 """Parameters of a layer that have a name in the host; ours, the extra ones, come after them."""
 
 
-def bucket(settings: Settings, length: int) -> int:
-    """The positions a prompt of ``length`` is padded to."""
-    return next(size for size in settings.buckets if size >= length)
+def graphs(model: Model, length: int) -> tuple[Any, Any]:
+    """The compiled graphs, as HLO modules, that read a prompt of ``length`` tokens and that make a later token."""
+    batch = model.batch_sizes[-1]
+    sizes = (next(size for size in model.context_buckets if size >= n) for n in (length, length + 1))
+    read, make = ((size, batch) for size in sizes)
+    token = model.decoder_lm_head.program.kernels[make].hlo_module
+    prompt = model.decoder_lm_head_for_context[read].program.kernels[read].hlo_module
+    return (prompt if length > 1 else token), token
 
 
 def graph_ops(settings: Settings, neuron_config: NeuronConfig) -> GraphOps:
