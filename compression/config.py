@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from neuronmm.compression.calibration import SELF
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO
@@ -27,8 +27,8 @@ class CompressionConfig(BaseModel):
     targets: Literal["mlp", "attention", "all"] = "mlp"
     method: Literal["svd", "asvd", "whitened", "anchored"] = "whitened"
     allocation: Literal["uniform", "global"] = "uniform"
-    share: Literal["off", "auto"] = "off"
-    refine: Literal["off", "fast", "full"] = "off"
+    share: Literal["off", "auto"] = "auto"
+    refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
     factors: Literal["model", "int8"] = "model"
     align: Literal["auto"] | int = "auto"
@@ -37,6 +37,14 @@ class CompressionConfig(BaseModel):
     calibration_length: int = Field(256, ge=2)
     damping: float = Field(1e-4, gt=0)
     seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _baselines_stand_alone(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Plain and scaled SVD are there to be compared with: nothing is added to them unasked."""
+        if values.get("method") in ("svd", "asvd"):
+            return {"share": "off", "refine": "off", **values}
+        return values
 
     @property
     def needs_text(self) -> bool:

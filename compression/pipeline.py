@@ -47,7 +47,7 @@ def compress(
     Args:
         model: a Hugging Face folder, a GGUF file or a hub id.
         out: the new checkpoint's folder; it appears only when it is complete.
-        config: the settings; by default 20 % of the MLP, whitened, self-calibrated.
+        config: the settings; by default 20 % of the MLP, whitened, refined, self-calibrated.
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
         progress: told of every step.

@@ -28,6 +28,9 @@ from neuronmm.models.portable import write_json
 from neuronmm.models.source import resolve
 from neuronmm.sweep_table import as_markdown
 
+BARE: dict[str, Any] = {"share": "off", "refine": "off"}
+"""What ``compress`` adds to a method by default; in a sweep a method is its words alone."""
+
 SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}
 """What a point's speed is: see :func:`neuronmm.engine.benchmark.benchmark`."""
 
@@ -54,7 +57,8 @@ def sweep(
         ratios: shares of the targeted weights to remove.
         methods: as :func:`parse_method` reads them.
         texts: files to take the perplexity on.
-        base: the settings all points share; by default those of ``compress``.
+        base: the settings all points share; by default those of ``compress``, without what a method's words
+            can add.
         context: tokens a window; by default as ``evaluate`` chooses.
         limit: only the first windows of each text.
         speed: measure tokens/s as well, each point beside the dense model.
@@ -64,7 +68,7 @@ def sweep(
     Raises:
         UserError: anything about the request or the checkpoint that the caller can mend.
     """
-    base, out = base or CompressionConfig(), Path(out).expanduser().absolute()
+    base, out = base or CompressionConfig.build(**BARE), Path(out).expanduser().absolute()
     settings = {name: parse_method(name) for name in methods}
     configs = {
         (name, ratio): CompressionConfig.build(None, **{**base.model_dump(), **own, "ratio": ratio})

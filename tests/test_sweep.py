@@ -22,7 +22,7 @@ from neuronmm.sweep import parse_method, sweep
 from neuronmm.sweep_table import as_markdown
 from tiny import make_tiny
 
-BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12)
+BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, share="off", refine="off")
 POINTS = ([0.2, 0.4], ["svd", "whitened"])
 
 

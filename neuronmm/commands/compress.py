@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks: one ratio for all, or by the spectra (default uniform)",
     )
     parser.add_argument(
-        "--share", choices=("off", "auto"), help="one A for q, k, v and for gate, up where it pays (default off)"
+        "--share", choices=("off", "auto"), help="one A for q, k, v and for gate, up where it pays (default auto)"
     )
     parser.add_argument(
         "--refine",
         choices=("off", "fast", "full"),
-        help="train each block's factors and norms against the dense block (default off)",
+        help="train each block's factors and norms against the dense block (default fast)",
     )
     parser.add_argument(
         "--recover",

@@ -47,10 +47,11 @@ def run(args: argparse.Namespace) -> None:
 
     from neuronmm.compression.config import CompressionConfig
     from neuronmm.progress import stage_bars
-    from neuronmm.sweep import sweep
+    from neuronmm.sweep import BARE, sweep
     from neuronmm.sweep_table import notes, tables
 
-    base = CompressionConfig.build(args.recipe, targets=args.targets, calibration=args.calibration)
+    bare = {} if args.recipe else BARE
+    base = CompressionConfig.build(args.recipe, targets=args.targets, calibration=args.calibration, **bare)
     try:
         with stage_bars(live=not args.speed) as progress:
             result = sweep(

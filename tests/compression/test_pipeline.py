@@ -22,7 +22,7 @@ from neuronmm.models import FAMILIES, LowRankLinear, UserError
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import load_pretrained, load_tokenizer
 
-SMALL = {"calibration_rows": 6, "calibration_length": 12, "align": 2}
+SMALL = {"calibration_rows": 6, "calibration_length": 12, "align": 2, "share": "off", "refine": "off"}
 
 
 def config(**changes: Any) -> CompressionConfig:

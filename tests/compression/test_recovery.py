@@ -46,8 +46,8 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[...,
 
     def make(more: dict[str, Any] | None = None, **saving: Any) -> tuple[Path, Path]:
         source, out = dense("llama", **saving), tmp_path / "low"
-        usual = {"ratio": 0.5, "align": 2, "calibration": str(text), "calibration_length": 16}
-        compress(source, out, CompressionConfig.build(None, **usual, **(more or {})))
+        usual = {"ratio": 0.5, "align": 2, "calibration": str(text), "calibration_length": 16, "refine": "off"}
+        compress(source, out, CompressionConfig.build(None, **{**usual, "share": "off", **(more or {})}))
         return source, out
 
     return make
