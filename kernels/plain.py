@@ -1,12 +1,14 @@
 """Plain torch on any device: ``naive`` is the two-GEMM baseline, ``torch`` fuses as far as torch's ops reach.
 
-Int8 factors are dequantised for every call, which is right and slow.
+Int8 factors are converted to the dtype of the call, each time: ``naive`` dequantises, ``torch`` scales the product.
 
 ``torch`` runs the A factors of gate and up as one product where they lie stacked in memory (``stack`` puts them
 there without a second copy of the weights), and evaluates SwiGLU in place.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,37 +42,48 @@ def _times(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return linear(x, dense(weight, x.dtype), bias)
 
 
-def _second(middle: Tensor, factors: LowRank) -> Tensor:
-    return _times(middle, factors.B, factors.bias)
+def _times_scaled_after(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """The same with the scales of an int8 weight applied to the product: its values are exact in every float dtype.
+
+    That pays where x has few rows: it spares the dequantised matrix for some passes over the result. Not in float16,
+    which a product of whole numbers may overflow.
+    """
+    if not isinstance(weight, Int8) or x.dtype == torch.float16 or 2 * x.numel() > x.shape[-1] ** 2:
+        return _times(x, weight, bias)
+    y = linear(x, weight.values.to(x.dtype)) * weight.scales
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
-def _naive_linear(x: Tensor, factors: LowRank) -> Tensor:
-    return _second(_times(x, factors.A), factors)
+Times = Callable[..., Tensor]
 
 
-def _middles(x: Tensor, gate: LowRank, up: LowRank) -> tuple[Tensor, Tensor]:
+def _linear(x: Tensor, factors: LowRank, times: Times) -> Tensor:
+    return times(times(x, factors.A), factors.B, factors.bias)
+
+
+def _middles(x: Tensor, gate: LowRank, up: LowRank, times: Times) -> tuple[Tensor, Tensor]:
     """A x of both, computed once where they share A."""
-    g = _times(x, gate.A)
-    return g, g if up.shares_a(gate) else _times(x, up.A)
+    g = times(x, gate.A)
+    return g, g if up.shares_a(gate) else times(x, up.A)
 
 
 @register(Op.LINEAR, "naive", refuses=lambda *_: None, priority=-1)
 def naive_linear(x: Tensor, factors: LowRank) -> Tensor:
     """Two GEMMs, the rank-r intermediate through memory: the baseline a fused kernel has to beat."""
-    return _naive_linear(x, factors)
+    return _linear(x, factors, _times)
 
 
 @register(Op.SWIGLU, "naive", refuses=lambda *_: None, priority=-1)
 def naive_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
     """Six GEMMs (five with a shared A) and two elementwise passes, every intermediate through memory."""
-    g, u = _middles(x, gate, up)
-    return _naive_linear(silu(_second(g, gate)) * _second(u, up), down)
+    g, u = _middles(x, gate, up, _times)
+    return _linear(silu(_times(g, gate.B, gate.bias)) * _times(u, up.B, up.bias), down, _times)
 
 
 @register(Op.LINEAR, "torch", refuses=lambda *_: None, priority=0)
 def torch_linear(x: Tensor, factors: LowRank) -> Tensor:
     """Torch has nothing to fuse in a single low-rank linear: the same two GEMMs."""
-    return _naive_linear(x, factors)
+    return _linear(x, factors, _times_scaled_after)
 
 
 @register(Op.SWIGLU, "torch", refuses=lambda *_: None, priority=0)
@@ -78,6 +91,10 @@ def torch_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor
     """Five GEMMs where gate and up share an A or theirs are stacked; SwiGLU in place, out of place under autograd."""
     if torch.is_grad_enabled():
         return naive_swiglu(x, gate, up, down)
-    both = _stacked(gate.A, up.A)
-    g, u = _middles(x, gate, up) if both is None else linear(x, both).split([gate.A.shape[0], up.A.shape[0]], dim=-1)
-    return _naive_linear(silu(_second(g, gate), inplace=True).mul_(_second(u, up)), down)
+    times, both = _times_scaled_after, _stacked(gate.A, up.A)
+    if both is None:
+        g, u = _middles(x, gate, up, times)
+    else:
+        g, u = linear(x, both).split([gate.A.shape[0], up.A.shape[0]], dim=-1)
+    hidden = silu(times(g, gate.B, gate.bias), inplace=True).mul_(times(u, up.B, up.bias))
+    return _linear(hidden, down, times)
