@@ -14,12 +14,10 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "abs": torch.abs,
     "cbrt": lambda x: torch.sign(x) * torch.abs(x) ** (1 / 3),
     "ceil": torch.ceil,
-    "copy": torch.clone,
     "cosine": torch.cos,
     "exponential": torch.exp,
     "exponential-minus-one": torch.expm1,
     "floor": torch.floor,
-    "is-finite": torch.isfinite,
     "log": torch.log,
     "log-plus-one": torch.log1p,
     "logistic": torch.sigmoid,
@@ -143,11 +141,3 @@ def _saturated(x: Tensor, smallest: int, largest: int, dtype: torch.dtype) -> Te
     inside = wide.clamp(float(smallest), float(min(largest, 2**62))).to(torch.int64)
     inside = torch.where(wide >= float(largest), torch.full_like(inside, min(largest, 2**63 - 1)), inside)
     return inside.to(dtype)
-
-
-@local("bitcast-convert")
-def _bitcast_convert(node: Node) -> Function:
-    if node.mask is not None:
-        raise node.unsupported("to an unsigned type")
-    dtype = node.dtype
-    return lambda x: x.contiguous().view(dtype)

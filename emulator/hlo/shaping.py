@@ -45,14 +45,6 @@ def _reshape(node: Node) -> Function:
     return lambda x: x.reshape(sizes)
 
 
-@local("bitcast", view=True)
-def _bitcast(node: Node) -> Function:
-    if node.operands[0].element_type != node.proto.shape.element_type:
-        raise node.unsupported("a bitcast to another element type")
-    sizes = node.sizes
-    return lambda x: x.reshape(sizes)
-
-
 @local("transpose", view=True)
 def _transpose(node: Node) -> Function:
     dimensions = list(node.proto.dimensions)

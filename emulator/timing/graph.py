@@ -34,7 +34,6 @@ _FREE = {
     "reshape",
     "transpose",
     "broadcast",
-    "bitcast",
     "slice",
     "convert",
     "get-tuple-element",
