@@ -25,19 +25,20 @@ _lines: dict[tuple[CodeType, int], str] = {}
 
 @dataclass(slots=True)
 class Storage:
-    """One allocation's memory. ``data`` and ``stamps`` are flat arrays, or None in a shape-only run.
+    """One allocation's memory. ``data`` is a flat array, or None in a shape-only run.
 
-    ``free`` is the number of elements a partition (a leading index in HBM). ``stamps`` holds, for each element, the
-    number of the instruction that wrote it last (-1: none). ``groups`` maps what was written to PSUM to the engine.
+    ``free`` is the number of elements a partition (a leading index in HBM). ``stamps``, where a race could be, holds
+    for each element the number of the instruction that wrote it last (-1: none). ``groups`` maps what was written to
+    PSUM to the engine.
     """
 
     record: Buffer
     dtype: np.dtype
     free: int
     data: np.ndarray | None
-    stamps: np.ndarray | None
     born: int
     zeroed: bool = False
+    stamps: np.ndarray | None = None
     groups: dict[tuple[int, int, int, int], Engine] | None = None
 
 
@@ -127,11 +128,10 @@ class Machine:
             tuple([loop.index for loop in self.loops]), content is not None,
         )  # fmt: skip
         self.trace.buffers.append(record)
-        data = stamps = None
+        data = None
         if self.data:
             data = unwritten(size, dtype) if content is None else np.ascontiguousarray(content).reshape(-1).copy()
-            stamps = np.full(size, -1, np.int64)
-        return Storage(record, dtype, free, data, stamps, at, groups={} if space is Space.PSUM else None)
+        return Storage(record, dtype, free, data, at, groups={} if space is Space.PSUM else None)
 
     def emit(
         self, engine: Engine, op: str, reads: tuple[Region, ...], writes: tuple[Region, ...], **fields: Any
@@ -163,6 +163,17 @@ class Machine:
             if folded and position == 1:
                 self.trace.folds.append(Fold(loop.iteration, len(self.trace.instructions), len(order) - 2))
         self.loops.pop()
+
+    def stamps(self, storage: Storage) -> np.ndarray | None:
+        """The storage's stamps to write to: None where no race can be, because every parallel loop around allocates it.
+
+        They are made when first asked for: most tiles live and die within one iteration.
+        """
+        if not any(loop.parallel and storage.born <= loop.started for loop in self.loops):
+            return None
+        if storage.stamps is None:
+            storage.stamps = np.full(prod(storage.record.shape), -1, np.int64)
+        return storage.stamps
 
     def check_race(self, storage: Storage, stamps: np.ndarray, verb: str) -> None:
         """Raise if an earlier iteration of a parallel loop wrote these elements of a buffer from outside the loop."""

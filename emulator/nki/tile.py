@@ -240,45 +240,48 @@ class Tile:
 
     def _view(self, array: np.ndarray) -> np.ndarray:
         width = array.itemsize
-        steps = tuple(s * width for s in self.strides)
+        steps = tuple([s * width for s in self.strides])
         return np.ndarray(self.shape, array.dtype, buffer=array, offset=self.offset * width, strides=steps)
 
     def read(self, mask: Mask = None, accumulating: bool = False) -> np.ndarray:
         """The values (under ``mask``; NaN elsewhere). ``accumulating`` marks the read of a read-modify-write."""
         machine, storage = current(), self.storage
         self.inside(mask)
-        assert storage.data is not None and storage.stamps is not None
+        assert storage.data is not None
+        chosen = None if mask is None else np.broadcast_to(np.asarray(mask), self.shape)
         if self.beyond is None:
-            values, stamps = self._view(storage.data), self._view(storage.stamps)
+            values = self._view(storage.data)
         else:
-            chosen = np.broadcast_to(np.asarray(mask), self.shape)
-            at = np.where(chosen, self._flat(), 0)
-            values, stamps = np.where(chosen, storage.data[at].astype(np.float64), np.nan), storage.stamps[at]
+            values = np.where(chosen, storage.data[np.where(chosen, self._flat(), 0)].astype(np.float64), np.nan)
             values = values.astype(storage.dtype if storage.dtype.kind != "i" else np.float64)
-        if machine.loops and not accumulating:
-            machine.check_race(storage, stamps if mask is None else stamps[np.broadcast_to(mask, self.shape)], "reads")
+        if storage.stamps is not None and machine.loops and not accumulating:
+            machine.check_race(storage, self._picked(storage.stamps, chosen), "reads")
         return values
+
+    def _picked(self, array: np.ndarray, chosen: np.ndarray | None) -> np.ndarray:
+        return self._view(array) if chosen is None else array[self._flat()[chosen]]
 
     def write(self, values: Any, mask: Mask = None, accumulating: bool = False) -> None:
         """Store what the instruction emitted last computed, cast to the tile's dtype, under ``mask``."""
         machine, storage = current(), self.storage
         self.inside(mask)
-        assert storage.data is not None and storage.stamps is not None
+        assert storage.data is not None
         number = len(machine.trace.instructions) - 1
+        stamps = machine.stamps(storage)
+        chosen = None if mask is None else np.broadcast_to(mask, self.shape)
+        if stamps is not None and not accumulating:
+            machine.check_race(storage, self._picked(stamps, chosen), "overwrites")
         with np.errstate(invalid="ignore", over="ignore"):
-            cast = np.broadcast_to(np.asarray(values), self.shape).astype(storage.dtype)
-        if mask is None:
-            stamps = self._view(storage.stamps)
-            if machine.loops and not accumulating:
-                machine.check_race(storage, stamps, "overwrites")
+            cast = np.broadcast_to(np.asarray(values), self.shape).astype(storage.dtype, copy=False)
+        if chosen is None:
             self._view(storage.data)[...] = cast
-            stamps[...] = number
+            if stamps is not None:
+                self._view(stamps)[...] = number
             return
-        chosen = np.broadcast_to(mask, self.shape)
         at = self._flat()[chosen]
-        if machine.loops and not accumulating:
-            machine.check_race(storage, storage.stamps[at], "overwrites")
-        storage.data[at], storage.stamps[at] = cast[chosen], number
+        storage.data[at] = cast[chosen]
+        if stamps is not None:
+            stamps[at] = number
 
     # --- operators (the language's infix form; one vector instruction each) -------------------------------------------
 
