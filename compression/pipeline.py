@@ -149,7 +149,7 @@ def recovery_of(config: CompressionConfig) -> Recovery:
     shared = {"seed": config.seed, "autocast": multiplies_bf16()}
     if config.recover == "lora":
         return Recovery(**shared)
-    return Recovery(rank=0, two_stage=False, learning_rate=3e-4, epochs=2, **shared)
+    return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, **shared)
 
 
 def _size(reader: Reader, name: str) -> int:

@@ -29,11 +29,11 @@ from transformers import get_cosine_schedule_with_warmup
 from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
 from neuronmm.compression.memory import peak_rss
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.refine import split_rows
 from neuronmm.compression.workspace import replace_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_pretrained
 
-_HELD_OUT = 8  # one row in so many is never trained on
 _WARM_UP = 0.1  # of the steps, the rate rising linearly
 _PATIENCE = 2  # epochs in a row without a better held-out loss end a stage
 _CLIP = 1.0  # norm of the gradient
@@ -75,7 +75,7 @@ def recover(
 
     Args:
         folder: a compressed checkpoint, complete; its factors are replaced, everything else in it stays.
-        rows: token ids; one row in eight is held out.
+        rows: token ids; the rows that :func:`neuronmm.compression.refine.split_rows` says are held out.
         settings: how to train.
         progress: told of every step: a stage's name and the further share of it that is done.
         dense: the checkpoint it was made from, to distil from; None trains on the rows' own next tokens.
@@ -91,10 +91,10 @@ def recover(
     if len(rows) < 2 or rows.shape[1] < 2:
         raise UserError(f"recovery needs two or more rows of two or more tokens, not {tuple(rows.shape)}")
     generator = torch.Generator().manual_seed(settings.seed)
-    order = torch.randperm(len(rows), generator=generator)
+    trained, held = split_rows(len(rows))
     states = None if dense is None else dense_states(dense, rows, device, progress)
-    lesson, count = Lesson(rows, states), math.ceil(len(rows) / _HELD_OUT)
-    held_out, training = lesson.pick(order[:count]), lesson.pick(order[count:])
+    lesson = Lesson(rows, states)
+    held_out, training = lesson.pick(held), lesson.pick(trained)
 
     model = load_pretrained(folder, torch.float32, device).requires_grad_(False)
     before = evaluate(model, held_out)

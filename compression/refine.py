@@ -30,7 +30,6 @@ class Schedule:
 
 SCHEDULES = {"fast": Schedule(2, 1e-3), "full": Schedule(8, 1e-3)}
 
-_HELD_OUT = 8  # one row in so many is never trained on
 _WARM_UP = 0.05  # of the steps, the rate rising linearly
 _PATIENCE = 2  # epochs in a row without a better held-out loss end the training
 _CLIP = 1.0  # norm of the gradient
@@ -54,7 +53,7 @@ def refine(
 
     Args:
         layer: a compressed decoder layer, float32.
-        inputs: what it reads [rows, length, hidden], float32; one row in eight is held out.
+        inputs: what it reads [rows, length, hidden], float32; the rows that :func:`split_rows` says are held out.
         targets: what the dense layer makes of the dense model's inputs, of that shape.
         rotary: RoPE's cos and sin.
         schedule: how long and how fast.
@@ -71,9 +70,7 @@ def refine(
     for parameter in trained:
         parameter.requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(inputs), generator=generator)
-    count = math.ceil(len(inputs) / _HELD_OUT)
-    held_out, training = order[:count], order[count:] if len(order) > count else order
+    training, held_out = split_rows(len(inputs))
 
     def loss_of(rows: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=multiplies_bf16()):
@@ -83,7 +80,7 @@ def refine(
 
     @torch.no_grad()
     def validate() -> float:
-        return sum(float(loss_of(rows)) * len(rows) for rows in _split(held_out, inputs)) / count
+        return sum(float(loss_of(rows)) * len(rows) for rows in _split(held_out, inputs)) / len(held_out)
 
     before = best = validate()
     if not math.isfinite(before):
@@ -110,6 +107,16 @@ def refine(
         for parameter, value in zip(trained, kept, strict=True):
             parameter.requires_grad_(False).copy_(value)
     return {"loss_before": before, "loss_after": best, "epochs": epoch}
+
+
+def split_rows(count: int) -> tuple[Tensor, Tensor]:
+    """The numbers of the calibration rows that are trained on, and of those held out: the last eighth, at least one.
+
+    All training of a run holds out the same rows: what one stage has trained on says nothing about the next one's gain.
+    A single row is both.
+    """
+    rows, held_out = torch.arange(count), math.ceil(count / 8)
+    return rows[:-held_out] if count > held_out else rows, rows[-held_out:]
 
 
 def _trained(layer: nn.Module) -> Iterator[nn.Parameter]:
