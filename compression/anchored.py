@@ -92,6 +92,7 @@ def inputs_of(layer: nn.Module, names: Sequence[str], run: Callable[[], object])
     outputs: list[Tensor] = []
 
     def keep(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(linear, nn.Linear)
         bias = linear.bias
         seen.append(inputs[0].flatten(0, -2))
         outputs.append((output if bias is None else output - bias).flatten(0, -2))

@@ -48,6 +48,7 @@ def swap(layer: nn.Module, linear: Linear, factors: Factors, inside: str, dtype:
     for part in linear.parts:
         name = part.name.removeprefix(inside)
         dense = layer.get_submodule(name)
+        assert isinstance(dense, nn.Linear)
         made = LowRankLinear(
             part.in_features,
             part.out_features,
@@ -71,7 +72,7 @@ def _parameter(factor: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 def weight_of(layer: nn.Module, linear: Linear, inside: str) -> Tensor:
     """The weight of ``linear`` [out, in]: of several parts, on top of each other."""
-    return torch.cat([layer.get_submodule(part.name.removeprefix(inside)).weight for part in linear.parts])
+    return torch.cat([layer.get_parameter(f"{part.name.removeprefix(inside)}.weight") for part in linear.parts])
 
 
 def moments_of(

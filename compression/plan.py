@@ -57,9 +57,10 @@ class Plan:
 def targeted(reader: Reader, layers: int, targets: str) -> list[Linear]:
     """The linears that ``targets`` names, in the order of the layers."""
     return [
-        Linear(name, *reader.shape(f"{name}.weight"))
+        Linear(name, out_features, in_features)
         for index in range(layers)
         for name in (f"{LAYERS}.{index}.{linear}" for linear in TARGETS[targets])
+        for out_features, in_features in (reader.shape(f"{name}.weight"),)
     ]
 
 

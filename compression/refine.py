@@ -126,7 +126,7 @@ def _trained(layer: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter
     for module in layer.modules():
         if isinstance(module, LowRankLinear):
-            yield from (factor.weight for factor in module.children())
+            yield from (factor.get_parameter("weight") for factor in module.children())
 
 
 def _split(rows: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
@@ -135,5 +135,5 @@ def _split(rows: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
 
 def multiplies_bf16() -> bool:
     """Whether bf16 products are faster than float32 ones here; without the instructions they are far slower."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
