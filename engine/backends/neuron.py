@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from contextlib import ExitStack
@@ -68,6 +69,7 @@ class NeuronHost:
         """The host's model, on its cores."""
         if self._model is None:
             start = time.perf_counter()
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # hosts compile in forks, tokenizers warn of those
             model = self.adapter.Model(self.shards, self.settings)
             name = cache.key(self.shards, self.settings, f"{self.adapter.NAME} {self.adapter.VERSION}")
             self.cached = cache.to_cores(model, name)
