@@ -249,7 +249,7 @@ class Tile:
         self.inside(mask)
         assert storage.data is not None
         chosen = None if mask is None else np.broadcast_to(np.asarray(mask), self.shape)
-        if self.beyond is None:
+        if self.beyond is None or chosen is None:
             values = self._view(storage.data)
         else:
             values = np.where(chosen, storage.data[np.where(chosen, self._flat(), 0)].astype(np.float64), np.nan)

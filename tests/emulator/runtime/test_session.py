@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from neuronmm.emulator.runtime import neuron_emulation
+from neuronmm.emulator.runtime import neuron_emulation, session
 
 ROOTS = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "transformers_neuronx")
 
@@ -73,7 +73,8 @@ def test_a_block_within_a_block_is_the_same_session() -> None:
         assert fresh is not outer and not fresh.calls
 
 
-def test_a_host_goes_with_the_session_and_comes_back(on_path: Path) -> None:
+def test_a_host_goes_with_the_session_and_comes_back(on_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_set_aside", {})
     (on_path / "transformers_neuronx").mkdir()
     (on_path / "transformers_neuronx" / "__init__.py").write_text("from torch_neuronx.pyhlo.scribe import HloScribe")
     with neuron_emulation():
