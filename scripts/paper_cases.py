@@ -6,6 +6,7 @@ Import inside ``nki_modules()``. Times are predicted, in seconds; traffic is in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
@@ -88,6 +89,15 @@ def our_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
     return figures(
         shapes(kernel, x, *up, *up, packed(mlp.intermediate, r), packed(r, mlp.hidden), out=x, core=core), core
     )
+
+
+def up_projection(mlp: Mlp, tokens: int, device: str, panels: int = 0) -> Figures:
+    """The up projection alone; ``panels`` a tile as given, 0: as the solver chooses."""
+    core, r = CORES[device], mlp.rank
+    blocks = solve(Problem(tokens, mlp.hidden, r, mlp.intermediate), core).blocks
+    kernel = low_rank_matmul(r, replace(blocks, panels=panels or blocks.panels))
+    a, b = packed(mlp.hidden, r), packed(r, mlp.intermediate)
+    return figures(shapes(kernel, (mlp.hidden, tokens), a, b, out=(mlp.intermediate, tokens), core=core), core)
 
 
 def two_kernels(mlp: Mlp, tokens: int, device: str) -> Figures:

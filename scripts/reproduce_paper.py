@@ -73,6 +73,10 @@ DECODE = """\
 *DMA limit* is the time the bytes that must move take at the core's DMA rate, over the predicted time. *dense* is the
 same MLP uncompressed, packed and streamed alike, as three kernels that do not overlap (ours is one)."""
 
+LINEAR = """\
+A kernel this short shows what overlaps with nothing: the first load's start, and the store's. *One panel*: each of the
+two tiles in flight has one panel of weights; else the solver chooses how many."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,6 +108,11 @@ def tasks() -> dict[str, Callable[[], Any]]:
                 for name, kernel in MLP_KERNELS.items():
                     call = (mlp, tokens, device)
                     found[f"{mlp.name} {tokens} {device} {name}"] = lambda kernel=kernel, call=call: kernel(*call)  # type: ignore[misc]
+    for mlp in cases.MLPS:
+        for device in CORES:
+            for panels in (0, 1):
+                call = (mlp, 1, device, panels)
+                found[f"{mlp.name} up {device} {panels}"] = lambda call=call: cases.up_projection(*call)  # type: ignore[misc]
     return found
 
 
@@ -146,6 +155,7 @@ def document(results: dict[str, Any]) -> Iterator[str]:
         yield from mlps(results, tokens)
     for device in CORES:
         yield from decode(results, device)
+    yield from decode_linears(results)
 
 
 def goals(results: dict[str, Any]) -> Iterator[str]:
@@ -167,6 +177,9 @@ def goals(results: dict[str, Any]) -> Iterator[str]:
     yield f"| whole MLPs, 2048 tokens, trn1: utilisation at least 90 % | {span(mlp_use)} | {met(min(mlp_use) >= 0.9)} |"
     for device, found in shares.items():
         yield f"| decode, {device}: at least 90 % of the DMA limit | {span(found)} | {met(min(found) >= 0.9)} |"
+    for device in CORES:
+        alone = [limit(results[f"{mlp.name} up {device} 0"], device) for mlp in cases.MLPS]
+        yield f"| the up projection alone, one token, {device}: 90 % | {span(alone)} | {met(min(alone) >= 0.9)} |"
     yield f"| decode: never slower than dense | {min(gains):.2f}x to {max(gains):.2f}x | {met(min(gains) >= 1)} |"
     yield ""
 
@@ -252,7 +265,7 @@ def decode_rows(results: dict[str, Any], device: str) -> Iterator[tuple[cases.Ml
     for mlp in cases.MLPS:
         for tokens in DECODES:
             own, two, dense = (results[f"{mlp.name} {tokens} {device} {name}"] for name in MLP_KERNELS)
-            yield mlp, tokens, own, two, dense, own["traffic"] / CORES[device].dma_rate / 1e9 / own["latency"]
+            yield mlp, tokens, own, two, dense, limit(own, device)
 
 
 def decode(results: dict[str, Any], device: str) -> Iterator[str]:
@@ -267,6 +280,26 @@ def decode(results: dict[str, Any], device: str) -> Iterator[str]:
         others = " | ".join(against(other["latency"], own["latency"], 1e6, 1) for other in (two, dense))
         yield f"| {mlp.name} | {mlp.kept:.2f} | {tokens} | {own['latency'] * 1e6:.1f} | {share:.1%} | {others} |"
     yield ""
+
+
+def decode_linears(results: dict[str, Any]) -> Iterator[str]:
+    yield "## Decode of one linear: the up projection at ratio 0.2, one token"
+    yield ""
+    yield LINEAR
+    yield ""
+    yield "| model | core | ours, µs | DMA limit reached | one panel, µs | DMA limit reached |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for mlp in cases.MLPS:
+        for device in CORES:
+            own, single = (results[f"{mlp.name} up {device} {panels}"] for panels in (0, 1))
+            cells = [f"{f['latency'] * 1e6:.1f} | {limit(f, device):.1%}" for f in (own, single)]
+            yield f"| {mlp.name} | {device} | {' | '.join(cells)} |"
+    yield ""
+
+
+def limit(figures: cases.Figures, device: str) -> float:
+    """The share of the DMA limit that a kernel reaches."""
+    return figures["traffic"] / CORES[device].dma_rate / 1e9 / figures["latency"]
 
 
 def eq10(shape: tuple[int, ...]) -> float:
