@@ -54,9 +54,9 @@ def predict(
     for name, value, most in limits:
         if not 1 <= value <= most:
             raise UserError(f"--{name} {value}: must lie between 1 and {most}")
-    dense, compressed, removed = _decoders(Path(model).expanduser(), ratio)
+    dense, low_rank, removed = _decoders(Path(model).expanduser(), ratio)
     predictions = {}
-    for name, decoder in (("dense", dense), ("compressed", replace(dense, ranks=compressed))):
+    for name, decoder in (("dense", dense), ("compressed", low_rank)):
         found = simulate(decoder, core, batch, prompt_length, parallel)
         predictions[name] = {**asdict(found), "fits": found.fits(core)}
     return {
@@ -76,8 +76,8 @@ def predict(
     }
 
 
-def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, tuple[tuple[tuple[str, int], ...], ...], float]:
-    """The dense decoder, the ranks of its compressed layers, and the realised ratio."""
+def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, float]:
+    """The decoder dense and compressed, and the realised ratio."""
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         raise UserError(f"{path}: no config.json there; give the folder of a Hugging Face checkpoint or the file")
@@ -105,13 +105,22 @@ def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, tuple[tuple[tup
         return [Linear(n, sizes[names[n][1]][1], sizes[names[n][1]][0]) for n in which]
 
     if carried.get("quant_method") == QUANT_METHOD and ratio is None:
-        ranks: dict[str, int | None] = dict(CompressionSpec.parse(carried, str(folder)).ranks)
-        targets = [n for n in names if n in ranks]
-    else:
-        ranks = balance(linears(targets), 0.2 if ratio is None else ratio, auto_align(linears(targets)))
-    layers: list[list[tuple[str, int]]] = [[] for _ in range(dense.layers)]
-    for name in targets:
-        rank = ranks[name]
-        if rank is not None:
-            layers[names[name][0]].append((names[name][1], rank))
-    return dense, tuple(tuple(layer) for layer in layers), realised(linears(targets), ranks)
+        spec = CompressionSpec.parse(carried, str(folder))
+        followers = tuple(tuple(name for name, _ in layer) for layer in _by_layer(dense, names, spec.shared))
+        return (
+            dense,
+            replace(dense, ranks=_by_layer(dense, names, spec.ranks), followers=followers),
+            spec.realised_ratio,
+        )
+    ranks = balance(linears(targets), 0.2 if ratio is None else ratio, auto_align(linears(targets)))
+    kept = {name: rank for name, rank in ranks.items() if rank is not None}
+    return dense, replace(dense, ranks=_by_layer(dense, names, kept)), realised(linears(targets), ranks)
+
+
+def _by_layer(dense: Decoder, names: dict[str, tuple[int, str]], values: dict[str, Any]) -> tuple[Any, ...]:
+    """Full name -> value, as one tuple of (short name, value) a layer."""
+    layers: list[list[tuple[str, Any]]] = [[] for _ in range(dense.layers)]
+    for name, (layer, short) in names.items():
+        if name in values:
+            layers[layer].append((short, values[name]))
+    return tuple(map(tuple, layers))

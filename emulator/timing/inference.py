@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from neuronmm.emulator.timing.decode import Layer, decoder_step
 from neuronmm.emulator.timing.report import report
@@ -27,7 +28,7 @@ ELEMENT = 2
 @dataclass(frozen=True)
 class Decoder:
     """Dimensions of a Llama-style decoder. ``ranks[i]`` maps q, k, v, o, gate, up, down of layer i to a rank; a name
-    that is missing is dense."""
+    that is missing is dense. ``followers[i]`` are those of layer i that use another's A and have none of their own."""
 
     hidden: int
     intermediate: int
@@ -37,6 +38,7 @@ class Decoder:
     head: int
     vocabulary: int
     ranks: tuple[tuple[tuple[str, int], ...], ...] = ()
+    followers: tuple[tuple[str, ...], ...] = ()
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(in, out) of a layer's linears by name."""
@@ -69,7 +71,9 @@ class Prediction:
 
 def predict(model: Decoder, core: NeuronCore, batch: int = 1, prompt: int = 128, parallel: int = 1) -> Prediction:
     """Generation with ``batch`` sequences (up to 128) of ``prompt`` tokens on ``parallel`` cores."""
-    kinds = Counter(_layer(model, dict(ranks), parallel) for ranks in model.ranks or ((),) * model.layers)
+    dense: tuple[tuple[Any, ...], ...] = ((),) * model.layers
+    each = zip(model.ranks or dense, model.followers or dense, strict=True)
+    kinds = Counter(_layer(model, dict(ranks), followers, parallel) for ranks, followers in each)
     layers = [([list(group) for group in layer], times) for layer, times in kinds.items()]
     head = (model.hidden, -(-model.vocabulary // parallel))
     cache = 2 * ELEMENT * max(1, model.kv_heads // parallel) * model.head * prompt
@@ -93,7 +97,9 @@ def predict(model: Decoder, core: NeuronCore, batch: int = 1, prompt: int = 128,
     )
 
 
-def _layer(model: Decoder, ranks: dict[str, int], parallel: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _layer(
+    model: Decoder, ranks: dict[str, int], followers: tuple[str, ...], parallel: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The linears of one layer on one core, in groups as :data:`Layer`, hashable."""
     sizes = model.linears()
 
@@ -104,7 +110,7 @@ def _layer(model: Decoder, ranks: dict[str, int], parallel: int) -> tuple[tuple[
 
     groups: list[tuple[tuple[int, int], ...]] = []
     for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
-        firsts = tuple((shard(n)[0], ranks[n]) for n in names if n in ranks)
+        firsts = tuple((shard(n)[0], ranks[n]) for n in names if n in ranks and n not in followers)
         seconds = tuple((ranks[n], shard(n)[1]) if n in ranks else shard(n) for n in names)
         groups += [firsts] if firsts else []
         groups.append(seconds)

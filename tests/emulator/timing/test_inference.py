@@ -112,13 +112,18 @@ def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path) -> None:
     ranks = {f"model.layers.{i}.mlp.{n}": 256 for i in range(6) for n in ("gate_proj", "up_proj", "down_proj")}
     spec = {
         "quant_method": "neuronmm", "format": 1, "ranks": ranks, "method": "svd", "targets": "mlp", "asked_ratio": 0.6,
-        "realised_ratio": 0.6, "model_ratio": 0.3, "align": 128, "version": "0",
+        "realised_ratio": 0.625, "model_ratio": 0.3, "align": 128, "version": "0",
     }  # fmt: skip
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIG, "quantization_config": spec}))
     found = predict_from(file)
-    assert found["mlp_ratio"] == pytest.approx(1 - 256 * 3072 / (1024 * 2048))
+    assert found["mlp_ratio"] == 0.625
     assert found["compressed"]["weight_bytes"] == 2 * parameters(low(256))
+    shared = {f"model.layers.{i}.mlp.up_proj": f"model.layers.{i}.mlp.gate_proj" for i in range(6)}
+    file.write_text(json.dumps({**CONFIG, "quantization_config": {**spec, "shared": shared}}))
+    once = predict_from(file)["compressed"]
+    assert once["weight_bytes"] == found["compressed"]["weight_bytes"] - 2 * 6 * 256 * 1024
+    assert once["tpot"] < found["compressed"]["tpot"]
 
 
 @pytest.mark.parametrize(
