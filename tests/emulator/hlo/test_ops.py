@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 Like = Callable[..., None]
-several = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+several = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 sizes = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 floats = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 INTEGERS = [torch.int32, torch.int8, torch.uint8, torch.int64]
