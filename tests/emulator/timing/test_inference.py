@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CONFIG = {
 
 def low(rank: int) -> Decoder:
     ranks = (("gate", rank), ("up", rank), ("down", rank))
-    return Decoder(*(getattr(SMALL, f) for f in Decoder.__dataclass_fields__ if f != "ranks"), ranks=(ranks,) * 6)
+    return replace(SMALL, ranks=(ranks,) * 6)
 
 
 def parameters(model: Decoder) -> int:
