@@ -77,7 +77,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.fixture
 def neuron_checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """``neuron_checkpoint("qwen2", "mlp")``: a tiny checkpoint, ``dense``, ``mlp``, ``mixed`` (see MIXED) or ``shared``:
+    """``neuron_checkpoint("qwen2", "mlp")``: tiny, and ``dense``, ``mlp``, ``mixed`` (see MIXED) or ``shared``:
     one A for q, k, v and one for gate, up."""
 
     def make(model_type: str = "llama", kind: str = "dense", dtype: torch.dtype = torch.float32) -> Path:
