@@ -34,18 +34,20 @@ def compress_layer(
     streams: Streams,
     rotary: Rotary | None,
     config: CompressionConfig,
+    release: Callable[[nn.Module], None],
     advanced: Callable[[float], None],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Compress decoder layer ``index`` and take ``streams`` through it.
 
     Args:
-        layer: the dense layer, float32; it stays as it is.
+        layer: the dense layer, float32; it stays as it is, but for what is released.
         index: its number.
         reader: the checkpoint it comes from.
         plan: ranks and sharing.
         streams: the layer's inputs, replaced by its outputs; empty where the method needs no text.
         rotary: RoPE's cos and sin, where there are streams.
         config: the run's settings.
+        release: called with the dense linears that have been factorised.
         advanced: called with the further share of the refinement that is done.
 
     Returns:
@@ -71,10 +73,13 @@ def compress_layer(
         if streams:
             assert rotary is not None
             outputs = _factorise(layer, compressed, chosen, streams, rotary, inside, config, take)
+            for part in (part for linear in chosen for part in linear.parts):
+                release(layer.get_submodule(part.name.removeprefix(inside)))
             if config.refine != "off" and chosen:
                 schedule, seed = SCHEDULES[config.refine], config.seed * len(plan.linears) + index
+                dtype = reader[f"{chosen[0].name}.weight"].dtype
                 facts["refinement"] = refine(
-                    compressed, streams["compressed"], outputs, rotary, schedule, seed, advanced
+                    compressed, streams["compressed"], outputs, rotary, schedule, seed, dtype, advanced
                 )
         else:
             for linear in chosen:

@@ -222,6 +222,7 @@ def _layers(
                 streams,
                 rotary,
                 config,
+                model.release,
                 lambda share: progress("compressing", refined * share / len(model)),
             )
         if streams and index + 1 < len(model):

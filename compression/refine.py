@@ -43,6 +43,7 @@ def refine(
     rotary: Rotary,
     schedule: Schedule,
     seed: int,
+    dtype: torch.dtype,
     advance: Callable[[float], None],
 ) -> dict[str, Any]:
     """Train ``layer`` in place; keep the state of the best held-out loss, the untrained one included.
@@ -58,6 +59,7 @@ def refine(
         rotary: RoPE's cos and sin.
         schedule: how long and how fast.
         seed: of the order of the rows.
+        dtype: what the factors will be written in; the best state is kept in it.
         advance: called with the further share that is done; the shares add up to 1.
 
     Returns:
@@ -85,7 +87,7 @@ def refine(
     before = best = validate()
     if not math.isfinite(before):
         raise ValueError("the refinement's loss is not a number")
-    kept = [parameter.detach().clone() for parameter in trained]
+    kept = _copies(trained, dtype)
     steps = len(_split(training, inputs))
     total = schedule.epochs * steps
     optimizer = torch.optim.AdamW(trained, lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -101,7 +103,7 @@ def refine(
             advance(1 / total)
         epoch, waited, now = epoch + 1, waited + 1, validate()
         if now < best:
-            best, waited, kept = now, 0, [parameter.detach().clone() for parameter in trained]
+            best, waited, kept = now, 0, _copies(trained, dtype)
     advance(1 - epoch * steps / total)
     with torch.no_grad():
         for parameter, value in zip(trained, kept, strict=True):
@@ -127,6 +129,11 @@ def _trained(layer: nn.Module) -> Iterator[nn.Parameter]:
     for module in layer.modules():
         if isinstance(module, LowRankLinear):
             yield from (factor.get_parameter("weight") for factor in module.children())
+
+
+def _copies(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
+    """Factors in ``dtype``, norms as they are."""
+    return [p.detach().to(dtype if p.dim() == 2 else p.dtype, copy=True) for p in parameters]
 
 
 def _split(rows: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:

@@ -71,6 +71,11 @@ class StreamedModel:
         with self._loaded(self._layers[index], f"{LAYERS}.{index}.") as module:
             yield module
 
+    def release(self, module: nn.Module) -> None:
+        """Free a part of the layer at hand that is not needed any more; a checkpoint that is kept in memory stays."""
+        if not self._resident:
+            module.to("meta")
+
     @contextmanager
     def _loaded(self, module: nn.Module, prefix: str) -> Iterator[nn.Module]:
         if next(module.parameters()).is_meta:
@@ -84,8 +89,7 @@ class StreamedModel:
         try:
             yield module
         finally:
-            if not self._resident:
-                module.to("meta")
+            self.release(module)
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, rotary: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:

@@ -11,26 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from runs import EVERYTHING, config, edit_tensors, tensors
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from neuronmm.compression import pipeline, workspace
-from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.pipeline import compress
 from neuronmm.models import FAMILIES, LowRankLinear, UserError
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import load_pretrained, load_tokenizer
-
-SMALL = {"calibration_rows": 6, "calibration_length": 12, "align": 2, "share": "off", "refine": "off"}
-
-
-def config(**changes: Any) -> CompressionConfig:
-    return CompressionConfig.build(None, **{**SMALL, **changes})
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("targets", ["mlp", "attention", "all"])
@@ -80,69 +69,6 @@ def test_plain_svd_writes_the_truncated_svd(dense: Callable[..., Path], tmp_path
     assert report["calibration"] is None
 
 
-@pytest.mark.parametrize("method", ["svd", "asvd", "whitened", "anchored"])
-@pytest.mark.parametrize(
-    "extra", [{}, {"share": "auto"}, {"allocation": "global"}, {"refine": "fast"}, {"recover": "factors"}]
-)
-def test_every_method_writes_what_it_reports(
-    method: str, extra: dict[str, str], dense: Callable[..., Path], tmp_path: Path
-) -> None:
-    source, out = dense("qwen2"), tmp_path / "out"
-    report = compress(source, out, config(method=method, targets="all", ratio=0.3, **extra))
-    model = load_pretrained(out, torch.float32)
-    assert torch.isfinite(model(torch.randint(3, 64, (2, 9))).logits).all()
-    after = tensors(out)
-    assert sum(t.numel() for t in after.values()) == report["parameters"]["compressed"]
-    kept = sum(m["kept_parameters"] for m in report["matrices"])
-    assert report["realised_ratio"] == pytest.approx(1 - kept / sum(m["dense_parameters"] for m in report["matrices"]))
-    named = {name for m in report["matrices"] for name in (m["name"], *m["sharing"])}
-    assert len(named) == 2 * len(TARGETS["all"])
-    assert (report["block_loss"] is not None) == ("refine" in extra)
-    if report["block_loss"]:
-        assert report["block_loss"]["after"] <= report["block_loss"]["before"]
-    if not extra:
-        untouched = {name: tensor for name, tensor in tensors(source).items() if name in after}
-        assert all(torch.equal(after[name], tensor) for name, tensor in untouched.items())
-
-
-@pytest.mark.parametrize("recover", ["off", "lora"])
-def test_int8_factors_are_stored_last_and_said(recover: str, dense: Callable[..., Path], tmp_path: Path) -> None:
-    source = dense("qwen3", max_shard_size="20KB", dtype=torch.bfloat16)
-    report = compress(source, tmp_path / "out", config(factors="int8", recover=recover, share="auto", targets="all"))
-    plain = compress(source, tmp_path / "plain", config(recover=recover, share="auto", targets="all"))
-    assert (report["factors"], plain["factors"]) == ("int8", "model")
-    assert report["bytes"]["compressed"] < plain["bytes"]["compressed"] < plain["bytes"]["dense"]
-    ids = torch.randint(3, 64, (2, 9))
-    exact, rounded = (load_pretrained(tmp_path / name, torch.float32)(ids).logits for name in ("plain", "out"))
-    assert 0 < (exact - rounded).norm() / exact.norm() < 0.05
-    factors = {name: tensor for name, tensor in tensors(tmp_path / "out").items() if name.endswith(".B.weight")}
-    assert factors and all(tensor.dtype == torch.int8 for tensor in factors.values())
-    if recover != "off":
-        assert report["recovery"]["loss_after"] <= report["recovery"]["loss_before"]
-
-
-def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Path], tmp_path: Path) -> None:
-    """Gate and up that read the same directions share an A, and their product is the joint closed form's."""
-    source, out = dense(), tmp_path / "out"
-
-    def alike(state: dict[str, torch.Tensor]) -> None:
-        for index in range(2):
-            gate = state[f"{LAYERS}.{index}.mlp.gate_proj.weight"]
-            mixed = torch.randn(48, 48, generator=torch.Generator().manual_seed(index)) / 7 @ gate
-            state[f"{LAYERS}.{index}.mlp.up_proj.weight"] = mixed
-
-    _edit(source, alike)
-    report = compress(source, out, config(share="auto", ratio=0.2))
-    after = tensors(out)
-    shared = json.loads((out / "config.json").read_text())["quantization_config"]["shared"]
-    assert shared == {f"{LAYERS}.{i}.mlp.up_proj": f"{LAYERS}.{i}.mlp.gate_proj" for i in range(2)}
-    assert not any("up_proj.A" in name for name in after)
-    assert [m["sharing"] for m in report["matrices"]].count([]) == 2  # the down projections
-    model = load_pretrained(out, torch.float32)
-    mlp = model.model.layers[0].mlp
-    assert mlp.up_proj.A is mlp.gate_proj.A
-
-
 def test_whitened_reports_the_error_on_its_calibration_text(
     dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
@@ -186,9 +112,6 @@ def _after(count: int) -> Callable[[str, float], None]:
             raise Interrupted
 
     return progress
-
-
-EVERYTHING = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast"}
 
 
 @pytest.mark.parametrize(
@@ -344,21 +267,15 @@ def test_a_full_disk_is_named_and_the_run_can_be_resumed(
     load_pretrained(out, torch.float32)
 
 
-def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    content = load_file(folder / "model.safetensors")
-    change(content)
-    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("method", ["svd", "whitened"])
 def test_damaged_checkpoints_are_named(method: str, dense: Callable[..., Path], tmp_path: Path) -> None:
     out, name = tmp_path / "out", f"{LAYERS}.1.mlp.up_proj.weight"
     source = dense()
-    _edit(source, lambda t: t[name].fill_(float("nan")))
+    edit_tensors(source, lambda t: t[name].fill_(float("nan")))
     with pytest.raises(UserError, match=r"layers\.1\.\*: .*NaN"):
         compress(source, out, config(method=method), force=True)
     source = dense()
-    _edit(source, lambda t: t.pop(name))
+    edit_tensors(source, lambda t: t.pop(name))
     with pytest.raises(UserError, match="up_proj"):
         compress(source, out, config(method=method), force=True)
     source = dense()
@@ -384,7 +301,7 @@ def test_a_dead_layer_is_compressed(dense: Callable[..., Path], tmp_path: Path) 
         content[f"{LAYERS}.0.post_attention_layernorm.weight"].zero_()
         content[f"{LAYERS}.1.mlp.down_proj.weight"].zero_()
 
-    _edit(source, kill)
+    edit_tensors(source, kill)
     report = compress(source, tmp_path / "out", config())
     model = load_pretrained(tmp_path / "out", torch.float32)
     assert torch.isfinite(model(torch.randint(3, 64, (1, 5))).logits).all()

@@ -49,7 +49,7 @@ def test_it_gets_nearer_to_the_dense_layer_on_tokens_it_has_not_seen(case) -> No
     )
     untouched = {name: value.clone() for name, value in dense.state_dict().items()}
     shares: list[float] = []
-    report = refine(compressed, ours, targets, rotary, Schedule(30, 3e-3), 0, shares.append)
+    report = refine(compressed, ours, targets, rotary, Schedule(30, 3e-3), 0, torch.float32, shares.append)
     assert sum(shares) == pytest.approx(1)
     assert report["loss_after"] < 0.95 * report["loss_before"]
     assert relative(advance(dense, fresh, rotary), advance(compressed, fresh, rotary)) < 0.95 * before
@@ -62,7 +62,16 @@ def test_it_gets_nearer_to_the_dense_layer_on_tokens_it_has_not_seen(case) -> No
 def test_training_that_does_not_help_leaves_the_layer_as_it_was(case) -> None:
     dense, compressed, hidden, _, rotary = case
     before = {name: value.clone() for name, value in compressed.state_dict().items()}
-    report = refine(compressed, hidden, advance(dense, hidden, rotary), rotary, Schedule(5, 1e3), 0, lambda share: None)
+    report = refine(
+        compressed,
+        hidden,
+        advance(dense, hidden, rotary),
+        rotary,
+        Schedule(5, 1e3),
+        0,
+        torch.float32,
+        lambda share: None,
+    )
     assert report["loss_after"] == report["loss_before"] and report["epochs"] < 5
     assert all(torch.equal(value, before[name]) for name, value in compressed.state_dict().items())
 
@@ -70,7 +79,11 @@ def test_training_that_does_not_help_leaves_the_layer_as_it_was(case) -> None:
 def test_one_row_is_enough_and_bad_numbers_are_refused(case) -> None:
     dense, compressed, hidden, _, rotary = case
     targets = advance(dense, hidden, rotary)
-    report = refine(compressed, hidden[:1], targets[:1], rotary, Schedule(1, 1e-3), 0, lambda share: None)
+    report = refine(
+        compressed, hidden[:1], targets[:1], rotary, Schedule(1, 1e-3), 0, torch.float32, lambda share: None
+    )
     assert report["loss_after"] <= report["loss_before"]
     with pytest.raises(ValueError, match="not a number"):
-        refine(compressed, hidden * float("nan"), targets, rotary, Schedule(1, 1e-3), 0, lambda share: None)
+        refine(
+            compressed, hidden * float("nan"), targets, rotary, Schedule(1, 1e-3), 0, torch.float32, lambda share: None
+        )

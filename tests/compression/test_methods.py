@@ -1,0 +1,90 @@
+"""Every method and what can be added to it, from end to end on tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runs import EVERYTHING, config, edit_tensors, tensors
+
+from neuronmm.compression import streaming
+from neuronmm.compression.pipeline import compress
+from neuronmm.models.families import LAYERS, TARGETS
+from neuronmm.models.load import load_pretrained
+
+
+@pytest.mark.parametrize("method", ["svd", "asvd", "whitened", "anchored"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"share": "auto"}, {"allocation": "global"}, {"refine": "fast"}, {"recover": "factors"}]
+)
+def test_every_method_writes_what_it_reports(
+    method: str, extra: dict[str, str], dense: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, out = dense("qwen2"), tmp_path / "out"
+    report = compress(source, out, config(method=method, targets="all", ratio=0.3, **extra))
+    model = load_pretrained(out, torch.float32)
+    assert torch.isfinite(model(torch.randint(3, 64, (2, 9))).logits).all()
+    after = tensors(out)
+    assert sum(t.numel() for t in after.values()) == report["parameters"]["compressed"]
+    kept = sum(m["kept_parameters"] for m in report["matrices"])
+    assert report["realised_ratio"] == pytest.approx(1 - kept / sum(m["dense_parameters"] for m in report["matrices"]))
+    named = {name for m in report["matrices"] for name in (m["name"], *m["sharing"])}
+    assert len(named) == 2 * len(TARGETS["all"])
+    assert (report["block_loss"] is not None) == ("refine" in extra)
+    if report["block_loss"]:
+        assert report["block_loss"]["after"] <= report["block_loss"]["before"]
+    if not extra:
+        untouched = {name: tensor for name, tensor in tensors(source).items() if name in after}
+        assert all(torch.equal(after[name], tensor) for name, tensor in untouched.items())
+
+
+@pytest.mark.parametrize("recover", ["off", "lora"])
+def test_int8_factors_are_stored_last_and_said(recover: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+    source = dense("qwen3", max_shard_size="20KB", dtype=torch.bfloat16)
+    report = compress(source, tmp_path / "out", config(factors="int8", recover=recover, share="auto", targets="all"))
+    plain = compress(source, tmp_path / "plain", config(recover=recover, share="auto", targets="all"))
+    assert (report["factors"], plain["factors"]) == ("int8", "model")
+    assert report["bytes"]["compressed"] < plain["bytes"]["compressed"] < plain["bytes"]["dense"]
+    ids = torch.randint(3, 64, (2, 9))
+    exact, rounded = (load_pretrained(tmp_path / name, torch.float32)(ids).logits for name in ("plain", "out"))
+    assert 0 < (exact - rounded).norm() / exact.norm() < 0.05
+    factors = {name: tensor for name, tensor in tensors(tmp_path / "out").items() if name.endswith(".B.weight")}
+    assert factors and all(tensor.dtype == torch.int8 for tensor in factors.values())
+    if recover != "off":
+        assert report["recovery"]["loss_after"] <= report["recovery"]["loss_before"]
+
+
+@pytest.mark.parametrize("method", ["whitened", "anchored"])
+def test_a_model_that_is_read_layer_by_layer_gives_the_same(
+    method: str, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, settings = dense("qwen2"), config(**{**EVERYTHING, "method": method})
+    compress(source, tmp_path / "kept", settings)
+    monkeypatch.setattr(streaming, "RESIDENT_BYTES", 0)
+    compress(source, tmp_path / "read", settings)
+    assert (tmp_path / "kept/model.safetensors").read_bytes() == (tmp_path / "read/model.safetensors").read_bytes()
+
+
+def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Path], tmp_path: Path) -> None:
+    """Gate and up that read the same directions share an A, and their product is the joint closed form's."""
+    source, out = dense(), tmp_path / "out"
+
+    def alike(state: dict[str, torch.Tensor]) -> None:
+        for index in range(2):
+            gate = state[f"{LAYERS}.{index}.mlp.gate_proj.weight"]
+            mixed = torch.randn(48, 48, generator=torch.Generator().manual_seed(index)) / 7 @ gate
+            state[f"{LAYERS}.{index}.mlp.up_proj.weight"] = mixed
+
+    edit_tensors(source, alike)
+    report = compress(source, out, config(share="auto", ratio=0.2))
+    after = tensors(out)
+    shared = json.loads((out / "config.json").read_text())["quantization_config"]["shared"]
+    assert shared == {f"{LAYERS}.{i}.mlp.up_proj": f"{LAYERS}.{i}.mlp.gate_proj" for i in range(2)}
+    assert not any("up_proj.A" in name for name in after)
+    assert [m["sharing"] for m in report["matrices"]].count([]) == 2  # the down projections
+    model = load_pretrained(out, torch.float32)
+    mlp = model.model.layers[0].mlp
+    assert mlp.up_proj.A is mlp.gate_proj.A
