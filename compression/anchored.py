@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class Anchors:
         anchors.outputs = outputs
         return anchors
 
-    @property
+    @cached_property
     def damping(self) -> float:
         """lambda, relative to the mean of ``gram``'s diagonal; 1 where all inputs are zero.
 

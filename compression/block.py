@@ -79,7 +79,7 @@ def moments_of(
     layer: nn.Module, hidden: Tensor, rotary: Rotary, linears: Sequence[Linear], inside: str, damping: float
 ) -> tuple[dict[str, Moments], Tensor]:
     """The moments of each of the layer's ``linears`` by name, and the layer's outputs."""
-    names = {part.name.removeprefix(inside): linear.name for linear in linears for part in linear.parts}
+    names = [part.name.removeprefix(inside) for linear in linears for part in linear.parts]
     joint = {part.name.removeprefix(inside) for linear in linears for part in linear.members}
     with gathering(layer, names, damping, joint) as gathered:
         outputs = advance(layer, hidden, rotary)

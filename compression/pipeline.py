@@ -84,15 +84,13 @@ def compress(
     spec = _spec(config, plan, rows, total)
     done = {"kind": "measured", "model": str(model), **_facts(config, spec, plan, total, layers)}
 
-    def polish(finished: Path) -> None:
+    def texts(finished: Path) -> dict[str, str]:
         if config.recover != "off":
             assert rows is not None
             done["recovery"] = recover(finished, rows, recovery_of(config), progress, dense=folder)
         if config.factors == "int8":
             store_int8(finished)
         done["bytes"] = {"dense": reader.total_bytes(), "compressed": Reader(finished).total_bytes()}
-
-    def texts() -> dict[str, str]:
         # A resumed run counts the layers that it found done; those of this run lie within its own time.
         before = sum(layer["seconds"] for layer in layers[:found])
         done["seconds"] = before + time.perf_counter() - began
@@ -101,7 +99,7 @@ def compress(
 
     others = [name for name in reader.names if not name.startswith(f"{LAYERS}.")]
     compressed = {**settings, "quantization_config": spec.model_dump()}
-    workspace.finish(reader, others, settings["num_hidden_layers"], compressed, polish, texts)
+    workspace.finish(reader, others, settings["num_hidden_layers"], compressed, texts)
     return done
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,7 @@ class Workspace:
         others: list[str],
         layers: int,
         config: dict[str, Any],
-        polish: Callable[[Path], None],
-        texts: Callable[[], dict[str, str]],
+        texts: Callable[[Path], dict[str, str]],
     ) -> None:
         """Assemble the checkpoint and move it to OUT.
 
@@ -121,8 +120,8 @@ class Workspace:
             others: the tensors outside the decoder layers, copied as they are.
             layers: number of layer parts.
             config: the new config.json.
-            polish: called with the finished folder, a loadable checkpoint, before it is moved to OUT.
-            texts: makes further files, by name, when everything else is written.
+            texts: called with the folder when it is a loadable checkpoint; may rewrite its weights, and makes further
+                files, by name.
         """
         final = self.folder / "final"
         shutil.rmtree(final, ignore_errors=True)
@@ -133,8 +132,7 @@ class Workspace:
             for file in source.folder.glob(pattern):
                 shutil.copyfile(file, final / file.name)
         make_portable(final)
-        polish(final)
-        for name, text in texts().items():
+        for name, text in texts(final).items():
             (final / name).write_text(text, encoding="utf-8")
         old = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
@@ -187,18 +185,28 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def replace_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Replace some tensors of a checkpoint: new shards are written beside the old ones first, then take their places.
+    """Replace some tensors of a checkpoint, as :func:`rewrite_shards` does.
 
     Raises:
         UserError: the disk is full or refuses a file; the old shards are then untouched.
     """
     files = weight_files(folder)
+    rewrite_shards(
+        {files[name] for name in tensors}, lambda held: {name: tensors.get(name, old) for name, old in held.items()}
+    )
+
+
+def rewrite_shards(files: Collection[Path], change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Give shards what ``change`` makes of their tensors: new ones are written beside the old first, then take over.
+
+    Raises:
+        UserError: the disk is full or refuses a file; the old shards are then untouched.
+    """
     ready: dict[Path, Path] = {}
     try:
-        for file in sorted({files[name] for name in tensors}):
-            held = load_file(file)
+        for file in sorted(files):
             ready[file] = file.with_suffix(".writing")
-            write_tensors(ready[file], {name: tensors.get(name, tensor) for name, tensor in held.items()})
+            write_tensors(ready[file], change(load_file(file)))
             shutil.copymode(file, ready[file])
         for file, new in ready.items():
             os.replace(new, file)

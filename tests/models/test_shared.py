@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from runs import edit_tensors
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from neuronmm.models import FAMILIES, UserError, fuse, patch
@@ -220,9 +221,7 @@ def test_a_file_that_disagrees_is_one_clear_line(
     damage: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
 ) -> None:
     shared_checkpoint(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    damage(tensors)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(tmp_path, damage)
     with pytest.raises(UserError, match=message) as caught:
         load_pretrained(tmp_path, torch.float32)
     assert "\n" not in str(caught.value)
