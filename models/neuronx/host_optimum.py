@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from neuronmm.models.neuronx.graph import GraphOps, LayerGraph, Step
 from neuronmm.models.neuronx.settings import Settings, host_config
-from neuronmm.models.neuronx.weights import Shards
+from neuronmm.models.neuronx.weights import Shards, fill
 
 NAME = "optimum-neuron"
 VERSION = version("optimum-neuron")
@@ -92,17 +92,10 @@ class Model(LlamaHloModel):
         self.shards = shards
 
     def load_weights(self) -> None:
-        checkpoint, decoder = self.shards.checkpoint, self.decoder_lm_head
+        decoder = self.decoder_lm_head
         self.cpu_model.model = nn.Module()
-        self.cpu_model.model.embed_tokens = nn.Embedding.from_pretrained(checkpoint.embedding())
-        for index in range(checkpoint.architecture.layers):
-            layer = decoder.new_layer()
-            layer.n_kv_head = self.shards.heads.keys_per_rank * self.shards.ranks
-            layer.extra_parameters = [ops.parallel_to_nc(parts) for parts in self.shards.layer(index)]
-            layer.init_caches()
-        decoder.add_final_layer_norm(checkpoint.final_norm(), None)
-        decoder.add_lm_head(checkpoint.output().T)
-        decoder.to_neuron()
+        self.cpu_model.model.embed_tokens = nn.Embedding.from_pretrained(self.shards.checkpoint.embedding())
+        fill(decoder, self.shards, ops.parallel_to_nc)
         self.decoder_lm_head_for_context.load_shared_weights(decoder)
         for program in (decoder, self.decoder_lm_head_for_context):
             program.use_executor = True

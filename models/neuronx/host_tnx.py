@@ -16,7 +16,7 @@ from transformers_neuronx.nki.compile import nki_call
 
 from neuronmm.models.neuronx.graph import GraphOps, LayerGraph, Step
 from neuronmm.models.neuronx.settings import Settings, host_config
-from neuronmm.models.neuronx.weights import Shards
+from neuronmm.models.neuronx.weights import Shards, fill
 
 NAME = "transformers-neuronx"
 VERSION = __version__
@@ -91,16 +91,8 @@ class Model(LlamaForSampling):
         self.shards = shards
 
     def load_weights(self) -> None:
-        checkpoint, decoder = self.shards.checkpoint, self.decoder_lm_head
-        self.chkpt_model.model.embed_tokens = nn.Embedding.from_pretrained(checkpoint.embedding())
-        for index in range(checkpoint.architecture.layers):
-            layer = decoder.new_layer()
-            layer.n_kv_head = self.shards.heads.keys_per_rank * self.shards.ranks
-            layer.extra_parameters = [ops.parallel_to_nc(parts) for parts in self.shards.layer(index)]
-            layer.init_caches()
-        decoder.add_final_layer_norm(checkpoint.final_norm(), None)
-        decoder.add_lm_head(checkpoint.output().T)
-        decoder.to_neuron()
+        self.chkpt_model.model.embed_tokens = nn.Embedding.from_pretrained(self.shards.checkpoint.embedding())
+        fill(self.decoder_lm_head, self.shards, ops.parallel_to_nc)
         self.init_rest_of_model()
 
 

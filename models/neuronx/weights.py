@@ -7,7 +7,9 @@ kernels (:func:`neuronmm.kernels.layout.pack`) after the split. :func:`names` gi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -152,3 +154,19 @@ class Shards:
             bias = self.checkpoint.holds(self._bias(index, name))
             linears.append((name, LinearPlan(inputs, outputs, self.checkpoint.ranks.get(full), bias, short)))
         return LayerPlan(tuple(linears), self.checkpoint.holds(layer_name(index, f"{NORMS['q_norm']}.weight")))
+
+
+def fill(decoder: Any, shards: Shards, to_cores: Callable[[list[Tensor]], Any]) -> None:
+    """Give a host's decoder its layers, final norm and head, and put them on the cores.
+
+    ``to_cores`` is the host's own: from one tensor a core to a parameter.
+    """
+    checkpoint = shards.checkpoint
+    for index in range(checkpoint.architecture.layers):
+        layer = decoder.new_layer()
+        layer.n_kv_head = shards.heads.keys_per_rank * shards.ranks
+        layer.extra_parameters = [to_cores(parts) for parts in shards.layer(index)]
+        layer.init_caches()
+    decoder.add_final_layer_norm(checkpoint.final_norm(), None)
+    decoder.add_lm_head(checkpoint.output().T)
+    decoder.to_neuron()
