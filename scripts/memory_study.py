@@ -5,6 +5,7 @@ The promise under test: peak resident memory stays under the largest shard plus 
 examples:
   python scripts/memory_study.py --tokenizer SmolLM2.gguf --folder /big/disk/study
   python scripts/memory_study.py --tokenizer SmolLM2.gguf --folder study --layers 2 --rows 128 --length 256
+  python scripts/memory_study.py --tokenizer SmolLM2.gguf --folder study --set share=off --set refine=off
 """
 
 from __future__ import annotations
@@ -110,6 +111,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens a row")
     parser.add_argument("--calibration", default="self", help="a text file, or self")
     parser.add_argument("--ratio", type=float, default=0.2)
+    parser.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="another setting of compress, as in a recipe"
+    )
     parser.add_argument("--output", type=Path, help="a file to append the result's line (JSON) to")
     args = parser.parse_args()
 
@@ -119,7 +123,8 @@ def main() -> None:
     largest = max(file.stat().st_size for file in source.glob("*.safetensors"))
     recipe = args.folder / "recipe.yaml"
     settings = {"calibration_rows": args.rows, "calibration_length": args.length, "calibration": args.calibration}
-    recipe.write_text(yaml.safe_dump({**settings, "ratio": args.ratio}))
+    asked = dict(pair.split("=", 1) for pair in args.set)
+    recipe.write_text(yaml.safe_dump({**settings, "ratio": args.ratio, **asked}))
     command = [sys.executable, "-m", "neuronmm", "compress", str(source), "-o", str(out), "--recipe", str(recipe)]
     began = time.perf_counter()
     printed = subprocess.run([*command, "--force", "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -131,6 +136,7 @@ def main() -> None:
         "dense_bytes": sum(file.stat().st_size for file in source.glob("*.safetensors")),
         "largest_shard_bytes": largest,
         "calibration": report["calibration"],
+        "settings": asked,
         "ratio": [report["asked_ratio"], report["realised_ratio"]],
         "peak_rss_bytes": report["peak_rss_bytes"],
         "limit_bytes": largest + LIMIT_OVER_SHARD,
