@@ -190,33 +190,31 @@ def test_a_missing_weight_is_refused_before_anything_compiles(
 SMOL_PROMPTS = ["The capital of France is", "Once upon a time there was a small robot who"]
 
 
+@pytest.fixture(scope="module")
+def real_models(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """SmolLM2-135M, and all its linears at ratio 0.2."""
+    dense, low = resolve(smollm2), tmp_path_factory.mktemp("smollm2") / "low"
+    compress(dense, low, CompressionConfig.build(None, ratio=0.2, targets="all", method="svd"))
+    return {"dense": dense, "compressed": low}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp_degree", "batch"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("compressed", [False, True], ids=["dense", "compressed"])
-def test_the_real_model(
-    host: str, smollm2: Path, neuron: Callable[..., Engine], tmp_path: Path, compressed: bool, tp_degree: int,
-    batch: int,
-) -> None:  # fmt: skip
-    """SmolLM2-135M: 9 heads and 3 key heads, so that two cores need padded heads. All linears at ratio 0.2."""
-    folder = resolve(smollm2)
-    if compressed:
-        settings = CompressionConfig.build(None, ratio=0.2, targets="all", method="svd")
-        compress(folder, tmp_path / "low", settings)
-        folder = tmp_path / "low"
-    prompts = SMOL_PROMPTS[:batch]
+@pytest.mark.parametrize("kind", ["dense", "compressed"])
+def test_the_real_model(host: str, real_models: dict[str, Path], kind: str, tp_degree: int, batch: int) -> None:
+    """SmolLM2-135M: 9 heads and 3 key heads, so that two cores need padded heads. Every kernel is interpreted."""
+    folder, prompts = real_models[kind], SMOL_PROMPTS[:batch]
     want = [result.token_ids for result in load(folder, backend="cpu", dtype="fp32").generate(prompts, PARAMS)]
-    engine = load(
-        folder, backend="neuron", emulate=True, tp_degree=tp_degree, batch_size=batch, n_positions=128, amp="fp32"
-    )
+    sizes = {"tp_degree": tp_degree, "batch_size": batch, "n_positions": 128}
+    engine = load(folder, backend="neuron", emulate=True, amp="fp32", **sizes)
     session, _ = neuron_host(engine).session, neuron_host(engine).model
     session.calls.clear()
     assert [result.token_ids for result in engine.generate(prompts, PARAMS)] == want
-    low = len(neuron_host(engine).shards.checkpoint.ranks) // 30
-    assert session.calls["nki"] == NEW * 30 * (low and low - 2) * tp_degree
+    kernels = 30 * 5 if kind == "compressed" else 0  # of a layer: query, key, value, output, and one for the MLP
+    assert session.calls["nki"] == NEW * kernels * tp_degree
+    assert session.calls["reference"] == 0
     neuron_host(engine).close()
-    half = load(
-        folder, backend="neuron", emulate=True, tp_degree=tp_degree, batch_size=batch, n_positions=128, amp="bf16"
-    )
+    half = load(folder, backend="neuron", emulate=True, amp="bf16", **sizes)
     ids = half.encode("The sky is blue because of the way that light from the sun meets small molecules of air.")
     assert_near_float32(folder, half, torch.tensor([ids[:16]]).repeat(batch, 1))
     neuron_host(half).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,15 +39,16 @@ def test_a_machine_without_cores_refuses() -> None:
         sdk.check_cores(2)
 
 
-def test_an_old_sdk_is_refused_before_the_host_is_imported(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("version", "age"), [("2.14.1", "old"), ("2.22.12471.0+b4a00d10", "new")])
+def test_an_sdk_that_does_not_fit_is_refused_before_the_host_is_imported(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, version: str, age: str
 ) -> None:
     nki = SimpleNamespace(FrameworkKernel=object)
-    real = {"neuronxcc": SimpleNamespace(__version__="2.14.1"), "neuronxcc.nki": nki, "host": SimpleNamespace(Real=1)}
+    real = {"neuronxcc": SimpleNamespace(__version__=version), "neuronxcc.nki": nki, "host": SimpleNamespace(Real=1)}
     monkeypatch.setattr(sdk, "HOSTS", {"host": ("host", "Real", "nowhere")})
     monkeypatch.setattr(sdk, "import_module", real.__getitem__)
     monkeypatch.setattr(sdk, "check_cores", lambda wanted: None)
-    with pytest.raises(UserError, match=r"neuronx-cc 2.14.1 is too old"):
+    with pytest.raises(UserError, match=re.escape(f"neuronx-cc {version} is too {age}")):
         load(checkpoint(), backend="neuron")
 
 

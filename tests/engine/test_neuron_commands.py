@@ -93,6 +93,11 @@ def test_compiled_graphs_are_kept(
         neff.unlink()
     assert not cached()
     assert cached()
+    folder.rename(folder.with_name("first"))
+    neuron_checkpoint("llama", "mlp")  # other weights of the same shape: a hit, and their own tokens
+    before, tokens = tokens, cpu_tokens(folder, PROMPTS[:1])[0]
+    assert tokens != before
+    assert cached()
 
 
 def test_the_document(
