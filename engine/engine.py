@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from neuronmm.engine import continuous
 from neuronmm.engine.backends import Host, choose
 from neuronmm.engine.loop import Generation, Row, run
 from neuronmm.engine.sampling import SamplingParams
@@ -62,9 +63,9 @@ class Engine:
     ) -> list[Generation]:
         """Continue every prompt; the results come in the order of the prompts.
 
-        Prompts run in left-padded batches of up to ``host.max_batch``, similar lengths together. Where prompt and
-        ``max_new_tokens`` exceed the model's context, generation ends when the context is full and the
-        ``finish_reason`` is ``context``.
+        Prompts run in left-padded batches of up to ``host.max_batch``, similar lengths together; in a continuous batch
+        each joins, in order, when a slot is free. Where prompt and ``max_new_tokens`` exceed the model's context,
+        generation ends when the context is full and the ``finish_reason`` is ``context``.
 
         Raises:
             UserError: a prompt does not fit the model's context.
@@ -72,8 +73,10 @@ class Engine:
         params = params or SamplingParams()
         rows = self._rows(prompts, params, chat)
         by_length = sorted(rows, key=lambda row: len(row.prompt_ids))
-        for start in range(0, len(rows), self.host.max_batch):
-            for _ in self._run(by_length[start : start + self.host.max_batch], params):
+        size = self.host.max_batch
+        groups = [by_length[start : start + size] for start in range(0, len(rows), size)]
+        for group in [rows] if self.host.continuous else groups:
+            for _ in self._run(group, params):
                 pass
         return [row.result for row in rows]
 
@@ -99,9 +102,13 @@ class Engine:
         return rows
 
     def _run(self, rows: list[Row], params: SamplingParams) -> Iterator[tuple[Row, str]]:
+        eos = frozenset() if params.ignore_eos else self.eos
+        if self.host.continuous:
+            longest = max(len(row.prompt_ids) + row.limit for row in rows)
+            slots = cast(continuous.Slots, self.host.decoder(min(len(rows), self.host.max_batch), longest))
+            return continuous.run(slots, rows, params, eos, self.host.device)
         longest = max(len(row.prompt_ids) for row in rows)
         decoder = self.host.decoder(len(rows), longest + max(row.limit for row in rows))
-        eos = frozenset() if params.ignore_eos else self.eos
         return run(decoder, rows, params, eos, self.host.device)
 
 
@@ -133,8 +140,8 @@ def load(
         dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is bf16 for a checkpoint in bf16 or fp16, else fp32.
         impl: the low-rank kernel; ``auto`` is the fastest that serves each call.
         amp: the Neuron hosts' name for ``dtype``.
-        options: the backend's own; ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout`` and
-            ``emulate`` (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
+        options: the backend's own; ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout``,
+            ``continuous`` and ``emulate`` (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
 
     Raises:
         UserError: no such model, a checkpoint that disagrees with its config, an option out of range, or a backend that

@@ -36,6 +36,7 @@ class TorchHost:
         self.backend: str = weight.device.type
         self.max_batch = MAX_BATCH
         self.max_len: int | None = None
+        self.continuous = False
 
     @property
     def compressed(self) -> bool:

@@ -76,7 +76,7 @@ def run(
         elapsed = time.perf_counter() - start
         for row, token in zip(rows, values, strict=True):
             if not row.result.finish_reason:
-                yield from ((row, piece) for piece in _advance(row, token, elapsed, eos) if piece)
+                yield from ((row, piece) for piece in advance(row, token, elapsed, eos) if piece)
         if all(row.result.finish_reason for row in rows):
             return
         if params.repetition_penalty != 1:
@@ -84,7 +84,7 @@ def run(
         logits = decoder.decode(tokens)
 
 
-def _advance(row: Row, token: int, elapsed: float, eos: frozenset[int]) -> Iterator[str]:
+def advance(row: Row, token: int, elapsed: float, eos: frozenset[int]) -> Iterator[str]:
     """Enter one token into a row's result; yield the text it makes certain."""
     result = row.result
     result.token_ids.append(token)

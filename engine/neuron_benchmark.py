@@ -127,17 +127,21 @@ def _point(
 
 
 def _predict(host: NeuronHost, batch: int, length: int) -> dict[str, Any]:
-    """Predicted seconds on trn1, from the graphs the host runs: a prompt is padded to the size of its graph."""
+    """Predicted seconds on trn1, from the graphs the host runs: a prompt is padded to the size of its graph.
+
+    In a continuous batch prompts are read one after the other.
+    """
     from neuronmm.emulator.timing.graph import predict_graph
 
     prompt, token = (predict_graph(graph, TRN1) for graph in host.adapter.graphs(host.model, length))
+    reads = batch if host.continuous else 1
     return {
-        "ttft": prompt.seconds,
+        "ttft": reads * prompt.seconds,
         "tpot": token.seconds,
         "decode_tokens_per_second": batch / token.seconds,
-        "kernel_seconds": {"ttft": prompt.kernels, "tpot": token.kernels},
-        "collective_seconds": {"ttft": prompt.collectives, "tpot": token.collectives},
-        "hbm_bytes_read": {"ttft": prompt.hbm_read, "tpot": token.hbm_read},
+        "kernel_seconds": {"ttft": reads * prompt.kernels, "tpot": token.kernels},
+        "collective_seconds": {"ttft": reads * prompt.collectives, "tpot": token.collectives},
+        "hbm_bytes_read": {"ttft": reads * prompt.hbm_read, "tpot": token.hbm_read},
     }
 
 

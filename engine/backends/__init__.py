@@ -17,6 +17,7 @@ class Host(Protocol):
     """A model loaded on a backend: it makes decoders and says what it is.
 
     ``max_batch``: rows that can run at once. ``max_len``: positions of a sequence, None: as many as the model has.
+    ``continuous``: its decoders are :class:`~neuronmm.engine.continuous.Slots`, too.
     """
 
     backend: str
@@ -24,6 +25,7 @@ class Host(Protocol):
     dtype: torch.dtype
     max_batch: int
     max_len: int | None
+    continuous: bool
 
     @property
     def path(self) -> str:

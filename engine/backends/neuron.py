@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.engine.backends import emulation
+from neuronmm.engine.backends.neuron_decoder import NeuronDecoder, NeuronSlots
 from neuronmm.engine.decoder import Decoder
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config
@@ -35,19 +36,21 @@ class NeuronOptions:
 
     ``tp_degree``: NeuronCores that share the model. ``batch_size``: rows of a compiled step. ``n_positions``: longest
     sequence, prompt and answer together (default: 512, or the model's context if that is less). ``layout``: HSB or BSH.
-    ``emulate``: run the host on this machine's CPU.
+    ``continuous``: rows are slots, which a sequence joins and leaves while others run. ``emulate``: run the host on
+    this machine's CPU.
     """
 
     tp_degree: int = 1
     batch_size: int = 1
     n_positions: int | None = None
     layout: str = "HSB"
+    continuous: bool = False
     emulate: bool = False
 
     def settings(self, dtype: torch.dtype, most: int) -> Settings:
         """The build these options ask for, of a model with a context of ``most`` positions."""
         positions = min(N_POSITIONS, most) if self.n_positions is None else self.n_positions
-        return Settings(dtype, self.tp_degree, self.batch_size, positions, self.layout)
+        return Settings(dtype, self.tp_degree, self.batch_size, positions, self.layout, self.continuous)
 
 
 class NeuronHost:
@@ -58,6 +61,7 @@ class NeuronHost:
         self.device, self.dtype, self.backend = torch.device("cpu"), settings.dtype, "neuron"
         self.max_batch = settings.batch_size
         self.max_len: int | None = settings.n_positions
+        self.continuous = settings.continuous
         self.cached: bool | None = None
         self.ready_seconds = 0.0
         self._model: Any = None
@@ -83,7 +87,8 @@ class NeuronHost:
         made = self.model and ("compile cache hit" if self.cached else "compile cache miss")
         where = "emulated on this CPU" if self.session else "NeuronCores"
         kernels = "dense" if not self.shards.checkpoint.ranks else "low-rank NKI"
-        sizes = f"tp {self.settings.tp_degree}, batch {self.max_batch}, {self.max_len} positions"
+        batch = f"{'continuous ' if self.continuous else ''}batch {self.max_batch}"
+        sizes = f"tp {self.settings.tp_degree}, {batch}, {self.max_len} positions"
         return f"{kernels}; {self.adapter.NAME} {self.adapter.VERSION}, {where}, {sizes}; {made}"
 
     def decoder(self, batch: int, max_len: int) -> Decoder:
@@ -98,7 +103,7 @@ class NeuronHost:
                 f"{batch} rows of {max_len} positions do not fit graphs of batch_size {sizes.batch_size} and "
                 f"n_positions {sizes.n_positions}; load the model with larger ones"
             )
-        return NeuronDecoder(self, batch, max_len)
+        return (NeuronSlots if self.continuous else NeuronDecoder)(self, batch, max_len)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The host's own ``generate``, transformers' interface. Dimensions: both [batch, prompt], left-padded."""
@@ -106,42 +111,6 @@ class NeuronHost:
         return self.adapter.Generation(self.model, config, self.settings).generate(
             input_ids=input_ids, attention_mask=attention_mask, **kwargs
         )
-
-
-class NeuronDecoder:
-    """The decoder over a host's model, whose graphs have a fixed batch: missing rows repeat the first."""
-
-    def __init__(self, host: NeuronHost, batch: int, max_len: int) -> None:
-        self.batch, self.max_len = batch, max_len
-        self._host, self._model, self._rows = host, host.model, host.max_batch  # the host has to outlive the decoder
-        found, tp = host.shards.checkpoint.architecture, host.settings.tp_degree
-        keys = host.shards.heads.keys_per_rank * tp * found.head
-        positions = host.settings.n_positions * self._rows
-        self.state_bytes = 2 * found.layers * positions * keys * host.dtype.itemsize
-        self._start, self._position = torch.zeros(0), 0
-
-    @torch.inference_mode()
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """See :class:`~neuronmm.engine.decoder.Decoder`."""
-        self._start = self._fill(attention_mask.int().argmax(1).int())
-        self._position = input_ids.shape[1]
-        self._check(self._position, len(input_ids))
-        return self._model(self._fill(input_ids), None, self._start)[: self.batch]
-
-    @torch.inference_mode()
-    def decode(self, token_ids: Tensor) -> Tensor:
-        """See :class:`~neuronmm.engine.decoder.Decoder`."""
-        self._check(self._position + 1, len(token_ids))
-        at = torch.tensor([self._position], dtype=torch.int32)
-        self._position += 1
-        return self._model(self._fill(token_ids)[:, None], at, self._start)[: self.batch]
-
-    def _fill(self, rows: Tensor) -> Tensor:
-        return torch.cat([rows, rows[:1].expand(self._rows - len(rows), *rows.shape[1:])])
-
-    def _check(self, end: int, rows: int) -> None:
-        if end > self.max_len or rows != self.batch:
-            raise ValueError(f"{rows} rows of {end} positions do not fit [{self.batch}, {self.max_len}]")
 
 
 def missing(*, emulate: bool = False, **options: Any) -> str | None:

@@ -85,6 +85,7 @@ class Model(LlamaHloModel):
             tp_degree=settings.tp_degree,
             attention_layout=settings.layout,
             collectives_layout=settings.layout,
+            continuous_batching=settings.continuous,
         )
         graph = LayerGraph(graph_ops(settings), shards.checkpoint.architecture, settings)
         builder = GraphBuilder(config, neuron_config, shards, graph)
@@ -108,5 +109,5 @@ class Generation(HloModelForCausalLM):
         self.config, self.neuron_config, self.model = config, model.neuron_config, model
         self.generation_config = GenerationConfig.from_model_config(config)
         self.batch_size, self.max_length = settings.batch_size, settings.n_positions
-        self.continuous_batching = False
+        self.continuous_batching = settings.continuous
         self.device = torch.device("cpu")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 from transformers_neuronx import NeuronConfig, __version__, activations, hlo, ops
+from transformers_neuronx.config import ContinuousBatchingConfig
 from transformers_neuronx.generation_utils import HuggingFaceGenerationModelAdapter
 from transformers_neuronx.layers import attention, rotary
 from transformers_neuronx.llama.model import LlamaForSampling
@@ -27,9 +28,8 @@ OWN_WEIGHTS = 26
 
 def graphs(model: Model, length: int) -> tuple[Any, Any]:
     """The compiled graphs, as HLO modules, that read a prompt of ``length`` tokens and that make a later token."""
-    batch = model.batch_sizes[-1]
     sizes = (next(size for size in model.context_buckets if size >= n) for n in (length, length + 1))
-    read, make = ((size, batch) for size in sizes)
+    read, make = zip(sizes, (model.context_batch_sizes[-1], model.batch_sizes[-1]), strict=True)
     token = model.decoder_lm_head.program.kernels[make].hlo_module
     prompt = model.decoder_lm_head_for_context[read].program.kernels[read].hlo_module
     return (prompt if length > 1 else token), token
@@ -76,7 +76,13 @@ class Model(LlamaForSampling):
     """The host's Llama with our weights and layers."""
 
     def __init__(self, shards: Shards, settings: Settings) -> None:
-        neuron_config = NeuronConfig(attention_layout=settings.layout, collectives_layout=settings.layout)
+        neuron_config = NeuronConfig(
+            attention_layout=settings.layout,
+            collectives_layout=settings.layout,
+            continuous_batching=ContinuousBatchingConfig(max_num_seqs=settings.batch_size)
+            if settings.continuous
+            else None,
+        )
         super().__init__(
             host_config(shards.checkpoint.architecture),
             n_positions=settings.buckets,

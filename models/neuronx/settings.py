@@ -21,6 +21,7 @@ class Settings:
 
     ``tp_degree``: NeuronCores that share the model. ``batch_size``: rows of every step. ``n_positions``: longest
     sequence, prompt and answer together. ``layout``: of the hidden state, [hidden, sequence, batch] or the reverse.
+    ``continuous``: rows start at any time, prompts are read one at a time.
 
     Raises:
         UserError: a value is out of range.
@@ -31,6 +32,7 @@ class Settings:
     batch_size: int = 1
     n_positions: int = 512
     layout: str = "HSB"
+    continuous: bool = False
 
     def __post_init__(self) -> None:
         checks = (

@@ -51,12 +51,18 @@ def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with --backend neuron")
     group.add_argument("--tp", type=int, metavar="N", help="NeuronCores that share the model; default 1")
     group.add_argument("--positions", type=int, metavar="N", help="longest prompt and answer together; default 512")
+    group.add_argument("--continuous", action="store_true", help="a prompt joins when another has ended")
     group.add_argument("--emulate", action="store_true", help="run the Neuron host on this CPU, its runtime emulated")
 
 
 def neuron_options(args: argparse.Namespace) -> dict[str, Any]:
     """The backend options that were given, as ``load`` takes them."""
-    given = {"tp_degree": args.tp, "n_positions": args.positions, "emulate": args.emulate or None}
+    given = {
+        "tp_degree": args.tp,
+        "n_positions": args.positions,
+        "continuous": args.continuous or None,
+        "emulate": args.emulate or None,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -1,0 +1,85 @@
+"""The loop of a continuous batch, on slots made up here: who joins when, and that every row is what it is alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from words import word_tokenizer
+
+from neuronmm.engine import continuous
+from neuronmm.engine.loop import Generation, Row
+from neuronmm.engine.sampling import SamplingParams
+from neuronmm.engine.text import TextStream
+
+
+class Slots:
+    """Logits that depend on every token of a slot's sequence, and a diary."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch, self.diary = batch, []
+        self.held: dict[int, list[int]] = {}
+
+    def join(self, slot: int, input_ids: Tensor) -> Tensor:
+        self.held[slot] = input_ids.tolist()
+        self.diary.append(f"join {slot}")
+        return self.logits(slot)
+
+    def step(self, slots: list[int], token_ids: Tensor) -> Tensor:
+        self.held = {slot: self.held[slot] for slot in slots}  # one that is left out is lost
+        for slot, token in zip(slots, token_ids.tolist(), strict=True):
+            self.held[slot].append(token)
+        self.diary.append(f"step {slots}")
+        return torch.stack([self.logits(slot) for slot in slots])
+
+    def logits(self, slot: int) -> Tensor:
+        state = sum((i + 1) * token for i, token in enumerate(self.held[slot]))
+        return torch.randn(64, generator=torch.Generator().manual_seed(state))
+
+
+def row(prompt: list[int], limit: int, params: SamplingParams, seed: int = 7) -> Row:
+    stream = TextStream(word_tokenizer(), prompt, params.stop)
+    return Row(prompt, limit, "length", seed, stream, Generation("", len(prompt)))
+
+
+def generate(slots: Slots, rows: list[Row], params: SamplingParams, eos: frozenset[int] = frozenset()) -> list[Row]:
+    """The rows in the order in which pieces of theirs came, last pieces last."""
+    came = [row for row, _ in continuous.run(slots, rows, params, eos, torch.device("cpu"))]
+    assert all(row.result.finish_reason for row in rows)
+    return came
+
+
+def test_a_row_joins_when_another_has_ended() -> None:
+    params = SamplingParams()
+    rows = [row([3, 4, 5], 3, params), row([6], 5, params), row([7, 8], 1, params), row([9], 2, params)]
+    slots = Slots(2)
+    generate(slots, rows, params)
+    assert [len(row.result.token_ids) for row in rows] == [3, 5, 1, 2]
+    assert slots.diary == [
+        "join 0", "join 1", "step [0, 1]", "step [0, 1]", "join 0", "step [1]", "join 0", "step [1, 0]",
+    ]  # fmt: skip
+
+
+def test_every_row_is_what_it_is_alone() -> None:
+    """Sampled, with a penalty for repetition: neither draws nor penalties depend on who else is there."""
+    params = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.3)
+    prompts = [([3, 4, 5], 9), ([6], 4), ([7, 8], 12), ([9, 10], 2), ([11], 7)]
+    together = [row(*prompt, params, seed) for seed, prompt in enumerate(prompts)]
+    generate(Slots(2), together, params)
+    for seed, prompt in enumerate(prompts):
+        alone = row(*prompt, params, seed)
+        generate(Slots(1), [alone], params)
+        assert together[seed].result.token_ids == alone.result.token_ids
+        assert together[seed].result.text == alone.result.text
+
+
+def test_an_end_of_sequence_frees_the_slot() -> None:
+    params = SamplingParams()
+    (free,) = [row([3], 6, params)]
+    generate(Slots(1), [free], params)
+    end = free.result.token_ids[2]
+    rows = [row([3], 6, params), row([4], 1, params)]
+    slots = Slots(1)
+    generate(slots, rows, params, frozenset((end,)))
+    assert (rows[0].result.finish_reason, rows[0].result.token_ids[-1]) == ("eos", end)
+    assert slots.diary == ["join 0", "step [0]", "step [0]", "join 0"]
+    assert rows[1].result.ttft > rows[0].result.ttft + rows[0].result.decode_seconds > 0
