@@ -16,7 +16,7 @@ from neuronmm.compression.moments import Moments
 from neuronmm.compression.plan import Plan
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
-from neuronmm.compression.refine import SCHEDULES, refine
+from neuronmm.compression.refine import COURSES, refine
 from neuronmm.compression.report import Matrix
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
@@ -76,10 +76,10 @@ def compress_layer(
             for part in (part for linear in chosen for part in linear.parts):
                 release(layer.get_submodule(part.name.removeprefix(inside)))
             if config.refine != "off" and chosen:
-                schedule, seed = SCHEDULES[config.refine], config.seed * len(plan.linears) + index
+                course, seed = COURSES[config.refine], config.seed * len(plan.linears) + index
                 dtype = reader[f"{chosen[0].name}.weight"].dtype
                 facts["refinement"] = refine(
-                    compressed, streams["compressed"], outputs, rotary, schedule, seed, dtype, advanced
+                    compressed, streams["compressed"], outputs, rotary, course, seed, dtype, advanced
                 )
         else:
             for linear in chosen:

@@ -23,20 +23,16 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor, nn
-from transformers import get_cosine_schedule_with_warmup
+from torch import Tensor
 
 from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
 from neuronmm.compression.memory import peak_rss
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.refine import split_rows
+from neuronmm.compression.training import Course, train
 from neuronmm.compression.workspace import replace_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_pretrained
-
-_WARM_UP = 0.1  # of the steps, the rate rising linearly
-_PATIENCE = 2  # epochs in a row without a better held-out loss end a stage
-_CLIP = 1.0  # norm of the gradient
 
 
 class Recovery(BaseModel):
@@ -144,53 +140,27 @@ def _run_stage(
         for parameter in parameters:
             parameter.requires_grad_()
     began = time.perf_counter()
-    losses, steps = _train(model, parameters, training, held_out, settings, generator, advance)
+    course = Course(settings.epochs, settings.learning_rate, 0.1, (0.9, 0.999))
+
+    def backward(rows: Tensor) -> None:
+        batch = training.pick(rows)
+        for part in batch.passes():
+            loss_sum(model, part, 1 / batch.predictions, settings.autocast)
+
+    rows = torch.arange(len(training))
+    losses = train(
+        parameters, course, rows, settings.batch, generator, backward, lambda: evaluate(model, held_out), advance
+    )
     if settings.rank:
         adapted.merge_and_unload()
     model.requires_grad_(False)
-    trained = sum(p.numel() for p in parameters)
-    seconds = time.perf_counter() - began
-    return {"factors": stage, "trained_parameters": trained, "losses": losses, "steps": steps, "seconds": seconds}
-
-
-def _train(
-    model: Any,
-    parameters: list[nn.Parameter],
-    training: Lesson,
-    held_out: Lesson,
-    settings: Recovery,
-    generator: torch.Generator,
-    advance: Callable[[float], None],
-) -> tuple[list[float], int]:
-    """AdamW with warm-up and cosine; the held-out losses, first to last epoch, and the steps taken."""
-    total = settings.epochs * math.ceil(len(training) / settings.batch)
-    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
-    schedule = get_cosine_schedule_with_warmup(optimizer, round(_WARM_UP * total), total)
-    best = [p.detach().clone() for p in parameters]
-    losses, steps, since = [evaluate(model, held_out)], 0, 0
-    for _ in range(settings.epochs):
-        for chosen in torch.randperm(len(training), generator=generator).split(settings.batch):
-            batch = training.pick(chosen)
-            for part in batch.passes():
-                loss_sum(model, part, 1 / batch.predictions, settings.autocast)
-            nn.utils.clip_grad_norm_(parameters, _CLIP)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            steps += 1
-            advance(1 / total)
-        loss = evaluate(model, held_out)
-        since = 0 if loss < min(losses) else since + 1
-        losses.append(loss)
-        if since == 0:
-            best = [p.detach().clone() for p in parameters]
-        if since == _PATIENCE:
-            break
-    advance(1 - steps / total)
-    with torch.no_grad():
-        for parameter, kept in zip(parameters, best, strict=True):
-            parameter.copy_(kept)
-    return losses, steps
+    return {
+        "factors": stage,
+        "trained_parameters": sum(p.numel() for p in parameters),
+        "losses": losses,
+        "steps": (len(losses) - 1) * math.ceil(len(rows) / settings.batch),
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def _share(progress: Callable[[str, float], None], name: str, parts: int) -> Callable[[float], None]:

@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import get_cosine_schedule_with_warmup
 
 from neuronmm.compression.block import Rotary, batches
 from neuronmm.compression.streaming import run_layer
+from neuronmm.compression.training import Course, train
 from neuronmm.models.lowrank import LowRankLinear
 
-
-@dataclass(frozen=True)
-class Schedule:
-    """Passes over the calibration rows, and the learning rate at its height."""
-
-    epochs: int
-    learning_rate: float
-
-
-SCHEDULES = {"fast": Schedule(2, 1e-3), "full": Schedule(8, 1e-3)}
-
-_WARM_UP = 0.05  # of the steps, the rate rising linearly
-_PATIENCE = 2  # epochs in a row without a better held-out loss end the training
-_CLIP = 1.0  # norm of the gradient
+COURSES = {"fast": Course(2, 1e-3, 0.05, (0.9, 0.95)), "full": Course(8, 1e-3, 0.05, (0.9, 0.95))}
 
 
 @torch.enable_grad()
@@ -41,7 +27,7 @@ def refine(
     inputs: Tensor,
     targets: Tensor,
     rotary: Rotary,
-    schedule: Schedule,
+    course: Course,
     seed: int,
     dtype: torch.dtype,
     advance: Callable[[float], None],
@@ -49,15 +35,15 @@ def refine(
     """Train ``layer`` in place; keep the state of the best held-out loss, the untrained one included.
 
     The loss is the mean over tokens of ``|y' - y|^2 / |y|^2``: the next layer's norm makes all tokens equally large,
-    the few massive ones too. AdamW with a cosine schedule; products in bf16 where the CPU multiplies it natively,
-    weights and sums in float32. The same arguments give the same result on the same machine.
+    the few massive ones too. Products in bf16 where the CPU multiplies it natively, weights and sums in float32. The
+    same arguments give the same result on the same machine.
 
     Args:
         layer: a compressed decoder layer, float32.
         inputs: what it reads [rows, length, hidden], float32; the rows that :func:`split_rows` says are held out.
         targets: what the dense layer makes of the dense model's inputs, of that shape.
         rotary: RoPE's cos and sin.
-        schedule: how long and how fast.
+        course: how long and how fast.
         seed: of the order of the rows.
         dtype: what the factors will be written in; the best state is kept in it.
         advance: called with the further share that is done; the shares add up to 1.
@@ -73,6 +59,7 @@ def refine(
         parameter.requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
     training, held_out = split_rows(len(inputs))
+    together = len(batches(inputs)[0])
 
     def loss_of(rows: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=multiplies_bf16()):
@@ -82,33 +69,17 @@ def refine(
 
     @torch.no_grad()
     def validate() -> float:
-        return sum(float(loss_of(rows)) * len(rows) for rows in _split(held_out, inputs)) / len(held_out)
+        return sum(float(loss_of(rows)) * len(rows) for rows in held_out.split(together)) / len(held_out)
 
-    before = best = validate()
-    if not math.isfinite(before):
-        raise ValueError("the refinement's loss is not a number")
-    kept = _copies(trained, dtype)
-    steps = len(_split(training, inputs))
-    total = schedule.epochs * steps
-    optimizer = torch.optim.AdamW(trained, lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    rate = get_cosine_schedule_with_warmup(optimizer, math.ceil(_WARM_UP * total), total)
-    epoch = waited = 0
-    while epoch < schedule.epochs and waited < _PATIENCE:
-        for rows in _split(training[torch.randperm(len(training), generator=generator)], inputs):
-            optimizer.zero_grad()
-            loss_of(rows).backward()
-            nn.utils.clip_grad_norm_(trained, _CLIP)
-            optimizer.step()
-            rate.step()
-            advance(1 / total)
-        epoch, waited, now = epoch + 1, waited + 1, validate()
-        if now < best:
-            best, waited, kept = now, 0, _copies(trained, dtype)
-    advance(1 - epoch * steps / total)
-    with torch.no_grad():
-        for parameter, value in zip(trained, kept, strict=True):
-            parameter.requires_grad_(False).copy_(value)
-    return {"loss_before": before, "loss_after": best, "epochs": epoch}
+    def keep(parameter: Tensor) -> Tensor:
+        return parameter.to(dtype if parameter.dim() == 2 else parameter.dtype, copy=True)
+
+    losses = train(
+        trained, course, training, together, generator, lambda rows: loss_of(rows).backward(), validate, advance, keep
+    )
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    return {"loss_before": losses[0], "loss_after": min(losses), "epochs": len(losses) - 1}
 
 
 def split_rows(count: int) -> tuple[Tensor, Tensor]:
@@ -129,15 +100,6 @@ def _trained(layer: nn.Module) -> Iterator[nn.Parameter]:
     for module in layer.modules():
         if isinstance(module, LowRankLinear):
             yield from (factor.get_parameter("weight") for factor in module.children())
-
-
-def _copies(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
-    """Factors in ``dtype``, norms as they are."""
-    return [p.detach().to(dtype if p.dim() == 2 else p.dtype, copy=True) for p in parameters]
-
-
-def _split(rows: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
-    return rows.split(len(batches(inputs)[0]))
 
 
 def multiplies_bf16() -> bool:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from neuronmm.compression.block import advance, moments_of, swap, unshared, weight_of
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.ranks import Linear
-from neuronmm.compression.refine import Schedule, refine
+from neuronmm.compression.refine import refine
+from neuronmm.compression.training import Course
 from neuronmm.models import LowRankLinear
 from neuronmm.models.families import TARGETS
 from tiny import make_tiny
@@ -36,6 +37,10 @@ def case() -> tuple[nn.Module, nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]
     return dense, compressed, hidden, hidden + 0.05 * torch.randn_like(hidden), rotary
 
 
+def course(epochs: int, rate: float) -> Course:
+    return Course(epochs, rate, 0.05, (0.9, 0.95))
+
+
 def relative(wanted: Tensor, got: Tensor) -> float:
     return float(((got - wanted).square().sum(-1) / wanted.square().sum(-1)).mean())
 
@@ -49,7 +54,7 @@ def test_it_gets_nearer_to_the_dense_layer_on_tokens_it_has_not_seen(case) -> No
     )
     untouched = {name: value.clone() for name, value in dense.state_dict().items()}
     shares: list[float] = []
-    report = refine(compressed, ours, targets, rotary, Schedule(30, 3e-3), 0, torch.float32, shares.append)
+    report = refine(compressed, ours, targets, rotary, course(30, 3e-3), 0, torch.float32, shares.append)
     assert sum(shares) == pytest.approx(1)
     assert report["loss_after"] < 0.95 * report["loss_before"]
     assert relative(advance(dense, fresh, rotary), advance(compressed, fresh, rotary)) < 0.95 * before
@@ -67,7 +72,7 @@ def test_training_that_does_not_help_leaves_the_layer_as_it_was(case) -> None:
         hidden,
         advance(dense, hidden, rotary),
         rotary,
-        Schedule(5, 1e3),
+        course(5, 1e3),
         0,
         torch.float32,
         lambda share: None,
@@ -79,11 +84,9 @@ def test_training_that_does_not_help_leaves_the_layer_as_it_was(case) -> None:
 def test_one_row_is_enough_and_bad_numbers_are_refused(case) -> None:
     dense, compressed, hidden, _, rotary = case
     targets = advance(dense, hidden, rotary)
-    report = refine(
-        compressed, hidden[:1], targets[:1], rotary, Schedule(1, 1e-3), 0, torch.float32, lambda share: None
-    )
+    report = refine(compressed, hidden[:1], targets[:1], rotary, course(1, 1e-3), 0, torch.float32, lambda share: None)
     assert report["loss_after"] <= report["loss_before"]
     with pytest.raises(ValueError, match="not a number"):
         refine(
-            compressed, hidden * float("nan"), targets, rotary, Schedule(1, 1e-3), 0, torch.float32, lambda share: None
+            compressed, hidden * float("nan"), targets, rotary, course(1, 1e-3), 0, torch.float32, lambda share: None
         )
