@@ -28,9 +28,9 @@ class Anchors:
     x|^2`` of the dense outputs (without bias).
     """
 
-    def __init__(self, size: int, damping: float) -> None:
-        self.gram = torch.zeros(size, size, dtype=torch.float64)
-        self.cross = torch.zeros(size, size, dtype=torch.float64)
+    def __init__(self, size: int, damping: float, device: torch.device | None = None) -> None:
+        self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self.cross = torch.zeros_like(self.gram)
         self.outputs = 0.0
         self._relative = damping
 
@@ -77,7 +77,7 @@ class Anchors:
 
 
 def _raised(matrix: Tensor, damping: float) -> Tensor:
-    return matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype)
+    return matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 class _Reached(Exception):

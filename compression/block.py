@@ -107,7 +107,7 @@ def anchored_factors(
         if not stage:
             continue
         names = [name for name, _ in owners]
-        sums = Anchors(stage[0].in_features, damping)
+        sums = Anchors(stage[0].in_features, damping, hidden[0].device)
         energy = dict.fromkeys(stage, 0.0)
         for theirs, ours in zip(*map(batches, hidden), strict=True):
             x, outputs = inputs_of(dense, names, partial(run_layer, dense, theirs, rotary))

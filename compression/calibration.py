@@ -142,8 +142,8 @@ def _sample(
                 hidden = run_layer(layer, hidden, rotary, **{_cache_argument(layer): cache}, use_cache=True)
         # One uniform number a row through the cumulative distribution: torch.multinomial draws one a vocabulary entry.
         cumulative = model.logits(hidden[:, -1]).softmax(dim=-1).cumsum(dim=-1)
-        uniform = torch.rand(len(cumulative), 1, generator=generator) * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1)
+        uniform = torch.rand(len(cumulative), 1, generator=generator).to(model.device) * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1).cpu()
         tokens[:, position + 1] = torch.where(position + 1 < forced, tokens[:, position + 1], drawn)
         step()
     step()

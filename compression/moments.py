@@ -28,10 +28,10 @@ class Moments:
     elsewhere.
     """
 
-    def __init__(self, size: int, of_inputs: bool, damping: float) -> None:
-        self.gram = torch.zeros(size, size, dtype=torch.float64)
+    def __init__(self, size: int, of_inputs: bool, damping: float, device: torch.device | None = None) -> None:
+        self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
         self.of_inputs = of_inputs
-        self.squares = torch.zeros(1, dtype=torch.float64)
+        self.squares = torch.zeros(1, dtype=torch.float64, device=device)
         self._relative = damping
 
     @torch.no_grad()
@@ -101,7 +101,8 @@ def gathering(
         if of_inputs and known is not None:
             moments[name] = known
             continue
-        moments[name] = Moments(linear.in_features if of_inputs else linear.out_features, of_inputs, damping)
+        size = linear.in_features if of_inputs else linear.out_features
+        moments[name] = Moments(size, of_inputs, damping, linear.weight.device)
         hooks.append(linear.register_forward_hook(_adder(moments[name])))
     try:
         yield moments

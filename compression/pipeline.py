@@ -40,6 +40,7 @@ def compress(
     *,
     resume: bool = False,
     force: bool = False,
+    device: str = "cpu",
     progress: Progress = lambda stage, share: None,
 ) -> dict[str, Any]:
     """Write a low-rank version of ``model`` to the folder ``out`` and return the report.
@@ -50,12 +51,15 @@ def compress(
         config: the settings; by default 20 % of the MLP, whitened, refined, self-calibrated.
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
+        device: where the layers run and are factorised and trained, as torch names it: ``cpu`` or ``cuda``.
         progress: told of every step.
 
     Raises:
         UserError: anything about the request or the checkpoint that the caller can mend.
     """
     began = time.perf_counter()
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {device}: torch sees no CUDA GPU; install a CUDA build of torch, or use cpu")
     config = config or CompressionConfig()
     out = Path(out).expanduser().absolute()
     folder = resolve(model)
@@ -70,12 +74,13 @@ def compress(
     total = sum(_size(reader, name) for name in reader.names)
     if config.recover != "off":
         _check_memory(total, sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears))
-    run = {"model": str(folder), "bytes": reader.total_bytes(), "version": version("neuronmm"), **config.model_dump()}
+    run = {"model": str(folder), "bytes": reader.total_bytes(), "version": version("neuronmm"), "device": device}
+    run |= config.model_dump()
     workspace = Workspace(out, run, resume, force)
 
-    rows = _rows(folder, config, workspace, progress) if config.needs_text else None
+    rows = _rows(folder, config, workspace, progress, device) if config.needs_text else None
     found = workspace.layers_done()
-    streamed = StreamedModel(folder, torch.float32)
+    streamed = StreamedModel(folder, torch.float32, device)
     if rows is not None and needs_spectra(config):
         plan = make_plan(linears, config, measure(streamed, linears, rows, config, workspace, progress))
     _layers(streamed, plan, rows, config, workspace, progress)
@@ -87,7 +92,9 @@ def compress(
     def texts(finished: Path) -> dict[str, str]:
         if config.recover != "off":
             assert rows is not None
-            done["recovery"] = recover(finished, rows, recovery_of(config), progress, dense=folder)
+            done["recovery"] = recover(
+                finished, rows, recovery_of(config, device), progress, dense=folder, device=device
+            )
         if config.factors == "int8":
             store_int8(finished)
         done["bytes"] = {"dense": reader.total_bytes(), "compressed": Reader(finished).total_bytes()}
@@ -142,9 +149,9 @@ def _facts(
     }
 
 
-def recovery_of(config: CompressionConfig) -> Recovery:
+def recovery_of(config: CompressionConfig, device: str) -> Recovery:
     """How ``recover`` trains: SVD-LLM's two stages of LoRA, or the factors themselves, which learn faster."""
-    shared = {"seed": config.seed, "autocast": multiplies_bf16()}
+    shared = {"seed": config.seed, "autocast": multiplies_bf16(torch.device(device))}
     if config.recover == "lora":
         return Recovery(**shared)
     return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, **shared)
@@ -174,7 +181,7 @@ def _check_memory(parameters: int, trained: int) -> None:
         )
 
 
-def _rows(folder: Path, config: CompressionConfig, workspace: Workspace, progress: Progress) -> Tensor:
+def _rows(folder: Path, config: CompressionConfig, workspace: Workspace, progress: Progress, device: str) -> Tensor:
     """The calibration tokens [rows, length], made once and kept for a resumed run."""
     kept = workspace.load("calibration")
     if kept is not None:
@@ -183,7 +190,7 @@ def _rows(folder: Path, config: CompressionConfig, workspace: Workspace, progres
     rows = calibration.Rows(config.calibration_rows, config.calibration_length, config.seed)
     if config.calibration == calibration.SELF:
         dtype = Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype
-        model = StreamedModel(folder, dtype)
+        model = StreamedModel(folder, dtype, device)
         tokens = calibration.from_model(model, tokenizer, rows, lambda share: progress("sampling text", share))
     else:
         tokens = calibration.from_file(Path(config.calibration), tokenizer, rows)
@@ -207,6 +214,7 @@ def _layers(
     rotary = None
     if rows is not None and first < len(model):
         streams = workspace.load(f"hidden-{first:05d}") or {name: model.embed(rows) for name in config.streams}
+        streams = {name: hidden.to(model.device) for name, hidden in streams.items()}
         rotary = model.rotary(streams["dense"], torch.arange(rows.shape[1])[None])
     refined = 0.9 if config.refine != "off" else 0.0  # share of a layer's time
     for index in range(first, len(model)):

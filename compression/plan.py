@@ -123,7 +123,7 @@ def measure(
     joint = [Linear.sharing(group) for group in groups]
     first = workspace.latest("spectra")
     state = workspace.load(f"spectra-{first:05d}") or {"hidden": model.embed(rows)}
-    hidden = state.pop("hidden")
+    hidden = state.pop("hidden").to(model.device)
     progress("measuring spectra", first / len(model))
     rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
     for index in range(first, len(model)):
@@ -138,9 +138,10 @@ def measure(
             try:
                 for linear in apart:
                     known = moments[owners.get(linear.name, linear.name)]
-                    state[linear.name] = spectrum(weight_of(layer, linear, inside), known)
+                    state[linear.name] = spectrum(weight_of(layer, linear, inside), known).cpu()
                 for linear in together:
-                    state[_JOINT + linear.name] = spectrum(weight_of(layer, linear, inside), moments[linear.name])
+                    joined = spectrum(weight_of(layer, linear, inside), moments[linear.name])
+                    state[_JOINT + linear.name] = joined.cpu()
             except ValueError as error:
                 raise UserError(
                     f"{model.reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"

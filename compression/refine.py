@@ -35,7 +35,7 @@ def refine(
     """Train ``layer`` in place; keep the state of the best held-out loss, the untrained one included.
 
     The loss is the mean over tokens of ``|y' - y|^2 / |y|^2``: the next layer's norm makes all tokens equally large,
-    the few massive ones too. Products in bf16 where the CPU multiplies it natively, weights and sums in float32. The
+    the few massive ones too. Products in bf16 where the device multiplies it natively, weights and sums in float32. The
     same arguments give the same result on the same machine.
 
     Args:
@@ -62,7 +62,7 @@ def refine(
     together = len(batches(inputs)[0])
 
     def loss_of(rows: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=multiplies_bf16()):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=multiplies_bf16(inputs.device)):
             outputs = run_layer(layer, inputs[rows], rotary).float()
         wanted = targets[rows]
         return ((outputs - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).mean()
@@ -102,7 +102,9 @@ def _trained(layer: nn.Module) -> Iterator[nn.Parameter]:
             yield from (factor.get_parameter("weight") for factor in module.children())
 
 
-def multiplies_bf16() -> bool:
-    """Whether bf16 products are faster than float32 ones here; without the instructions they are far slower."""
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether bf16 products are faster than float32 ones there; without the instructions they are far slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))

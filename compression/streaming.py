@@ -23,22 +23,23 @@ RESIDENT_BYTES = 1 << 30
 class StreamedModel:
     """The decoder layers, embedding and head of a checkpoint, materialised one at a time.
 
-    The modules are transformers' own, built without weights and given each layer's tensors in turn, in ``dtype``.
+    The modules are transformers' own, built without weights and given each layer's tensors in turn, in ``dtype``, on
+    ``device``.
 
     Raises:
         UserError: unsupported architecture, or tensors that do not fit config.json.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
         self.config = load_config(folder)
         self.reader = Reader(folder)
-        self.dtype = dtype
+        self.dtype, self.device = dtype, torch.device(device)
         with torch.device("meta"), quiet():
             skeleton = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa").eval()
         self._layers: nn.ModuleList = skeleton.model.layers
         self._norm, self._head = skeleton.model.norm, skeleton.lm_head
         # Its frequencies are computed, not loaded, so the rotary module is built with memory from the start.
-        self._rotary = type(skeleton.model.rotary_emb)(config=self.config)
+        self._rotary = type(skeleton.model.rotary_emb)(config=self.config).to(self.device)
         self._resident = self.reader.total_bytes() <= RESIDENT_BYTES
 
     def __len__(self) -> int:
@@ -50,20 +51,19 @@ class StreamedModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [rows, length, hidden] of ``tokens`` [rows, length]."""
-        return nn.functional.embedding(tokens, self.reader[f"{LAYERS.rpartition('.')[0]}.embed_tokens.weight"]).to(
-            self.dtype
-        )
+        table = self.reader[f"{LAYERS.rpartition('.')[0]}.embed_tokens.weight"]
+        return nn.functional.embedding(tokens, table).to(self.device, self.dtype)
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin [1, length, head_dim] for ``positions`` [1, length]."""
-        return self._rotary(hidden, positions)
+        return self._rotary(hidden, positions.to(self.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [rows, hidden] -> [rows, vocab], float32."""
         tied = self.config.tie_word_embeddings
         head = "model.embed_tokens.weight" if tied else "lm_head.weight"
         with self._loaded(self._norm, "model.norm.") as norm:
-            return nn.functional.linear(norm(hidden), self.reader[head].to(self.dtype)).float()
+            return nn.functional.linear(norm(hidden), self._weight(head)).float()
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
@@ -76,10 +76,13 @@ class StreamedModel:
         if not self._resident:
             module.to("meta")
 
+    def _weight(self, name: str) -> Tensor:
+        return self.reader[name].to(self.device, self.dtype)
+
     @contextmanager
     def _loaded(self, module: nn.Module, prefix: str) -> Iterator[nn.Module]:
         if next(module.parameters()).is_meta:
-            state = {name.removeprefix(prefix): self.reader[name].to(self.dtype) for name in self.reader.under(prefix)}
+            state = {name.removeprefix(prefix): self._weight(name) for name in self.reader.under(prefix)}
             state = {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
             try:
                 module.load_state_dict(state, assign=True)

@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text or .jsonl file, or text sampled from the model itself (default self)",
     )
     parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings from a file; options given here win")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON document instead of a table")
@@ -98,7 +99,15 @@ def run(args: argparse.Namespace) -> None:
     )
     try:
         with stage_bars() as progress:
-            report = compress(args.model, args.out, config, resume=args.resume, force=args.force, progress=progress)
+            report = compress(
+                args.model,
+                args.out,
+                config,
+                resume=args.resume,
+                force=args.force,
+                device=args.device,
+                progress=progress,
+            )
     except KeyboardInterrupt:
         print(
             f"interrupted; the work so far is in {args.out}.partial: repeat the command with --resume", file=sys.stderr

@@ -306,3 +306,25 @@ def test_a_dead_layer_is_compressed(dense: Callable[..., Path], tmp_path: Path) 
     model = load_pretrained(tmp_path / "out", torch.float32)
     assert torch.isfinite(model(torch.randint(3, 64, (1, 5))).logits).all()
     assert report["matrices"][-1]["relative_error"] == 0
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA GPU"):
+        compress(dense(), tmp_path / "out", config(), device="cuda")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("method", ["whitened", "anchored"])
+def test_a_gpu_compresses_as_the_cpu_does(method: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+    """Every step runs there; single numbers may differ, since eigenvectors and training amplify rounding."""
+    settings = config(**{**EVERYTHING, "method": method})
+    errors = [
+        compress(dense(), tmp_path / device, settings, device=device)["mean_relative_error"]
+        for device in ("cpu", "cuda")
+    ]
+    assert errors[1] == pytest.approx(errors[0], rel=0.05)
+    load_pretrained(tmp_path / "cuda", torch.float32)
