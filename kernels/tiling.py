@@ -2,17 +2,20 @@
 
 Every choice of strip length, input block, activation block (the MLP's) and panels a tile is priced with the model of
 :mod:`neuronmm.kernels.strip`; what exceeds SBUF or PSUM is refused, because it would spill to HBM. Among choices within
-1 % of the fastest the one that moves least wins, and of equals one whose contractions are whole in PSUM. A process
-solves each problem once.
+1 % of the fastest the one that moves least wins, and of equals one whose contractions are whole in PSUM. A choice is
+kept (:mod:`neuronmm.kernels.cache`), under everything it follows from, this code included.
 
 The event-driven simulator of the emulator checks the model on the real kernels (tests/kernels/test_tiling.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 
+from neuronmm.kernels import cache
 from neuronmm.kernels.hardware import DTYPE_BYTES, TRN1, NeuronCore
 from neuronmm.kernels.layout import PARTITIONS, Packing
 from neuronmm.kernels.nki.blocks import Blocks
@@ -24,6 +27,8 @@ DEPTHS = (0, 4, 8, 16, 32)
 INTERMEDIATES = (0, 4, 8, 16)
 PANELS = (1, 2, 4, 8)
 TIE = 0.01
+SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "strip.py", "tiling.py")
+"""What a choice follows from, besides the problem and the core."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +59,36 @@ class Tiling:
 
 @lru_cache(maxsize=4096)
 def solve(problem: Problem | MlpProblem, core: NeuronCore = TRN1) -> Tiling:
-    """The best block sizes.
+    """The best block sizes, perhaps found by an earlier process.
 
     Raises:
         KernelError: no block sizes fit the memory.
     """
+    what = [type(problem).__name__, asdict(problem), asdict(core), _code()]
+    name = f"tiling/{cache.digest(what)[:24]}.json"
+    kept = cache.read(name)
+    if kept is not None:
+        return evaluate(problem, Blocks(**kept["blocks"]), core)
+    tiling = search(problem, core)
+    cache.write(name, {"problem": str(problem), "device": core.device, "blocks": asdict(tiling.blocks)})
+    return tiling
+
+
+def search(problem: Problem | MlpProblem, core: NeuronCore) -> Tiling:
+    """:func:`solve` without what is kept."""
     fitting = [tiling for tiling, refusal in consider(problem, core) if refusal is None]
     if not fitting:
         raise KernelError(f"tiling: {problem} does not fit {core.device}'s SBUF with any block sizes")
     fastest = min(tiling.seconds for tiling in fitting)
     near = [tiling for tiling in fitting if tiling.seconds <= fastest * (1 + TIE)]
     return min(near, key=_preference)
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """A digest of the solver and the figures it counts with."""
+    folder = Path(__file__).parent
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()
 
 
 def _preference(tiling: Tiling) -> tuple[int, bool, bool, float]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from neuronmm.kernels.cache import cache_folder
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import make_portable
 
@@ -76,11 +76,6 @@ def _download(model: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{model}: no such folder, and the hub did not give it ({first})") from None
-
-
-def cache_folder() -> Path:
-    """Where unpacked GGUF files are kept."""
-    return Path(os.environ.get("NEURONMM_CACHE") or Path.home() / ".cache" / "neuronmm")
 
 
 def _unpack_gguf(file: Path) -> Path:

