@@ -14,8 +14,10 @@ ROOT = Path(__file__).parent
 FOLDERS = ("engine", "models", "compression", "kernels", "emulator", "configs")
 
 CORE = Path("kernels/cpu")
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 ISA_FLAGS = {
-    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
+    "kernels_avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "kernels_avx512.cpp": AVX512,
     "kernels_avx2.cpp": ["-mavx2", "-mfma"],
 }
 """Sources compiled for one instruction set; which of them runs is decided at run time."""

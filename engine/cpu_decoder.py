@@ -1,4 +1,4 @@
-"""Decoding by the C++ core: prefill stays in torch, every later token is one call on the same KV cache."""
+"""Decoding by the C++ core: every token is one call on the KV cache, and so is a prompt where the core reads them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class CpuDecoder(TorchDecoder):
-    """The torch decoder with its decode step in C++. The logits of ``decode`` are float32.
+    """The torch decoder with its steps in C++, prefill only in bf16 on a processor with a bf16 dot product.
 
-    ``weights`` (say, int8 ones) take the place of the model's own in the decode step; they describe the same model and
-    at least ``max_len`` positions.
+    The logits of ``decode`` are float32.
+
+    ``weights`` (say, int8 ones) take the place of the model's own in the core's steps; they describe the same model
+    and at least ``max_len`` positions.
 
     Raises:
         KernelError: the core cannot serve the model; :func:`refuses` says so beforehand.
@@ -36,15 +38,20 @@ class CpuDecoder(TorchDecoder):
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """See :class:`neuronmm.engine.decoder.Decoder`."""
         self._starts = (attention_mask == 0).sum(-1, dtype=torch.int32)
-        return super().prefill(input_ids, attention_mask)
+        if not self._whole_step.reads_prompts:
+            return super().prefill(input_ids, attention_mask)
+        self.cache.reset(attention_mask)
+        return self._in_core(input_ids)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
         """See :class:`neuronmm.engine.decoder.Decoder`."""
-        if self.cache.length >= self.max_len:
-            raise ValueError(f"{self.cache.length + 1} positions do not fit {self.max_len}")
-        logits = self._whole_step(token_ids, self.cache.length, self._starts)
-        self.cache.length += 1
+        return self._in_core(token_ids[:, None])
+
+    def _in_core(self, input_ids: Tensor) -> Tensor:
+        end = self._end(input_ids)
+        logits = self._whole_step(input_ids, self.cache.length, self._starts)
+        self.cache.length = end
         return logits
 
 

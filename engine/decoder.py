@@ -85,9 +85,7 @@ class TorchDecoder:
 
     def _step(self, input_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Dimensions: input_ids, positions [batch, n]; mask [batch, 1, n or 1, filled] or None -> [batch, vocab]."""
-        cache, end = self.cache, self.cache.length + input_ids.shape[1]
-        if end > self.max_len or len(input_ids) != self.batch:
-            raise ValueError(f"{len(input_ids)} rows of {end} positions do not fit [{self.batch}, {self.max_len}]")
+        cache, end = self.cache, self._end(input_ids)
         x = self._model.embed_tokens(input_ids)
         cos, sin = (table.unsqueeze(1) for table in self._model.rotary_emb(x, positions))
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
@@ -105,6 +103,13 @@ class TorchDecoder:
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         cache.length = end
         return self._head(self._model.norm(x[:, -1]))
+
+    def _end(self, input_ids: Tensor) -> int:
+        """The cache's length after ``input_ids`` [batch, n]."""
+        rows, end = len(input_ids), self.cache.length + input_ids.shape[1]
+        if end > self.max_len or rows != self.batch:
+            raise ValueError(f"{rows} rows of {end} positions do not fit [{self.batch}, {self.max_len}]")
+        return end
 
     def _heads(self, x: Tensor) -> Tensor:
         """[batch, n, heads * head_dim] -> [batch, heads, n, head_dim]."""

@@ -7,7 +7,7 @@
 namespace neuronmm {
 namespace {
 
-constexpr int kBlock = 64;  // gate and up rows between two evaluations of silu
+constexpr int kBlock = 64;  // gate and up rows between two evaluations of silu; a prompt's need no blocks
 
 // The first projection of the group with this one's A, maybe itself.
 const Projection& owner_of_a(const Projection& p, std::initializer_list<Projection> group) {
@@ -71,18 +71,17 @@ void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, 
     }
     if (mlp.gate.low_rank() || mlp.up.low_rank()) worker.sync();
 
-    const int n = mlp.gate.last().rows, end = worker.end(n);
-    float up[kMaxBatch * kBlock];
-    for (int begin = worker.begin(n); begin < end; begin += kBlock) {
-        const int stop = std::min(begin + kBlock, end);
+    const int n = mlp.gate.last().rows, end = worker.end(n), block = batch > kMaxBatch ? n : kBlock;
+    const Rows results[] = {mlp.hidden, mlp.up_hidden};
+    for (int begin = worker.begin(n); begin < end; begin += block) {
+        const int stop = std::min(begin + block, end);
         for (int i = 0; i < 2; i++) {
             const Rows& in = linears[i]->low_rank() ? middles[i] : x;
-            // The up rows of this block land in `up`, whose row b holds columns begin to stop.
-            float* out = i ? up - begin : mlp.hidden.data;
-            kernels.rows(linears[i]->last(), begin, stop, in.data, in.stride, batch, out,
-                         i ? kBlock : mlp.hidden.stride, linears[i]->bias, false);
+            kernels.rows(linears[i]->last(), begin, stop, in.data, in.stride, batch, results[i].data, results[i].stride,
+                         linears[i]->bias, false);
         }
-        for (int b = 0; b < batch; b++) kernels.swiglu(mlp.hidden.row(b) + begin, up + b * kBlock, stop - begin);
+        for (int b = 0; b < batch; b++)
+            kernels.swiglu(mlp.hidden.row(b) + begin, mlp.up_hidden.row(b) + begin, stop - begin);
     }
     worker.sync();
     project(worker, {{mlp.down, mlp.down_middle, y}}, mlp.hidden, batch, add);

@@ -47,11 +47,11 @@ struct Projection {
 void project(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add = false);
 
 // y (+)= down(silu(gate(x)) * up(x)). Gate and up may share their A, which is then read once; their other factors run as
-// one pass over blocks of rows that stay in the first-level cache; `hidden` takes the product. One barrier before each
-// phase that needs another's rows, none at the end.
+// one pass over blocks of rows that stay in the first-level cache; `hidden` takes the product, `up_hidden` is room for one
+// factor of it. One barrier before each phase that needs another's rows, none at the end.
 struct SwiGLU {
     const Linear &gate, &up, &down;
-    Rows gate_middle, up_middle, hidden, down_middle;
+    Rows gate_middle, up_middle, hidden, up_hidden, down_middle;
 };
 void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, bool add);
 

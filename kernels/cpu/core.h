@@ -72,8 +72,12 @@ NEURONMM_EXPORT void neuronmm_low_rank_swiglu(const neuronmm::Linear* gate, cons
                                               const neuronmm::Linear* down, const void* x, int32_t type,
                                               int32_t batch, void* y, int32_t threads);
 
-// One token a row: tokens [batch] are written to slot `slot` of the cache, of which row i begins at starts[i];
-// logits [batch, vocab] follow it. The result is 0; or -1, with nothing done, where a token is not in the vocabulary,
-// the slot not in the cache or a start behind the slot.
-NEURONMM_EXPORT int neuronmm_decode_step(const neuronmm::Model* model, const int64_t* tokens, const int32_t* starts,
-                                         int32_t slot, float* logits, int32_t threads);
+// Whether neuronmm_step takes several tokens a row of this model: the processor has a bf16 dot product, no matrix is fp32
+// and the cache is bf16.
+NEURONMM_EXPORT int neuronmm_reads_prompts(const neuronmm::Model* model);
+
+// `count` tokens a row: tokens [batch, count] are written to the slots from `slot` on of the cache, of which row i begins
+// at starts[i]; logits [batch, vocab] follow the last of them. The result is 0; or -1, with nothing done, where a token is
+// not in the vocabulary, a slot not in the cache, a start behind the last slot, or count above 1 and the model not read so.
+NEURONMM_EXPORT int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t count,
+                                  const int32_t* starts, int32_t slot, float* logits, int32_t threads);

@@ -11,9 +11,10 @@ namespace {
 bool runs(const Kernels* kernels) {
     if (!kernels) return false;
 #if defined(__x86_64__)
-    if (kernels == kernels_avx512())
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (kernels == kernels_avx512bf16()) return avx512 && __builtin_cpu_supports("avx512bf16");
+    if (kernels == kernels_avx512()) return avx512;
     if (kernels == kernels_avx2()) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
     return true;
@@ -21,7 +22,7 @@ bool runs(const Kernels* kernels) {
 
 // The best this processor runs, or the named one; null if there is none.
 const Kernels* find(const char* name) {
-    for (const Kernels* kernels : {kernels_avx512(), kernels_avx2(), kernels_portable()})
+    for (const Kernels* kernels : {kernels_avx512bf16(), kernels_avx512(), kernels_avx2(), kernels_portable()})
         if (runs(kernels) && (!name || !std::strcmp(name, kernels->name))) return kernels;
     return nullptr;
 }

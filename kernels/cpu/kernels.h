@@ -7,7 +7,8 @@
 
 namespace neuronmm {
 
-// y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end; `add` adds it to what is there.
+// y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end; `add` adds it to what is there. More than kMaxBatch rows
+// need `gemm`.
 using RowsFn = void (*)(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y,
                         size_t ldy, const float* bias, bool add);
 
@@ -25,9 +26,15 @@ struct Kernels {
     // Element type to fp32 and back, to the nearest even.
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);
+    // The same as `rows` and `weighted_sum` for any number of rows of x, in bf16, of bf16 and int8 matrices: y[b] = m . x[b]
+    // and y[b] = x[b] . m. Of an odd number of columns in x another follows, zero. Null where the instructions lack.
+    void (*gemm)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
+                 const float* bias, bool add);
+    void (*mix)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);
 };
 
 // One each per translation unit; null where it was not built for.
+const Kernels* kernels_avx512bf16();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_portable();

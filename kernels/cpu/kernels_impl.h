@@ -6,6 +6,7 @@
 #pragma once
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX2__)
@@ -19,6 +20,9 @@
 #endif
 
 #include "kernels.h"
+#if defined(__AVX512BF16__)
+#include "gemm_impl.h"
+#endif
 
 namespace neuronmm {
 namespace {
@@ -119,29 +123,81 @@ inline Vec exp(Vec x) {
     return p * (Vec)((__builtin_convertvector(n, IVec) + 127) << 23);
 }
 
+template <class T, class U>
+void convert(const T* from, int n, U* to) {
+    int i = 0;
+    for (; i + L <= n; i += L) store(to + i, load(from + i));
+    if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
+}
+
+// How weights of one type are multiplied: kWidth of them at a time with as many inputs, every lane a sum of its own.
+template <class T>
+struct Product {
+    typedef T Weight;
+    typedef float Input;
+    typedef Vec Wide;
+    static constexpr int kWidth = L;
+    static Wide read(const T* w) { return load(w); }
+    static Wide read(const T* w, int n) { return load_part(w, n); }
+    static Vec add(Vec sums, Wide w, const float* x) { return sums + w * load(x); }
+    static Vec add(Vec sums, Wide w, const float* x, int n) { return sums + w * load_part(x, n); }
+};
+
+#if defined(__AVX512BF16__)
+// bf16 weights by the processor's own dot product: 2 L products at a time, neighbours added in one lane, inputs rounded
+// to bf16 beforehand. Sums are fp32.
+struct PairProduct {
+    typedef uint16_t Weight;
+    typedef uint16_t Input;
+    typedef __m512bh Wide;
+    static constexpr int kWidth = 2 * L;
+    static Wide read(const uint16_t* w) { return (Wide)_mm512_loadu_si512(w); }
+    static Wide read(const uint16_t* w, int n) { return (Wide)_mm512_maskz_loadu_epi16((1u << n) - 1, w); }
+    static Vec add(Vec sums, Wide w, const uint16_t* x) { return _mm512_dpbf16_ps(sums, w, read(x)); }
+    static Vec add(Vec sums, Wide w, const uint16_t* x, int n) { return _mm512_dpbf16_ps(sums, w, read(x, n)); }
+};
+
+// Inputs rounded to bf16.
+struct Rounded {
+    const uint16_t* data;
+    size_t stride;
+
+    // The stride is no power of two: rows would share their cache sets.
+    Rounded(const float* x, size_t ldx, int cols, int batch) : stride((cols + 31) / 32 * 32 + 32) {
+        static thread_local Spare<uint16_t> spare;
+        uint16_t* to = spare.reserve(stride * batch);
+        for (int b = 0; b < batch; b++) {
+            to[b * stride + cols - cols % 2] = to[b * stride + cols - 1] = 0;
+            convert(x + b * ldx, cols, to + b * stride);
+        }
+        data = to;
+    }
+};
+#endif
+
 // One weight row at a time, in address order: that is what the hardware prefetchers follow. Several accumulators
 // along the row hide the latency of the additions; a batch has enough of them by itself.
-template <class T, int B>
-void rows_of(const Matrix& m, int begin, int end, const float* x, size_t ldx, float* y, size_t ldy,
+template <class P, int B>
+void rows_of(const Matrix& m, int begin, int end, const typename P::Input* x, size_t ldx, float* y, size_t ldy,
              const float* bias, bool add) {
-    constexpr int U = B == 1 ? 4 : B <= 4 ? 2 : 1;
+    constexpr int U = B == 1 ? 4 : B <= 4 ? 2 : 1, W = P::kWidth;
     const int cols = m.cols;
     for (int i = begin; i < end; i++) {
-        const T* w = static_cast<const T*>(m.data) + static_cast<size_t>(i) * cols;
+        const auto* w = static_cast<const typename P::Weight*>(m.data) + static_cast<size_t>(i) * cols;
         Vec acc[B][U] = {};
         int j = 0;
-        for (; j + U * L <= cols; j += U * L)
+        for (; j + U * W <= cols; j += U * W)
             for (int u = 0; u < U; u++) {
-                const Vec wide = load(w + j + u * L);
-                for (int b = 0; b < B; b++) acc[b][u] += wide * load(x + b * ldx + j + u * L);
+                const auto wide = P::read(w + j + u * W);
+                for (int b = 0; b < B; b++) acc[b][u] = P::add(acc[b][u], wide, x + b * ldx + j + u * W);
             }
-        for (; j + L <= cols; j += L) {
-            const Vec wide = load(w + j);
-            for (int b = 0; b < B; b++) acc[b][0] += wide * load(x + b * ldx + j);
+        for (; j + W <= cols; j += W) {
+            const auto wide = P::read(w + j);
+            for (int b = 0; b < B; b++) acc[b][0] = P::add(acc[b][0], wide, x + b * ldx + j);
         }
         if (j < cols) {
-            const Vec wide = load_part(w + j, cols - j);
-            for (int b = 0; b < B; b++) acc[b][0] += wide * load_part(x + b * ldx + j, cols - j);
+            const auto wide = P::read(w + j, cols - j);
+            for (int b = 0; b < B; b++) acc[b][0] = P::add(acc[b][0], wide, x + b * ldx + j, cols - j);
         }
         for (int b = 0; b < B; b++) {
             Vec total = acc[b][0];
@@ -154,27 +210,34 @@ void rows_of(const Matrix& m, int begin, int end, const float* x, size_t ldx, fl
     }
 }
 
-template <class T>
-void rows_typed(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y, size_t ldy,
-                const float* bias, bool add) {
+template <class P>
+void rows_typed(const Matrix& m, int begin, int end, const typename P::Input* x, size_t ldx, int batch, float* y,
+                size_t ldy, const float* bias, bool add) {
     switch (batch) {
-        case 1: return rows_of<T, 1>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 2: return rows_of<T, 2>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 3: return rows_of<T, 3>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 4: return rows_of<T, 4>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 5: return rows_of<T, 5>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 6: return rows_of<T, 6>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 7: return rows_of<T, 7>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 8: return rows_of<T, 8>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 1: return rows_of<P, 1>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 2: return rows_of<P, 2>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 3: return rows_of<P, 3>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 4: return rows_of<P, 4>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 5: return rows_of<P, 5>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 6: return rows_of<P, 6>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 7: return rows_of<P, 7>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 8: return rows_of<P, 8>(m, begin, end, x, ldx, y, ldy, bias, add);
     }
 }
 
 void rows(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y, size_t ldy,
           const float* bias, bool add) {
+#if defined(__AVX512BF16__)
+    if (m.type == kBFloat16 || batch > kMaxBatch) {
+        const Rounded in(x, ldx, m.cols, batch);
+        if (batch > kMaxBatch) return gemm(m, begin, end, in.data, in.stride, batch, y, ldy, bias, add);
+        return rows_typed<PairProduct>(m, begin, end, in.data, in.stride, batch, y, ldy, bias, add);
+    }
+#endif
     switch (m.type) {
-        case kFloat32: return rows_typed<float>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
-        case kBFloat16: return rows_typed<uint16_t>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
-        case kInt8: return rows_typed<int8_t>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
+        case kFloat32: return rows_typed<Product<float>>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
+        case kBFloat16: return rows_typed<Product<uint16_t>>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
+        case kInt8: return rows_typed<Product<int8_t>>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
     }
 }
 
@@ -251,13 +314,6 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
     for (; i < n; i++) out[i] = x[i] * inverse * weight[i];
 }
 
-template <class T, class U>
-void convert(const T* from, int n, U* to) {
-    int i = 0;
-    for (; i + L <= n; i += L) store(to + i, load(from + i));
-    if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
-}
-
 void widen(const void* from, int type, int n, float* to) {
     switch (type) {
         case kFloat32: return convert(static_cast<const float*>(from), n, to);
@@ -271,8 +327,13 @@ void narrow(const float* from, int type, int n, void* to) {
     convert(from, n, static_cast<uint16_t*>(to));
 }
 
+#if !defined(__AVX512BF16__)
+constexpr decltype(Kernels::gemm) gemm = nullptr;
+constexpr decltype(Kernels::mix) mix = nullptr;
+#endif
+
 constexpr Kernels table(const char* name) {
-    return {name, rows, swiglu, softmax, weighted_sum, rms_norm, widen, narrow};
+    return {name, rows, swiglu, softmax, weighted_sum, rms_norm, widen, narrow, gemm, mix};
 }
 
 }  // namespace

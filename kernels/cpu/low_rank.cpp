@@ -45,13 +45,14 @@ void neuronmm_low_rank_linear(const Linear* linear, const void* x, int32_t type,
 void neuronmm_low_rank_swiglu(const Linear* gate, const Linear* up, const Linear* down, const void* x, int32_t type,
                               int32_t batch, void* y, int32_t threads) {
     const int hidden = gate->a.cols, intermediate = gate->last().rows, rank = max_rank({gate, up, down});
-    Scratch& scratch = scratch_of(2 * Scratch::size(batch, hidden) + Scratch::size(batch, intermediate) +
+    Scratch& scratch = scratch_of(2 * Scratch::size(batch, hidden) + 2 * Scratch::size(batch, intermediate) +
                                   3 * Scratch::size(batch, rank));
     const SwiGLU mlp{*gate,
                      *up,
                      *down,
                      scratch.take(batch, rank),
                      scratch.take(batch, rank),
+                     scratch.take(batch, intermediate),
                      scratch.take(batch, intermediate),
                      scratch.take(batch, rank)};
     const int out = down->last().rows;

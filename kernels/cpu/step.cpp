@@ -1,7 +1,9 @@
-// One decoded token a row, from embedding to logits, in one call: nothing runs between the kernels but barriers.
+// Tokens from embedding to logits in one call: nothing runs between the kernels but barriers. One token a row is a decode
+// step; several are a prompt, whose tokens are rows of the same products.
 //
 // The residual stream and every activation are fp32. Each worker normalises the rows for itself, which costs less than
-// another barrier, and computes its share of every weight matrix; attention is shared out by query head.
+// another barrier, and computes its share of every weight matrix; attention is shared out by query head, and by blocks of
+// positions in a prompt.
 #include <algorithm>
 
 #include "blocks.h"
@@ -10,55 +12,64 @@ namespace neuronmm {
 namespace {
 
 constexpr int kHeadGroup = kMaxBatch;  // query heads scored in one pass over the keys of their KV head
+constexpr int kQueries = 60;           // query rows of a prompt scored together, at most
+constexpr int kChunk = 512;            // rows at once; longer prompts are read in several steps
 
 // What the team shares: one call's activations.
 struct Buffers {
-    Rows x, q, k, v, attended, hidden, logits;
+    Rows x, q, k, v, attended, hidden, up, logits;
     Rows middles[3];  // rank intermediates of the linears that share an input
 };
 
 // What each worker has for itself.
 struct Private {
     Rows normed;
-    float* scores;  // [kHeadGroup, max_len]
+    float* scores;  // [kHeadGroup, max_len], or of a prompt what attend_prompt needs
 };
 
 class Step {
 public:
-    Step(const Model& model, const int64_t* tokens, const int32_t* starts, int slot, float* logits, int threads)
-        : m_(model), tokens_(tokens), starts_(starts), slot_(slot) {
+    // `count` tokens of every row, which are `stride` apart, for the slots from `slot` on; logits may be null.
+    Step(const Model& model, const int64_t* tokens, int stride, int count, const int32_t* starts, int slot, float* logits,
+         int threads)
+        : m_(model), tokens_(tokens), stride_(stride), count_(count), starts_(starts), slot_(slot) {
         static thread_local Scratch scratch;
-        const int batch = m_.batch, q_size = m_.heads * m_.head_dim, kv_size = m_.kv_heads * m_.head_dim;
+        const int rows = m_.batch * count, q_size = m_.heads * m_.head_dim, kv_size = m_.kv_heads * m_.head_dim;
         int rank = max_rank({&m_.head});
         for (int i = 0; i < m_.layers; i++) {
             const Layer& l = m_.layer[i];
             rank = std::max(rank, max_rank({&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}));
         }
-        const size_t shared = Scratch::size(batch, m_.hidden) + 2 * Scratch::size(batch, q_size) +
-                        2 * Scratch::size(batch, kv_size) + Scratch::size(batch, m_.intermediate) +
-                        3 * Scratch::size(batch, rank);
-        const size_t each = Scratch::size(batch, m_.hidden) + Scratch::size(kHeadGroup, m_.max_len);
+        const size_t shared = Scratch::size(rows, m_.hidden) + 2 * Scratch::size(rows, q_size) +
+                              2 * Scratch::size(rows, kv_size) + 2 * Scratch::size(rows, m_.intermediate) +
+                              3 * Scratch::size(rows, rank);
+        const size_t scores = count == 1 ? Scratch::size(kHeadGroup, m_.max_len)
+                                         : Scratch::size(2 * kQueries, m_.max_len) + Scratch::size(2 * kQueries, m_.head_dim);
+        const size_t each = Scratch::size(rows, m_.hidden) + scores;
         scratch.reserve(shared + each * threads);
-        buffers_ = {scratch.take(batch, m_.hidden),
-                    scratch.take(batch, q_size),
-                    scratch.take(batch, kv_size),
-                    scratch.take(batch, kv_size),
-                    scratch.take(batch, q_size),
-                    scratch.take(batch, m_.intermediate),
+        buffers_ = {scratch.take(rows, m_.hidden),
+                    scratch.take(rows, q_size),
+                    scratch.take(rows, kv_size),
+                    scratch.take(rows, kv_size),
+                    scratch.take(rows, q_size),
+                    scratch.take(rows, m_.intermediate),
+                    scratch.take(rows, m_.intermediate),
                     {logits, static_cast<size_t>(m_.head.last().rows)},
                     {}};
-        for (Rows& middle : buffers_.middles) middle = scratch.take(batch, rank);
+        for (Rows& middle : buffers_.middles) middle = scratch.take(rows, rank);
         private_ = scratch.take(threads, static_cast<int>(each));
     }
 
     void run(const Worker& worker) const {
         float* mine = private_.row(worker.id);
         const size_t normed = Scratch::size(1, m_.hidden);
-        const Private own{{mine, normed}, mine + normed * m_.batch};
-        for (int b = worker.begin(m_.batch); b < worker.end(m_.batch); b++) embed(worker, b);
+        const int rows = m_.batch * count_;
+        const Private own{{mine, normed}, mine + normed * rows};
+        for (int i = worker.begin(rows); i < worker.end(rows); i++) embed(worker, i);
         worker.sync();
         for (int i = 0; i < m_.layers; i++) layer(worker, m_.layer[i], own);
-        norm(worker, m_.final_norm, own);
+        if (!buffers_.logits.data) return;
+        for (int b = 0; b < m_.batch; b++) norm(worker, m_.final_norm, (b + 1) * count_ - 1, own.normed.row(b));
         project(worker, {{m_.head, buffers_.middles[0], buffers_.logits}}, own.normed, m_.batch);
     }
 
@@ -67,34 +78,38 @@ private:
     // last one leaves x complete.
     void layer(const Worker& worker, const Layer& l, const Private& own) const {
         const Buffers& s = buffers_;
-        norm(worker, l.input_norm, own);
+        const int rows = m_.batch * count_;
+        for (int i = 0; i < rows; i++) norm(worker, l.input_norm, i, own.normed.row(i));
         project(worker, {{l.q, s.middles[0], s.q}, {l.k, s.middles[1], s.k}, {l.v, s.middles[2], s.v}}, own.normed,
-                m_.batch);
+                rows);
         worker.sync();
         append(worker, l);
         worker.sync();
-        attend(worker, l, own);
+        if (count_ == 1)
+            attend(worker, l, own);
+        else
+            attend_prompt(worker, l, own);
         worker.sync();
-        project(worker, {{l.o, s.middles[0], s.x}}, s.attended, m_.batch, true);
+        project(worker, {{l.o, s.middles[0], s.x}}, s.attended, rows, true);
         worker.sync();
-        norm(worker, l.post_norm, own);
-        swiglu(worker, {l.gate, l.up, l.down, s.middles[0], s.middles[1], s.hidden, s.middles[0]}, own.normed,
-               m_.batch, s.x, true);
+        for (int i = 0; i < rows; i++) norm(worker, l.post_norm, i, own.normed.row(i));
+        swiglu(worker, {l.gate, l.up, l.down, s.middles[0], s.middles[1], s.hidden, s.up, s.middles[0]}, own.normed,
+               rows, s.x, true);
         worker.sync();
     }
 
-    void embed(const Worker& worker, int b) const {
+    void embed(const Worker& worker, int i) const {
         const Matrix& table = m_.embedding;
+        const int64_t token = tokens_[i / count_ * stride_ + i % count_];
         const size_t bytes = table.type == kFloat32 ? 4 : table.type == kBFloat16 ? 2 : 1;
-        const char* row = static_cast<const char*>(table.data) + tokens_[b] * bytes * table.cols;
-        worker.kernels.widen(row, table.type, table.cols, buffers_.x.row(b));
+        const char* row = static_cast<const char*>(table.data) + token * bytes * table.cols;
+        worker.kernels.widen(row, table.type, table.cols, buffers_.x.row(i));
         if (table.scale)
-            for (int j = 0; j < table.cols; j++) buffers_.x.row(b)[j] *= table.scale[tokens_[b]];
+            for (int j = 0; j < table.cols; j++) buffers_.x.row(i)[j] *= table.scale[token];
     }
 
-    void norm(const Worker& worker, const float* weight, const Private& own) const {
-        for (int b = 0; b < m_.batch; b++)
-            worker.kernels.rms_norm(buffers_.x.row(b), weight, m_.eps, m_.hidden, own.normed.row(b));
+    void norm(const Worker& worker, const float* weight, int row, float* to) const {
+        worker.kernels.rms_norm(buffers_.x.row(row), weight, m_.eps, m_.hidden, to);
     }
 
     // QK-norm and RoPE in place on one head of the token at this step's position.
@@ -117,18 +132,18 @@ private:
         return {static_cast<char*>(cache) + first * m_.head_dim * bytes, nullptr, count, m_.head_dim, m_.cache_type};
     }
 
-    // Write this token's keys and values to the cache.
+    // Write the tokens' keys and values to the cache. Padding has keys, too, which nobody reads.
     void append(const Worker& worker, const Layer& l) const {
-        const int items = m_.batch * m_.kv_heads;
+        const int items = m_.batch * count_ * m_.kv_heads;
         for (int item = worker.begin(items); item < worker.end(items); item++) {
-            const int b = item / m_.kv_heads, head = item % m_.kv_heads;
-            float* key = buffers_.k.row(b) + head * m_.head_dim;
-            rotate(worker, key, l.k_norm, slot_ - starts_[b]);
-            const float* value = buffers_.v.row(b) + head * m_.head_dim;
+            const int row = item / m_.kv_heads, head = item % m_.kv_heads, b = row / count_, slot = slot_ + row % count_;
+            float* key = buffers_.k.row(row) + head * m_.head_dim;
+            rotate(worker, key, l.k_norm, std::max(slot - starts_[b], 0));
+            const float* value = buffers_.v.row(row) + head * m_.head_dim;
             worker.kernels.narrow(key, m_.cache_type, m_.head_dim,
-                                  const_cast<void*>(cached(l.keys, b, head, slot_, 1).data));
+                                  const_cast<void*>(cached(l.keys, b, head, slot, 1).data));
             worker.kernels.narrow(value, m_.cache_type, m_.head_dim,
-                                  const_cast<void*>(cached(l.values, b, head, slot_, 1).data));
+                                  const_cast<void*>(cached(l.values, b, head, slot, 1).data));
         }
     }
 
@@ -159,8 +174,56 @@ private:
         }
     }
 
+    // Causal attention of a prompt. An item is a block of positions with all query heads of one KV head; the workers take
+    // items in turn, since later positions see more.
+    void attend_prompt(const Worker& worker, const Layer& l, const Private& own) const {
+        const int group = m_.heads / m_.kv_heads, block = std::max(1, kQueries / group);
+        const int lanes = m_.batch * m_.kv_heads, items = (count_ + block - 1) / block * lanes;
+        for (int item = worker.id; item < items; item += worker.count) {
+            const int first = item / lanes * block, lane = item % lanes;
+            attend_block(worker, l, own, lane / m_.kv_heads, lane % m_.kv_heads, first, std::min(block, count_ - first));
+        }
+    }
+
+    // Positions first to first + n of the prompt part at hand; `group` query heads at a time, at most kQueries rows.
+    void attend_block(const Worker& worker, const Layer& l, const Private& own, int b, int kv_head, int first,
+                      int n) const {
+        const int d = m_.head_dim, group = m_.heads / m_.kv_heads, start = starts_[b];
+        const int filled = std::max(slot_ + first + n - start, 0);  // positions that the last of them sees
+        const Matrix keys = cached(l.keys, b, kv_head, start, filled);
+        const Matrix values = cached(l.values, b, kv_head, start, filled);
+        const size_t ld = Scratch::size(1, m_.max_len), lq = (d + 1) / 2 * 2;
+        const int at_once = std::min(group, std::max(1, kQueries / n));
+        for (int g = 0; g < group; g += at_once) {
+            const int heads = std::min(at_once, group - g), rows = heads * n;
+            float *scores = own.scores, *out = scores + 2 * kQueries * ld;
+            uint16_t* weights = reinterpret_cast<uint16_t*>(scores + kQueries * ld);
+            uint16_t* queries = reinterpret_cast<uint16_t*>(out + Scratch::size(kQueries, d));
+            for (int i = 0; i < rows; i++) {
+                const int t = first + i % n;
+                float* q = buffers_.q.row(b * count_ + t) + (kv_head * group + g + i / n) * d;
+                rotate(worker, q, l.q_norm, std::max(slot_ + t - start, 0));
+                queries[i * lq + lq - 1] = 0;
+                worker.kernels.narrow(q, kBFloat16, d, queries + i * lq);
+            }
+            worker.kernels.gemm(keys, 0, filled, queries, lq, rows, scores, ld, nullptr, false);
+            for (int i = 0; i < rows; i++) {
+                const int seen = std::max(slot_ + first + i % n + 1 - start, 0);
+                if (seen) worker.kernels.softmax(scores + i * ld, seen, m_.scale);
+                std::fill(scores + i * ld + seen, scores + i * ld + filled, 0.0f);
+                weights[i * 2 * ld + filled] = 0;
+                worker.kernels.narrow(scores + i * ld, kBFloat16, filled, weights + i * 2 * ld);
+            }
+            worker.kernels.mix(values, weights, 2 * ld, rows, out, d);
+            for (int i = 0; i < rows; i++)
+                std::copy(out + i * d, out + (i + 1) * d,
+                          buffers_.attended.row(b * count_ + first + i % n) + (kv_head * group + g + i / n) * d);
+        }
+    }
+
     const Model& m_;
     const int64_t* tokens_;
+    int stride_, count_;
     const int32_t* starts_;
     int slot_;
     Buffers buffers_;
@@ -170,12 +233,32 @@ private:
 }  // namespace
 }  // namespace neuronmm
 
-int neuronmm_decode_step(const neuronmm::Model* model, const int64_t* tokens, const int32_t* starts, int32_t slot,
-                         float* logits, int32_t threads) {
-    if (slot < 0 || slot >= model->max_len) return -1;
+int neuronmm_reads_prompts(const neuronmm::Model* model) {
+    using namespace neuronmm;
+    const auto fits = [](const Matrix& m) { return !m.data || m.type != kFloat32; };
+    bool all = active().gemm && model->cache_type == kBFloat16 && fits(model->head.a) && fits(model->head.b);
+    for (int i = 0; i < model->layers; i++) {
+        const Layer& l = model->layer[i];
+        for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
+            all = all && fits(linear->a) && fits(linear->b);
+    }
+    return all;
+}
+
+int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t count, const int32_t* starts,
+                  int32_t slot, float* logits, int32_t threads) {
+    if (count < 1 || slot < 0 || slot > model->max_len - count) return -1;
+    if (count > 1 && !neuronmm_reads_prompts(model)) return -1;
+    for (int i = 0; i < model->batch * count; i++)
+        if (tokens[i] < 0 || tokens[i] >= model->embedding.rows) return -1;
     for (int b = 0; b < model->batch; b++)
-        if (tokens[b] < 0 || tokens[b] >= model->embedding.rows || starts[b] < 0 || starts[b] > slot) return -1;
-    const neuronmm::Step step(*model, tokens, starts, slot, logits, threads);
-    neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });
+        if (starts[b] < 0 || starts[b] > slot + count - 1) return -1;
+    const int most = std::max(1, neuronmm::kChunk / model->batch);
+    for (int done = 0, n; done < count; done += n) {
+        n = std::min(most, count - done);
+        const neuronmm::Step step(*model, tokens + done, count, n, starts, slot + done,
+                                  done + n == count ? logits : nullptr, threads);
+        neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });
+    }
     return 0;
 }

@@ -1,4 +1,4 @@
-"""The whole decode step as one C++ call, described by plain tensors.
+"""A whole step of a decoder, one token a row or a prompt, as one C++ call, described by plain tensors.
 
 ``ModelWeights`` says what a Llama, Qwen2 or Qwen3 decoder consists of; each linear by itself is dense or factorised, in
 floats or in int8. Linears of one input may have one A, the same tensors, which is then read once.
@@ -71,7 +71,7 @@ class ModelWeights:
 
 
 class DecodeStep:
-    """One token for every row of a batch, in one call.
+    """Tokens for every row of a batch, in one call: one each, or a prompt where :attr:`reads_prompts` holds.
 
     Dimensions: ``keys[layer]`` and ``values[layer]`` [batch, kv_heads, max_len, head_dim], contiguous, float32 or
     bfloat16, batch at most 8.
@@ -85,7 +85,7 @@ class DecodeStep:
         library = core()
         if library is None:
             raise KernelError("the decode step needs the C++ core, which is not built")
-        self._run = library.neuronmm_decode_step
+        self._library = library
         batch, kv_heads, max_len, head_dim = keys[0].shape
         q_size, kv_size = weights.heads * head_dim, kv_heads * head_dim
         self._batch = batch
@@ -127,25 +127,34 @@ class DecodeStep:
             layers,
         )
 
-    def __call__(self, token_ids: Tensor, slot: int, starts: Tensor) -> Tensor:
-        """Write the tokens to ``slot`` of the cache and return the logits that follow them.
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether it takes several tokens a row: a processor with a bf16 dot product, no fp32 matrix, a bf16 cache."""
+        return bool(self._library.neuronmm_reads_prompts(ctypes.byref(self._model)))
 
-        Dimensions: token_ids int64 [batch]; starts int32 [batch], the first slot of each row that holds a token (its
-        left padding); logits float32 [batch, vocab].
+    def __call__(self, token_ids: Tensor, slot: int, starts: Tensor) -> Tensor:
+        """Write the tokens to the cache from ``slot`` on and return the logits that follow the last of each row.
+
+        Dimensions: token_ids int64 [batch, count]; starts int32 [batch], the first slot of each row that holds a token
+        (its left padding); logits float32 [batch, vocab].
 
         Raises:
-            KernelError: the arguments do not fit the cache.
+            KernelError: the arguments do not fit the cache, or count is above 1 where prompts are not read.
         """
-        if token_ids.shape != (self._batch,) or token_ids.dtype != torch.int64:
-            raise KernelError(f"token_ids {list(token_ids.shape)} {token_ids.dtype} for int64 [{self._batch}]")
+        if token_ids.ndim != 2 or len(token_ids) != self._batch or token_ids.dtype != torch.int64:
+            raise KernelError(f"token_ids {list(token_ids.shape)} {token_ids.dtype} for int64 [{self._batch}, count]")
         if starts.shape != (self._batch,) or starts.dtype != torch.int32:
             raise KernelError(f"starts {list(starts.shape)} {starts.dtype} for int32 [{self._batch}]")
         token_ids, starts = token_ids.contiguous(), starts.contiguous()
         logits = torch.empty(self._batch, self._vocab)
         model, threads = ctypes.byref(self._model), torch.get_num_threads()
         tokens_at, starts_at, logits_at = (ctypes.c_void_p(t.data_ptr()) for t in (token_ids, starts, logits))
-        if self._run(model, tokens_at, starts_at, slot, logits_at, threads):
-            raise KernelError(f"a token outside the vocabulary, or slot {slot} not between a row's start and the end")
+        count = token_ids.shape[1]
+        if self._library.neuronmm_step(model, tokens_at, count, starts_at, slot, logits_at, threads):
+            raise KernelError(
+                f"a token outside the vocabulary; or slot {slot} not between a row's start and the end; or {count} "
+                "tokens a row, where the processor or the dtype allows one"
+            )
         return logits
 
     def _floats(self, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:

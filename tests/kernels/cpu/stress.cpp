@@ -1,6 +1,7 @@
 // Runs every entry point of the CPU core on small random models, for the sanitizers and for processors that have no
-// Python at hand: every instruction set, weight type and batch, one to three threads, shapes full of tails. Buffers are
-// allocated at their exact sizes. The number of threads must not change a result beyond the order of summation.
+// Python at hand: every instruction set, weight type and batch, prompts where they are read, one to three threads, shapes
+// full of tails. Buffers are allocated at their exact sizes. The number of threads must not change a result beyond the order
+// of summation.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -117,13 +118,20 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, bool share
     std::vector<int64_t> tokens(batch);
     std::vector<float> all, logits(static_cast<size_t>(batch) * vocab);
     for (int b = 0; b < batch; b++) starts[b] = b % 3;
-    for (int slot = 2; slot < max_len; slot++) {
+    const int prompt = neuronmm_reads_prompts(&model) ? 9 : 0;
+    if (prompt) {
+        std::vector<int64_t> words(batch * prompt);
+        for (int i = 0; i < batch * prompt; i++) words[i] = i * 5 % vocab;
+        if (neuronmm_step(&model, words.data(), prompt, starts.data(), 0, logits.data(), threads)) return {};
+        all = logits;
+    }
+    for (int slot = std::max(prompt, 2); slot < max_len; slot++) {
         for (int b = 0; b < batch; b++) tokens[b] = (slot * 7 + b) % vocab;
-        if (neuronmm_decode_step(&model, tokens.data(), starts.data(), slot, logits.data(), threads)) return {};
+        if (neuronmm_step(&model, tokens.data(), 1, starts.data(), slot, logits.data(), threads)) return {};
         all.insert(all.end(), logits.begin(), logits.end());
     }
     tokens[0] = vocab;
-    if (!neuronmm_decode_step(&model, tokens.data(), starts.data(), 5, logits.data(), threads)) return {};
+    if (!neuronmm_step(&model, tokens.data(), 1, starts.data(), 5, logits.data(), threads)) return {};
     return all;
 }
 
@@ -182,7 +190,7 @@ bool shares_the_product(Type type, int batch, int threads) {
 
 int main() {
     int failures = 0;
-    for (const char* isa : {"avx512", "avx2", "portable"}) {
+    for (const char* isa : {"avx512bf16", "avx512", "avx2", "portable"}) {
         if (neuronmm_set_isa(isa)) {
             std::printf("%s: not on this processor\n", isa);
             continue;

@@ -16,7 +16,7 @@ from neuronmm.kernels.cpu.library import MAX_BATCH, set_isa
 from neuronmm.kernels.ops import Op, choose
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-ISAS = ("avx512", "avx2", "portable")
+ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 SIZES = st.integers(1, 130)
 
 

@@ -97,7 +97,7 @@ def test_any_of_the_linears_may_lead_and_any_may_stay_out() -> None:
     assert_equals_transformers(model, 2)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ["avx512bf16", "avx512", "avx2", "portable"])
 def test_every_instruction_set(isa: str) -> None:
     if not set_isa(isa):
         pytest.skip(f"this processor has no {isa}")
@@ -123,6 +123,36 @@ def test_bf16_keeps_the_rule(model_type: str, kind: str) -> None:
         logits = [decoder.decode(token) for decoder in decoders]
         errors += torch.stack([(y.float() - logits[2]).norm() for y in logits[:2]])
     assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.parametrize("length", [2, 9, 70])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int) -> None:
+    """Logits and cache of a prompt read by the core; 8 rows of 70 tokens are more than it takes at once."""
+    model = make_model("qwen3" if batch == 3 else "qwen2", kind, dtype=torch.bfloat16)
+    wide = make_model("qwen3" if batch == 3 else "qwen2", kind)
+    wide.load_state_dict(model.state_dict())
+    core_decoder = CpuDecoder(model, batch, length + 3)
+    if not core_decoder._whole_step.reads_prompts:
+        pytest.skip("this processor has no bf16 dot product")
+    decoders = [core_decoder, TorchDecoder(model, batch, length + 3), TorchDecoder(wide, batch, length + 3)]
+    ids, mask = make_tokens(batch, length), torch.ones(batch, length, dtype=torch.long)
+    for row in range(batch):
+        mask[row, : min(row % 4 * length // 5, length - 1)] = 0
+    logits = [decoder.prefill(ids, mask).float() for decoder in decoders]
+    valid = mask.bool()[:, None, :, None]
+    cached = [
+        torch.stack([torch.where(valid, t[:, :, :length].float(), 0) for t in (*d.cache.keys, *d.cache.values)])
+        for d in decoders
+    ]
+    for core_result, plain, exact in (logits, cached):
+        assert torch.isfinite(core_result).all()
+        assert (core_result - exact).norm() <= 2 * (plain - exact).norm()
+
+
+def test_a_prompt_in_fp32_is_read_by_torch() -> None:
+    assert not CpuDecoder(make_model("llama", "dense"), 1, 16)._whole_step.reads_prompts
 
 
 def test_a_decoder_is_reusable_and_full_at_the_end() -> None:
@@ -162,14 +192,17 @@ def test_wrong_arguments_are_refused_before_the_core_sees_them() -> None:
     decoder = CpuDecoder(make_model("llama", "dense"), 2, 16)
     starts = torch.zeros(2, dtype=torch.int32)
     for token_ids, slot, begin in (
-        (torch.zeros(3, dtype=torch.long), 0, starts),
-        (torch.zeros(2, dtype=torch.int32), 0, starts),
-        (torch.zeros(2, dtype=torch.long), 16, starts),
-        (torch.zeros(2, dtype=torch.long), -1, starts),
-        (torch.zeros(2, dtype=torch.long), 3, starts + 4),
-        (torch.full((2,), 64), 0, starts),
-        (torch.full((2,), -1), 0, starts),
-        (torch.zeros(2, dtype=torch.long), 0, starts.long()),
+        (torch.zeros(3, 1, dtype=torch.long), 0, starts),
+        (torch.zeros(2, dtype=torch.long), 0, starts),
+        (torch.zeros(2, 0, dtype=torch.long), 0, starts),
+        (torch.zeros(2, 1, dtype=torch.int32), 0, starts),
+        (torch.zeros(2, 1, dtype=torch.long), 16, starts),
+        (torch.zeros(2, 1, dtype=torch.long), -1, starts),
+        (torch.zeros(2, 1, dtype=torch.long), 3, starts + 4),
+        (torch.full((2, 1), 64), 0, starts),
+        (torch.full((2, 1), -1), 0, starts),
+        (torch.zeros(2, 1, dtype=torch.long), 0, starts.long()),
+        (torch.zeros(2, 2, dtype=torch.long), 0, starts),  # a prompt in fp32
     ):
         with pytest.raises(KernelError):
             decoder._whole_step(token_ids, slot, begin)
