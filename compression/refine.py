@@ -18,7 +18,10 @@ from neuronmm.compression.streaming import run_layer
 from neuronmm.compression.training import Course, train
 from neuronmm.models.lowrank import LowRankLinear
 
-COURSES = {"fast": Course(2, 1e-3, 0.05, (0.9, 0.95)), "full": Course(8, 1e-3, 0.05, (0.9, 0.95))}
+COURSES = {"fast": Course(3, 1e-3, 0.05, (0.9, 0.95)), "full": Course(8, 1e-3, 0.05, (0.9, 0.95))}
+
+STEP_TOKENS = 512
+"""Calibration tokens a step. A fast course is short of steps rather than of tokens."""
 
 
 @torch.enable_grad()
@@ -59,7 +62,7 @@ def refine(
         parameter.requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
     training, held_out = split_rows(len(inputs))
-    together = len(batches(inputs)[0])
+    a_step = max(1, STEP_TOKENS // inputs.shape[1])
 
     def loss_of(rows: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=multiplies_bf16(inputs.device)):
@@ -69,13 +72,14 @@ def refine(
 
     @torch.no_grad()
     def validate() -> float:
+        together = len(batches(inputs)[0])
         return sum(float(loss_of(rows)) * len(rows) for rows in held_out.split(together)) / len(held_out)
 
     def keep(parameter: Tensor) -> Tensor:
         return parameter.to(dtype if parameter.dim() == 2 else parameter.dtype, copy=True)
 
     losses = train(
-        trained, course, training, together, generator, lambda rows: loss_of(rows).backward(), validate, advance, keep
+        trained, course, training, a_step, generator, lambda rows: loss_of(rows).backward(), validate, advance, keep
     )
     for parameter in trained:
         parameter.requires_grad_(False)
