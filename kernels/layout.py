@@ -6,8 +6,9 @@ contiguous run of ``count * tokens`` elements, no chunk is nearly empty (576 is 
 of 128 and one of 64), and the order costs nothing: it is undone by packing the next weight alike.
 
 A packed weight is a flat tensor of *panels*. A panel holds a few whole column chunks and the whole contraction, as
-[partitions, row chunks, columns]: each partition's part is contiguous, 4 KiB or more where the weight is large enough
-(a DMA reaches 0.97 of its rate with rows of 4 KiB, 0.21 with 512 bytes).
+[partitions, row chunks, columns]: each partition's part is contiguous, 8 KiB or more where the weight is large enough
+(a DMA reaches 0.97 of its rate with rows of 4 KiB, 0.21 with 512 bytes). The last panels are smaller, so that little is
+left to compute when the last byte of a weight is there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor
 
 PARTITIONS = 128
-ROW_BYTES = 4096
+ROW_BYTES = 8192
+"""What a partition's row of a panel has at least, if the weight is large enough."""
+LAST_ROW_BYTES = 2048
+"""The same for the last panels."""
 
 
 @dataclass(frozen=True)
@@ -66,34 +70,52 @@ class Panel:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a weight [columns, rows] (out and in features of a linear) is packed."""
+    """How a weight [columns, rows] (out and in features of a linear) is packed: ``group`` column chunks a panel, in the
+    last panels half as many each time, down to ``least``."""
 
     rows: Chunks
     columns: Chunks
     group: int
+    least: int
 
     @classmethod
     def of(cls, rows: int, columns: int, element_bytes: int) -> Packing:
-        """The packing of a weight: a power of two of column chunks a panel, so that a row has ``ROW_BYTES``."""
+        """The packing of a weight: powers of two of column chunks a panel, so that rows are long enough."""
         r, c = Chunks(rows), Chunks(columns)
-        group = 1
-        while group < c.count and r.count * c.width * group * element_bytes < ROW_BYTES:
-            group *= 2
-        return cls(r, c, group)
+
+        def chunks(row_bytes: int) -> int:
+            group = 1
+            while group < c.count and r.count * c.width * group * element_bytes < row_bytes:
+                group *= 2
+            return group
+
+        return cls(r, c, chunks(ROW_BYTES), chunks(LAST_ROW_BYTES))
 
     @property
     def elements(self) -> int:
         """Elements of the packed tensor: padded by less than one partition's rows."""
         return self.rows.width * self.rows.count * self.columns.size
 
+    def chunks_of_panels(self) -> list[int]:
+        """How many column chunks each panel has; every ``group`` chunks a panel begins."""
+        whole = (self.columns.count - 1) // self.group
+        left, half = self.columns.count - whole * self.group, self.group // 2
+        sizes = [self.group] * whole
+        if whole and half >= self.least:
+            sizes[-1:] = [half, half]
+        while left // 2 >= self.least:
+            sizes.append(left - left // 2)
+            left //= 2
+        return [*sizes, left]
+
     def panels(self) -> list[Panel]:
         """The panels in the order they lie in memory."""
-        result, offset = [], 0
-        for first in range(0, self.columns.count, self.group):
-            last = min(first + self.group, self.columns.count)
+        result, first, offset = [], 0, 0
+        for chunks in self.chunks_of_panels():
+            last = first + chunks
             columns = self.columns.start(last) - self.columns.start(first)
             result.append(Panel(offset, first, last, columns))
-            offset += self.rows.width * self.rows.count * columns
+            first, offset = last, offset + self.rows.width * self.rows.count * columns
         return result
 
 

@@ -135,7 +135,7 @@ class Strip:
         streamed = [
             Streamed(gate_b, gate_b.rows.count), Streamed(up_b, up_b.rows.count), Streamed(down_a, block, turns),
         ]  # fmt: skip
-        act = block * self.tokens * self.size * (1 if turns == 1 and self.tokens == p.tokens else 2)
+        act = block * self.tokens * self.size  # once: the next block's products come after the last that read this one
         held = sum(self._held(f) for f in inputs) + act + self._sums(down_a, turns)
         middle = self._stage(streamed, 0, 0.0, self._additions(down_a, turns), held)
         return [self._first(inputs, p.hidden), middle, self._last(down_b, p.hidden, self._held(down_a))]
@@ -148,16 +148,20 @@ class Strip:
         turns = -(-deep // depth)
         moved = self.tokens * inputs * size
         whole = self.tokens == p.tokens and self.tokens < LONG_ROW
-        row = inputs * size if p.tokens_first else self.tokens * size * (depth if whole else 1)
-        copies = 1 if turns == 1 and self.tokens == p.tokens else 2  # a single block has nothing to overlap with
+        one = p.tokens == 1 and turns == 1  # moved as one row, by one engine, and laid over the partitions
+        row = inputs * size if p.tokens_first or one else self.tokens * size * (depth if whole else 1)
+        copies = 1 if turns == 1 else 2
+        early = turns == 1 and self.tokens < p.tokens  # the next strip's input comes while the last stage runs
+        self.next = (depth * self.tokens * size, self._dma(moved, row)) if early else (0, 0.0)
         sbuf = copies * depth * self.tokens * size + sum(self._sums(f, turns) for f in factors)
-        sbuf += p.tokens_first * 2 * deep * PARTITIONS * size
+        sbuf += (2 if p.tokens_first else one) * deep * PARTITIONS * size
         sbuf += p.norm * (4 * self.tokens + 2 * (self.moving + PARTITIONS) * size + 8)
         vector = sum(self._additions(f, turns) for f in factors)
         first_panel = factors[0].elements * size * factors[0].group / factors[0].columns.count
         self.fill = self.core.dma_start_ns + (self._dma(moved, row) + self._dma(int(first_panel), 1 << 12)) / turns
         streamed = [Streamed(f, depth, turns) for f in factors]
-        return self._stage(streamed, moved, self._dma(moved, row), vector, sbuf, turned=p.tokens_first * deep)
+        now = 0.0 if early else self._dma(moved, row)
+        return self._stage(streamed, moved, now, vector, sbuf, turned=deep if p.tokens_first and not one else 0)
 
     def _last(self, b: Packing, outputs: int, h: int) -> Stage:
         """``B h`` and the stores."""
@@ -168,11 +172,13 @@ class Strip:
         row = outputs * size if p.tokens_first else self.tokens * size * (outs if whole else 1)
         gathered = outs if self.gathers else min(outs, b.group * self.blocks.panels)
         out = gathered * self.tokens * size * (1 if gathered == outs else 2) * (2 if p.residual else 1)
-        out += p.tokens_first * 2 * outs * PARTITIONS * size
-        self.drain = self.core.dma_start_ns + self._dma(moved, row) * gathered / outs
-        return self._stage(
-            [Streamed(b, b.rows.count)], moved, self._dma(moved, row), 0.0, h + out, turned=p.tokens_first * outs
-        )
+        out += (2 if p.tokens_first else p.residual and p.tokens == 1) * outs * PARTITIONS * size
+        last = 1.0 if self.gathers else 1 / outs  # long rows leave chunk by chunk, as they are computed
+        self.drain = self.core.dma_start_ns + self._dma(moved, row) * last
+        held, loading = self.next
+        moving = self._dma(moved, row) + loading
+        streamed = [Streamed(b, b.rows.count)]
+        return self._stage(streamed, moved, moving, 0.0, h + out + held, turned=p.tokens_first * outs)
 
     def _stage(
         self, streamed: list[Streamed], moved: int, moving_ns: float, vector: float, held: int, turned: int = 0
@@ -185,7 +191,7 @@ class Strip:
         tensor = weights = 0.0
         tiles = tile = traffic = 0
         for how, deep, turns in streamed:
-            panels = -(-how.columns.count // how.group)
+            panels = len(how.chunks_of_panels())
             row = deep * min(how.group, how.columns.count) * how.columns.width * size
             tensor += how.rows.count * how.columns.count * self.product
             weights += self._dma(how.elements * size, row)

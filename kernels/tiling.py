@@ -24,7 +24,7 @@ from neuronmm.kernels.strip import MlpProblem, Problem, Strip
 
 LARGEST_STRIP = 4096
 DEPTHS = (0, 4, 8, 16, 32)
-INTERMEDIATES = (0, 4, 8, 16)
+INTERMEDIATES = (0, 2, 4, 8, 16)
 PANELS = (1, 2, 4, 8)
 TIE = 0.01
 SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "strip.py", "tiling.py")
@@ -91,9 +91,11 @@ def _code() -> str:
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()
 
 
-def _preference(tiling: Tiling) -> tuple[int, bool, bool, float]:
-    """Least traffic first, then contractions that are whole in PSUM, then time."""
-    return tiling.traffic, tiling.blocks.depth > 0, tiling.blocks.intermediate > 0, tiling.seconds
+def _preference(tiling: Tiling) -> tuple[int, bool, bool, float, int]:
+    """Least traffic first, then contractions that are whole in PSUM, then time, then most weights in flight: that hides
+    what the model does not see, such as a tensor engine that has to warm up."""
+    blocks = tiling.blocks
+    return tiling.traffic, blocks.depth > 0, blocks.intermediate > 0, tiling.seconds, -blocks.panels
 
 
 def evaluate(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore = TRN1) -> Tiling:

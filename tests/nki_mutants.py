@@ -174,6 +174,21 @@ MUTANTS = [
     Mutant(
         "tokens first: the ragged row is not stored", "moves", "(cut.width - 1, cut.width, cut.full)]", "(0, 0, 0)]"
     ),
+    Mutant(
+        "one token: all chunks lie on the first",
+        "moves",
+        "d.at(acc, (0, n), c - c0, (0, 1))",
+        "d.at(acc, (0, n), 0, (0, 1))",
+    ),
+    Mutant(
+        "one token: the ragged row is not moved",
+        "moves",
+        "in _runs(cut):\n        first",
+        "in _runs(cut)[:1]:\n        first",
+    ),
+    Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c], one", "row[0:1, 0:n, 0], one"),
+    Mutant("one token: twice itself", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
+    Mutant("chunks of a smaller panel are looked for in the next", "stages", "slots.append(slot)", "slots.append(0)"),
     Mutant("the last strip is dropped", "low_rank_matmul", "    if rest:", "    if rest > 1000:"),
     Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, rest", "0, rest"),
     Mutant("strips overlap", "low_rank_matmul", "y, i * blocks.tokens,", "y, i * (blocks.tokens - 1),"),
@@ -204,6 +219,13 @@ MUTANTS = [
         "dialect_neuronxcc",
         "x[first + p * stride + c, start + t]",
         "x[first + p * stride + c + 1, start + t]",
+    ),
+    Mutant("neuronxcc: the only token is read one on", "dialect_neuronxcc", "c, t]", "c + 1, t]"),
+    Mutant(
+        "nki: the only token is read one on",
+        "dialect_nki",
+        "[1, chunks]], offset=first)",
+        "[1, chunks]], offset=first + 1)",
     ),
     Mutant(
         "nki: products overwrite",
@@ -275,6 +297,8 @@ def battery(kernels: Any, make: Any) -> None:
             (make.linear(130, 1100, 1300, 6, torch.float32), kernels.blocks.Blocks(tokens=6, moving=6, panels=2)),
             (make.linear(140, 40, 30, 50, torch.float32, norm=True), kernels.blocks.Blocks(tokens=50, moving=24)),
             (make.linear(130, 20, 140, 600, torch.float32), kernels.blocks.Blocks(tokens=600)),
+            (make.linear(257, 40, 300, 1, torch.float32, residual=True), None),
+            (make.linear(257, 40, 300, 1, torch.float32, tokens_first=True), None),
             (make.mlp(140, 700, (100, 60, 80), 50, torch.float32), small),
         ):
             error = (case.run(kernels, dialect, sizes).double() - case.exact()).norm() / case.exact().norm()

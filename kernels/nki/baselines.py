@@ -21,7 +21,7 @@ from neuronmm.kernels.nki.low_rank_mlp import (
     gate_up_inputs,
     swiglu_block,
 )
-from neuronmm.kernels.nki.moves import Factor, Parts, factor, load_rows, store_rows
+from neuronmm.kernels.nki.moves import Factor, factor, in_one, load_rows, store_rows
 from neuronmm.kernels.nki.stages import first_factors, second_factor
 
 COLUMNS = 512
@@ -84,7 +84,7 @@ def dense_strips(d: Any, x: Any, w: Any, y: Any, blocks: Blocks) -> None:
     for start, tokens in split(x.shape[1], blocks.tokens):
         strip = d.sbuf((cut.width, cut.count, tokens), x.dtype)
         load_rows(d, strip, x, cut, 0, cut.count, start, tokens)
-        second_factor(d, y, Parts([strip], cut.count), f, f.how.panels(), start, tokens, blocks, PLAIN)
+        second_factor(d, y, in_one(strip, cut.count), f, f.how.panels(), start, tokens, blocks, PLAIN)
 
 
 def sequential(d: Any, x: Any, u: Any, v: Any, y: Any, tiles: Tutorial) -> None:
@@ -103,10 +103,10 @@ def recomputing(d: Any, x: Any, a: Any, b: Any, y: Any, rank: int, blocks: Block
     Dimensions: as :func:`neuronmm.kernels.nki.low_rank_matmul.low_rank_matmul`; whole strips of tokens and a rest.
     """
     fa, fb = factor(a, x.shape[0], rank), factor(b, rank, y.shape[0])
-    panels = fb.how.panels()
+    cut, group = fb.how.columns, fb.how.group
     strips, rest = divmod(x.shape[1], blocks.tokens)
-    for first, count in split(len(panels), max(1, columns // panels[0].columns)):
-        some = panels[first : first + count]
+    for first, count in split(cut.count, max(1, columns // (group * cut.width)) * group):
+        some = [panel for panel in fb.how.panels() if first <= panel.first < first + count]
         for i in d.loop(strips):
             _recomputed(d, x, fa, fb, y, some, i * blocks.tokens, blocks.tokens, blocks)
         if rest:

@@ -45,6 +45,14 @@ def rows(x: Any, first: int, partitions: int, stride: int, chunks: int, start: i
     return x[first + p * stride + c, start + t]
 
 
+def row(x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
+    """Features ``first + p * stride + c`` of ``x`` [size, 1]: [1, partitions, chunks]."""
+    t = nl.arange(1)[:, None, None]
+    p = nl.arange(partitions)[None, :, None]
+    c = nl.arange(chunks)[None, None, :]
+    return x[first + p * stride + c, t]
+
+
 def columns(x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
     """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
     t = nl.arange(tokens)[:, None, None]

@@ -47,6 +47,11 @@ def rows(x: Any, first: int, partitions: int, stride: int, chunks: int, start: i
     return x.ap([[stride * width, partitions], [width, chunks], [1, tokens]], offset=first * width + start)
 
 
+def row(x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
+    """Features ``first + p * stride + c`` of ``x`` [size, 1]: [1, partitions, chunks]."""
+    return x.ap([[1, 1], [stride, partitions], [1, chunks]], offset=first)
+
+
 def columns(x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
     """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
     width = x.shape[1]

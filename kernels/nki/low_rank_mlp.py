@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuronmm.kernels.nki.blocks import PLAIN, Blocks, Options, split
-from neuronmm.kernels.nki.moves import Factor, Parts, factor
+from neuronmm.kernels.nki.moves import Factor, Parts, factor, in_one
 from neuronmm.kernels.nki.stages import (
     MULTIPLY,
     SILU,
@@ -75,7 +75,7 @@ def _strip(
     h = Accumulation(down_a, [], [])
     for first, count in split(cut.count, block_chunks(blocks, gate_b, up_b)):
         act = swiglu_block(d, gate, gate_b, up, up_b, first, count, tokens, blocks, x.dtype)
-        accumulate_block(d, h, Parts([act], count), first, first + count, tokens, blocks, x.dtype)
+        accumulate_block(d, h, in_one(act, count), first, first + count, tokens, blocks, x.dtype)
     if options.partial:
         store_parts(d, y, h, start, tokens, options.tokens_first)
     else:

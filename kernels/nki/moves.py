@@ -16,16 +16,23 @@ from typing import Any
 from neuronmm.kernels.layout import PARTITIONS, Chunks, Packing, Panel
 from neuronmm.kernels.nki.blocks import split
 
+BANK = 512
+"""float32 elements a partition in one PSUM bank."""
 LONG_ROW = 512
 """Tokens from which a chunk's rows are long enough to be moved chunk by chunk."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A strip's activation as tiles [partitions, up to ``per`` chunks, tokens], in the order of the chunks."""
+    """A strip's activation: for each chunk the tile [partitions, chunks, tokens] that has it, and its place there."""
 
     tiles: list[Any]
-    per: int
+    slots: list[int]
+
+
+def in_one(tile: Any, count: int) -> Parts:
+    """``count`` chunks of an activation in one tile."""
+    return Parts([tile] * count, list(range(count)))
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,9 @@ def load_rows(
 
     Dimensions: ``x`` [size, all tokens], or with ``tokens_first`` [all tokens, size] and all chunks at once.
     """
+    if x.shape[0 if tokens_first else 1] == 1 and last - first == cut.count:
+        _load_token(d, tile, x, cut, tokens_first)
+        return
     if tokens_first:
         for t0, t in split(tokens, PARTITIONS):
             row = d.sbuf((t, cut.width, cut.count), x.dtype)
@@ -63,6 +73,28 @@ def load_rows(
     for p0, p1, c0, c1 in pieces(cut, first, last, tokens):
         src = d.rows(x, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0, start, tokens)
         d.load(d.at(tile, (p0, p1), (c0 - first, c1 - first), (0, tokens)), src)
+
+
+def _load_token(d: Any, tile: Any, x: Any, cut: Chunks, tokens_first: bool) -> None:
+    """The only token there is, as one row, which products with 1 lay over the partitions: moved to 128 partitions it
+    would be rows of a few bytes, and a DMA's time goes by their number."""
+    row = d.sbuf((1, cut.width, cut.count), x.dtype)
+    one = d.sbuf((1, 1), x.dtype)
+    d.fill(one, 1.0)
+    for p0, p1, c1 in _runs(cut):
+        first = p0 * cut.count
+        if tokens_first:
+            src = d.columns(x, 0, 1, first, p1 - p0, cut.count, c1)
+        else:
+            src = d.row(x, first, p1 - p0, cut.count, c1)
+        d.load(d.at(row, (0, 1), (p0, p1), (0, c1)), src)
+    for c0, count in split(cut.count, BANK):
+        acc = d.psum((cut.width, count, 1))
+        for c in range(c0, c0 + count):
+            n = cut.length(c)
+            d.matmul(d.at(acc, (0, n), c - c0, (0, 1)), row[0:1, 0:n, c], one[0:1, 0:1])
+        for c, n, wide in even(cut, c0, count):
+            d.copy(d.at(tile, (0, wide), (c, c + n), (0, 1)), acc[0:wide, c - c0 : c - c0 + n, 0:1])
 
 
 def store_rows(

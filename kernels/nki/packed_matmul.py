@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm.kernels.nki.blocks import PLAIN, Blocks, Options
-from neuronmm.kernels.nki.moves import Factor, Parts, factor, load_rows
+from neuronmm.kernels.nki.moves import Factor, factor, in_one, load_rows
 from neuronmm.kernels.nki.stages import second_factor
 
 STRIP = 512
@@ -35,4 +35,4 @@ def _strip(d: Any, x: Any, f: Factor, y: Any, start: Any, tokens: int, blocks: B
     cut = f.how.rows
     held = d.sbuf((cut.width, cut.count, tokens), x.dtype)
     load_rows(d, held, x, cut, 0, cut.count, start, tokens, options.tokens_first)
-    second_factor(d, y, Parts([held], cut.count), f, f.how.panels(), start, tokens, blocks, options)
+    second_factor(d, y, in_one(held, cut.count), f, f.how.panels(), start, tokens, blocks, options)

@@ -14,19 +14,18 @@ from typing import Any
 from neuronmm.kernels.layout import PARTITIONS, Chunks, Packing, Panel
 from neuronmm.kernels.nki.blocks import Blocks, Options, split
 from neuronmm.kernels.nki.moves import (
+    BANK,
     LONG_ROW,
     Factor,
     Parts,
     even,
+    in_one,
     leave,
     load_bias,
     load_panels,
     load_rows,
     store_rows,
 )
-
-BANK = 512
-"""float32 elements a partition in one PSUM bank."""
 
 COPY, ADD, SILU, MULTIPLY, COLUMNS, BIAS = "copy", "add", "silu", "multiply", "columns", "bias"
 """How a product leaves PSUM: as it is; plus, or times, another tile of its shape; through SiLU; times one number a
@@ -48,7 +47,7 @@ def contract(
     for c in range(last - first):
         deep = how.rows.length(first + c)
         at = c * panel.columns + column
-        d.matmul(dst, tile[0:deep, at : at + wide], x.tiles[c // x.per][0:deep, c % x.per, t0 : t0 + t])
+        d.matmul(dst, tile[0:deep, at : at + wide], x.tiles[c][0:deep, x.slots[c], t0 : t0 + t])
 
 
 def groups(panel: Panel, tokens: int) -> list[tuple[int, int]]:
@@ -91,8 +90,8 @@ def panel_product(
     Dimensions: ``out`` [columns, chunks, tokens] from column chunk ``base`` on; ``other`` as ``kind`` asks.
     """
     cut = f.how.columns
-    for t0, t in split(tokens, moving):
-        for j0, n in groups(panel, t):
+    for j0, n in groups(panel, min(moving, tokens)):
+        for t0, t in split(tokens, moving):
             acc = d.psum((cut.width, n, t))
             for j in range(j0, j0 + n):
                 contract(d, acc, j - j0, tile, at, f.how, panel, j, x, first, last, t0, t)
@@ -128,7 +127,13 @@ class Accumulation:
     result: list[Any]
 
     def parts(self) -> Parts:
-        return Parts(self.result, self.f.how.group)
+        tiles, slots = [], []
+        panels = self.f.how.panels()
+        for p in range(len(panels)):
+            for slot in range(panels[p].last - panels[p].first):
+                tiles.append(self.result[p])
+                slots.append(slot)
+        return Parts(tiles, slots)
 
 
 def accumulate_block(
@@ -203,7 +208,7 @@ def first_factors(
         if scaled:
             add_squares(d, scale, strip, cut, first, last, tokens, blocks.moving, options.epsilon, x.dtype)
         for product in products:
-            held = Parts([strip], count)
+            held = in_one(strip, count)
             accumulate_block(d, product, held, first, last, tokens, blocks, x.dtype, scaled, scale)
     return [product.parts() for product in products]
 

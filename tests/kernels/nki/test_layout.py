@@ -48,6 +48,20 @@ def test_rows_of_the_models_are_long_and_little_is_padded(hidden: int, middle: i
         assert all(how.rows.count * p.columns * 2 >= 2048 for p in panels)
 
 
+@given(rows=st.integers(1, 9000), columns=st.integers(1, 9000))
+def test_the_last_panels_are_the_smallest(rows: int, columns: int) -> None:
+    """Blocks of ``group`` chunks begin with a panel, so that whole ones can be taken; nothing is below 2 KiB a row."""
+    how = Packing.of(rows, columns, 2)
+    sizes = how.chunks_of_panels()
+    assert sum(sizes) == how.columns.count and max(sizes) <= how.group
+    starts = {panel.first for panel in how.panels()}
+    assert starts >= set(range(0, how.columns.count, how.group))
+    assert min(sizes) >= min(how.least, how.columns.count % how.group or how.group)
+    if how.columns.count > how.group > how.least:
+        assert sizes[-1] < how.group
+        assert sizes[-1] <= max(how.least, -(-how.group // 4)) or how.columns.count % how.group
+
+
 def test_a_panel_is_contiguous_for_each_partition() -> None:
     rows, columns = 256, 300
     weight = torch.arange(rows * columns, dtype=torch.float32).reshape(columns, rows)
