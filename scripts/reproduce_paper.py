@@ -167,6 +167,7 @@ def goals(results: dict[str, Any]) -> Iterator[str]:
     use = [f["mfu"] for _, f in linears]
     over = [f["traffic"] / eq10(shape) - 1 for shape, f in linears]
     mlp_use = [f["mfu"] for f in whole]
+    mlp_over = [f["traffic"] / two_eq10(mlp, 2048) - 1 for mlp, f in zip(cases.MLPS, whole, strict=True)]
     yield "## Goals"
     yield ""
     yield "| goal | predicted | met |"
@@ -175,6 +176,8 @@ def goals(results: dict[str, Any]) -> Iterator[str]:
     yield f"| {aim} | {span(use)} | {met(min(use) >= 0.9)} |"
     yield f"| their HBM traffic at most Eq. 10's | {max(over):+.1%} at most | {met(max(over) < 1e-3)} |"
     yield f"| whole MLPs, 2048 tokens, trn1: utilisation at least 90 % | {span(mlp_use)} | {met(min(mlp_use) >= 0.9)} |"
+    saved = f"{min(mlp_over):+.0%} to {max(mlp_over):+.0%}"
+    yield f"| their HBM traffic at most Eq. 10's for the paper's two kernels | {saved} | {met(max(mlp_over) < 1e-3)} |"
     for device, found in shares.items():
         yield f"| decode, {device}: at least 90 % of the DMA limit | {span(found)} | {met(min(found) >= 0.9)} |"
     for device in CORES:
@@ -305,6 +308,12 @@ def limit(figures: cases.Figures, device: str) -> float:
 def eq10(shape: tuple[int, ...]) -> float:
     m, k, r, n = shape
     return 2.0 * (m * k + -(-m // 1024) * (k * r + r * n) + m * n)
+
+
+def two_eq10(mlp: cases.Mlp, tokens: int) -> float:
+    """Gate and up share their input, and the activation is written and read."""
+    h, i, r = mlp.hidden, mlp.intermediate, mlp.rank
+    return 2.0 * (tokens * (h + i) + -(-tokens // 1024) * 2 * r * (h + i)) + eq10((tokens, i, r, h))
 
 
 def label(shape: tuple[int, ...]) -> str:
