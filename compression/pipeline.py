@@ -41,6 +41,7 @@ def compress(
     resume: bool = False,
     force: bool = False,
     device: str = "cpu",
+    tokens: Tensor | None = None,
     progress: Progress = lambda stage, share: None,
 ) -> dict[str, Any]:
     """Write a low-rank version of ``model`` to the folder ``out`` and return the report.
@@ -52,6 +53,7 @@ def compress(
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
         device: where the layers run and are factorised and trained, as torch names it: ``cpu`` or ``cuda``.
+        tokens: what :func:`calibration_tokens` gave for these settings, for many runs on the same text.
         progress: told of every step.
 
     Raises:
@@ -78,7 +80,13 @@ def compress(
     run |= config.model_dump()
     workspace = Workspace(out, run, resume, force)
 
-    rows = _rows(folder, config, workspace, progress, device) if config.needs_text else None
+    rows: Tensor | None = None
+    if config.needs_text:
+        kept = workspace.load("calibration")  # a resumed run's
+        if kept is None:
+            kept = {"tokens": calibration_tokens(folder, config, progress, device) if tokens is None else tokens}
+            workspace.save("calibration", kept)
+        rows = kept["tokens"]
     found = workspace.layers_done()
     streamed = StreamedModel(folder, torch.float32, device)
     if rows is not None and needs_spectra(config):
@@ -181,21 +189,19 @@ def _check_memory(parameters: int, trained: int) -> None:
         )
 
 
-def _rows(folder: Path, config: CompressionConfig, workspace: Workspace, progress: Progress, device: str) -> Tensor:
-    """The calibration tokens [rows, length], made once and kept for a resumed run."""
-    kept = workspace.load("calibration")
-    if kept is not None:
-        return kept["tokens"]
+def calibration_tokens(folder: Path, config: CompressionConfig, progress: Progress, device: str = "cpu") -> Tensor:
+    """The calibration tokens [rows, length] of a dense checkpoint: read from a file, or sampled from the model.
+
+    Raises:
+        UserError: the calibration file or the checkpoint cannot be used.
+    """
     tokenizer = load_tokenizer(folder)
     rows = calibration.Rows(config.calibration_rows, config.calibration_length, config.seed)
-    if config.calibration == calibration.SELF:
-        dtype = Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype
-        model = StreamedModel(folder, dtype, device)
-        tokens = calibration.from_model(model, tokenizer, rows, lambda share: progress("sampling text", share))
-    else:
-        tokens = calibration.from_file(Path(config.calibration), tokenizer, rows)
-    workspace.save("calibration", {"tokens": tokens})
-    return tokens
+    if config.calibration != calibration.SELF:
+        return calibration.from_file(Path(config.calibration), tokenizer, rows)
+    dtype = Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype
+    model = StreamedModel(folder, dtype, device)
+    return calibration.from_model(model, tokenizer, rows, lambda share: progress("sampling text", share))
 
 
 @torch.no_grad()

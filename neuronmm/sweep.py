@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.pipeline import compress
+from neuronmm.compression.pipeline import calibration_tokens, compress
 from neuronmm.compression.reader import Reader
 from neuronmm.engine.benchmark import benchmark
 from neuronmm.engine.evaluate import evaluate
@@ -108,7 +110,9 @@ def sweep(
         folder = folders[name, ratio]
         if folder in waiting:
             partial = folder.with_name(folder.name + ".partial").exists()
-            compress(dense, folder, config, resume=partial, progress=_part(progress, len(waiting)))
+            part = _part(progress, len(waiting))
+            tokens = _tokens(out, dense, config, progress) if config.needs_text else None
+            compress(dense, folder, config, resume=partial, tokens=tokens, progress=part)
         report = json.loads((folder / "compression_report.json").read_text(encoding="utf-8"))
         facts = {key: report[key] for key in ("realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")}
         own = {"name": name, "ratio": ratio, "settings": settings[name]}
@@ -175,6 +179,15 @@ def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
     for key, value in json.loads(json.dumps(run)).items():
         if before.get(key) != value:
             raise UserError(f"{out}: was started with another {key} ({before.get(key)!r}, now {value!r})")
+
+
+def _tokens(out: Path, dense: Path, config: CompressionConfig, progress: Callable[[str, float], None]) -> Tensor:
+    """The calibration tokens of all points, made once for the sweep."""
+    kept = out / "calibration.safetensors"
+    if not kept.is_file():
+        save_file({"tokens": calibration_tokens(dense, config, progress)}, kept.with_suffix(".writing"))
+        os.replace(kept.with_suffix(".writing"), kept)
+    return load_file(kept)["tokens"]
 
 
 def _part(progress: Callable[[str, float], None], parts: int) -> Callable[[str, float], None]:

@@ -109,7 +109,7 @@ def test_an_interrupted_sweep_goes_on_and_a_finished_one_grows(
         sweep(model, out, *POINTS, texts, BASE, context=30, progress=stop)
     before = states(out)
     assert {name.split("/")[0] for name in before} == {
-        "run.json", "dense.json", "svd-0.2", "svd-0.2.json", "whitened-0.2.partial",
+        "run.json", "dense.json", "svd-0.2", "svd-0.2.json", "calibration.safetensors", "whitened-0.2.partial",
     }  # fmt: skip
     with pytest.raises(UserError, match="--resume"):
         sweep(model, out, *POINTS, texts, BASE, context=30)
@@ -121,6 +121,7 @@ def test_an_interrupted_sweep_goes_on_and_a_finished_one_grows(
     result = sweep(model, out, *POINTS, texts, BASE, context=30, resume=True, progress=count)
     after = states(out)
     assert all(after[name] == state for name, state in before.items() if ".partial" not in name)
+    assert "sampling text" in calls and "sampling text" not in shares  # all points share one text
     assert shares["compressing"] == pytest.approx(1) and shares["measuring"] == pytest.approx(1)
     for mine, other in zip(result["points"], finished[1]["points"], strict=True):
         assert (mine["bytes"], mine["perplexity"]) == (other["bytes"], other["perplexity"])
