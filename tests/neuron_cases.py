@@ -23,6 +23,8 @@ MIXED = {**{f"{LAYERS}.0.{name}": rank for name, rank in EVERY.items()}, f"{LAYE
 """One layer all low-rank, five kernels; the other dense but for gate, one kernel."""
 KERNELS = {"dense": 0, "mlp": 2, "shared": 2 * 4, "mixed": 5 + 1}
 """NKI kernels in the graph of a two-layer model."""
+NORMS = {"dense": 2 * 2 + 1, "mlp": 2 + 1, "shared": 1, "mixed": 2 + 1}
+"""Norms of the hidden state in that graph that no kernel applies, the final one included."""
 
 
 def neuron_host(engine: Engine) -> NeuronHost:

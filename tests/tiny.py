@@ -55,6 +55,15 @@ def make_tiny(model_type: str = "llama", *, tied: bool = False, dtype: torch.dty
     return model
 
 
+def vary_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with norms whose weights are not all one, so that a norm's weight that is lost shows."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1, 0.3)
+    return model
+
+
 def make_spec(ranks: dict[str, int], **changes: object) -> CompressionSpec:
     """A valid spec of these ranks; its figures are made up."""
     block = {

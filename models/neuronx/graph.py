@@ -66,13 +66,22 @@ class LayerGraph:
         self, plan: LayerPlan, hidden: Any, step: Step, keys: Any, values: Any, weights: list[Any]
     ) -> tuple[Any, Any, Any]:
         """The hidden state after the layer, and its updated caches; ``weights`` in the order of ``names(plan)``."""
-        ops, w = self.ops, dict(zip(names(plan), weights, strict=True))
-        epsilon, dim = self.architecture.epsilon, 2 if self.bsh else 0
-        normed = ops.norm(hidden, w["input_norm"], epsilon, dim=dim)
+        f, w = self.ops.f, dict(zip(names(plan), weights, strict=True))
+        normed = self._norm(plan, "input_norm", hidden, w)
         attended, keys, values = self._attention(plan, normed, step, keys, values, w)
-        hidden = ops.f.add(hidden, attended)
-        normed = ops.norm(hidden, w["mlp_norm"], epsilon, dim=dim)
-        return ops.f.add(hidden, self._mlp(plan, normed, w)), keys, values
+        hidden = f.add(hidden, attended)
+        normed = self._norm(plan, "mlp_norm", hidden, w)
+        return f.add(hidden, self._mlp(plan, normed, w)), keys, values
+
+    def _norm(self, plan: LayerPlan, name: str, hidden: Any, w: dict[str, Any]) -> Any:
+        """What the readers of a norm take: its result, or the hidden state itself where their kernels apply it."""
+        if name in plan.fused:
+            return hidden
+        return self.ops.norm(hidden, w[name], self.architecture.epsilon, dim=2 if self.bsh else 0)
+
+    def _epsilon(self, plan: LayerPlan, name: str) -> float:
+        """What a linear's kernel needs to normalise its input; 0: it does not."""
+        return self.architecture.epsilon if plan.norm_of(name) else 0.0
 
     def _attention(
         self, plan: LayerPlan, normed: Any, step: Step, keys: Any, values: Any, w: dict[str, Any]
@@ -102,7 +111,8 @@ class LayerGraph:
         if gate.rank and up.rank and down.rank and not (gate.bias or up.bias):
             shared, first = plan.a_of("gate") == plan.a_of("up"), self._sums_before_b(plan, "down", x)
             sizes = gate.inputs, gate.outputs, gate.rank, up.rank, down.rank
-            kernel = kernels.low_rank_swiglu(*sizes, shared, first, self.settings.layout)
+            epsilon = self._epsilon(plan, "gate")
+            kernel = kernels.low_rank_swiglu(*sizes, shared, first, self.settings.layout, epsilon)
             up_a, down_b = ([] if shared else [plan.a_of("up")]), ([] if first else ["down.B"])
             factors = [plan.a_of("gate"), "gate.B", *up_a, "up.B", "down.A", *down_b]
             y = self._call(kernel, x, [w[factor] for factor in factors], down.rank if first else down.outputs)
@@ -128,7 +138,8 @@ class LayerGraph:
             factors = [w[f"{name}.A"], *([] if first else [w[f"{name}.B"]])]
             y = self._call(kernel, x, factors, outputs)
             return self._add_up(plan, name, y, w, first)
-        kernel = kernels.low_rank_linear(linear.inputs, linear.rank, linear.outputs, linear.bias, layout)
+        sizes, epsilon = (linear.inputs, linear.rank, linear.outputs), self._epsilon(plan, name)
+        kernel = kernels.low_rank_linear(*sizes, linear.bias, layout, epsilon)
         factors = [w[plan.a_of(name)], w[f"{name}.B"], *([w[f"{name}.bias"]] if linear.bias else [])]
         return self._call(kernel, x, factors, linear.outputs)
 

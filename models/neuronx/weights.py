@@ -2,7 +2,9 @@
 
 Query, key, value, gate and up are split by output, o and down by input; the factor that has no split dimension is
 the same on every rank. A dense linear is one matrix [in, out]; a factorised one is its two factors, packed for the
-kernels (:func:`neuronmm.kernels.layout.pack`) after the split. :func:`names` gives the order, for both sides.
+kernels (:func:`neuronmm.kernels.layout.pack`) after the split. Where all linears that read a norm's result are
+factorised, their kernels normalise the hidden state themselves, and the norm's weight is packed into their A.
+:func:`names` gives the order, for both sides.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from neuronmm.kernels.layout import pack
@@ -33,6 +36,8 @@ NORMS = {
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
 }
+READERS = {"input_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up")}
+"""A norm of the hidden state -> the linears that read its result."""
 BY_INPUT = ("o", "down")
 """Linears that are split by input: their ranks' results have to be added up."""
 
@@ -53,10 +58,12 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What is static about a layer: its linears by short name, and whether queries and keys are normalised."""
+    """What is static about a layer: its linears by short name, whether queries and keys are normalised, and which
+    norms of the hidden state the kernels apply."""
 
     linears: tuple[tuple[str, LinearPlan], ...]
     qk_norm: bool
+    fused: tuple[str, ...]
 
     def __getitem__(self, name: str) -> LinearPlan:
         return dict(self.linears)[name]
@@ -65,10 +72,14 @@ class LayerPlan:
         """The parameter that is the A of a factorised linear."""
         return f"{self[name].leader or name}.A"
 
+    def norm_of(self, name: str) -> str | None:
+        """The norm that a linear's kernel applies to its input."""
+        return next((norm for norm in self.fused if name in READERS[norm]), None)
+
 
 def names(plan: LayerPlan) -> list[str]:
     """The layer's parameters in the order they are handed to the host and come back in the graph."""
-    found = [name for name in NORMS if plan.qk_norm or name in ("input_norm", "mlp_norm")]
+    found = [name for name in NORMS if name not in plan.fused and (plan.qk_norm or name in READERS)]
     for name, linear in plan.linears:
         own_a = [] if linear.leader else [f"{name}.A"]
         found += [f"{name}.W"] if linear.rank is None else [*own_a, f"{name}.B"]
@@ -113,7 +124,9 @@ class Shards:
                     if factor == "B" or linear.leader is None:
                         weight = found.tensor(f"{full}.{factor}.weight")
                         parts = self._cut(name, weight) if split else [weight]
-                        packed = [pack(part) for part in parts]
+                        norm = self.plans[index].norm_of(name) if factor == "A" else None
+                        scale = made[norm][0] if norm else None
+                        packed = [pack(part, scale) for part in parts]
                         made[f"{name}.{factor}"] = packed if split else packed * self.ranks
             if linear.bias:
                 bias = found.tensor(self._bias(index, name))
@@ -153,7 +166,12 @@ class Shards:
             short = next((n for n, part in LINEARS.items() if leader == layer_name(index, part)), None)
             bias = self.checkpoint.holds(self._bias(index, name))
             linears.append((name, LinearPlan(inputs, outputs, self.checkpoint.ranks.get(full), bias, short)))
-        return LayerPlan(tuple(linears), self.checkpoint.holds(layer_name(index, f"{NORMS['q_norm']}.weight")))
+        ranks = {name: linear.rank for name, linear in linears}
+        fused = [norm for norm, readers in READERS.items() if all(ranks[reader] for reader in readers)]
+        if self.checkpoint.dtype is torch.float16:  # squares of a hidden state do not fit it
+            fused = []
+        qk_norm = self.checkpoint.holds(layer_name(index, f"{NORMS['q_norm']}.weight"))
+        return LayerPlan(tuple(linears), qk_norm, tuple(fused))
 
 
 def fill(decoder: Any, shards: Shards, to_cores: Callable[[list[Tensor]], Any]) -> None:

@@ -18,7 +18,7 @@ from neuronmm.engine.engine import Engine, load
 from neuronmm.models import CompressionSpec
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import sdk
-from tiny import compress_tiny, fill_tiny, make_tiny, shared_spec, tiny_checkpoint, write_checkpoint
+from tiny import compress_tiny, fill_tiny, make_tiny, shared_spec, tiny_checkpoint, vary_norms, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +81,7 @@ def neuron_checkpoint(tmp_path: Path) -> Callable[..., Path]:
     one A for q, k, v and one for gate, up."""
 
     def make(model_type: str = "llama", kind: str = "dense", dtype: torch.dtype = torch.float32) -> Path:
-        folder, model = tmp_path / f"{model_type}-{kind}", make_tiny(model_type, dtype=dtype)
+        folder, model = tmp_path / f"{model_type}-{kind}", vary_norms(make_tiny(model_type, dtype=dtype))
         if kind == "dense":
             model.save_pretrained(folder)
         elif kind == "shared":

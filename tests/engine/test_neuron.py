@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from neuron_cases import KERNELS, MIXED, NEW, PARAMS, POSITIONS, PROMPTS, cpu_tokens, neuron_host
+from neuron_cases import KERNELS, MIXED, NEW, NORMS, PARAMS, POSITIONS, PROMPTS, cpu_tokens, neuron_host
 from torch import Tensor
 from words import word_tokenizer
 
@@ -46,6 +46,8 @@ def test_greedy_tokens_equal_the_cpu_backends(
     # A prompt and 63 later tokens: every kernel ran in every one of these steps, on every core, and no reference did.
     assert session.calls["nki"] == NEW * KERNELS[kind] * tp_degree
     assert session.calls["reference"] == 0
+    norms = NORMS[kind] + (2 * 2 if model_type == "qwen3" else 0)  # of queries and keys
+    assert session.calls["AwsNeuronRmsNorm"] == NEW * norms * tp_degree
 
 
 @pytest.mark.parametrize("kind", ["mlp", "mixed"])

@@ -15,8 +15,8 @@ from neuronmm.models.families import TARGETS
 from neuronmm.models.neuronx.architecture import Architecture
 from neuronmm.models.neuronx.checkpoint import Checkpoint
 from neuronmm.models.neuronx.settings import Settings
-from neuronmm.models.neuronx.weights import BY_INPUT, LINEARS, Shards, names
-from tiny import load_plain, make_tiny, tiny_checkpoint
+from neuronmm.models.neuronx.weights import BY_INPUT, LINEARS, NORMS, Shards, names
+from tiny import compress_tiny, layer_ranks, load_plain, make_tiny, vary_norms, write_checkpoint
 
 LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
 
@@ -29,12 +29,14 @@ def shards(folder: Path, ranks: int) -> Shards:
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_the_ranks_together_compute_every_linear(tmp_path: Path, model_type: str, ranks: int) -> None:
     """y of each rank from its own part of the weights: side by side, or added up, it is the model's own y."""
-    tiny_checkpoint(tmp_path, model_type, LINEARS_LOW)
+    tiny = vary_norms(make_tiny(model_type))
+    write_checkpoint(tiny, compress_tiny(tiny, layer_ranks(LINEARS_LOW)), tmp_path)
     cut = shards(tmp_path, ranks)
     model = load_plain(tmp_path)
     for index in range(2):
         plan, made = cut.plans[index], cut.layer(index)
         weights = dict(zip(names(plan), made, strict=True))
+        assert plan.fused == ("mlp_norm",) and "mlp_norm" not in weights and "input_norm" in weights
         assert all(len(parts) == ranks and len({part.shape for part in parts}) == 1 for parts in made)
         for name, linear in plan.linears:
             module = model.get_submodule(f"model.layers.{index}.{LINEARS[name]}")
@@ -44,7 +46,19 @@ def test_the_ranks_together_compute_every_linear(tmp_path: Path, model_type: str
             if linear.bias:
                 whole = weights[f"{name}.bias"]
                 y = y + (whole[0] if name in BY_INPUT else gather(cut, name, [b[None] for b in whole]))
+            if norm := plan.norm_of(name):
+                x = x * model.get_parameter(f"model.layers.{index}.{NORMS[norm]}.weight")
             torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_norms_are_fused_where_all_their_readers_are_factorised(tmp_path: Path) -> None:
+    """And in no float16, which cannot hold the squares of a hidden state."""
+    linears = tuple(TARGETS["mlp"]) + tuple(f"self_attn.{name}_proj" for name in "qkv")
+    model = make_tiny()
+    ranks = {f"model.layers.0.{name}": 8 for name in linears} | {"model.layers.1.mlp.gate_proj": 8}
+    write_checkpoint(model, compress_tiny(model, ranks), tmp_path)
+    assert [plan.fused for plan in shards(tmp_path, 2).plans] == [("input_norm", "mlp_norm"), ()]
+    assert [plan.fused for plan in Shards(Checkpoint(tmp_path, torch.float16), 1).plans] == [(), ()]
 
 
 def inputs(cut: Shards, name: str, x: Tensor, rank: int) -> Tensor:
