@@ -25,6 +25,7 @@ from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.machine import describe_machine
 from neuronmm.engine.pareto import cost_of, draw_sweep, front
 from neuronmm.engine.perplexity import read_text
+from neuronmm.engine.tasks import read_task
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
 from neuronmm.models.source import resolve
@@ -47,6 +48,8 @@ def sweep(
     *,
     context: int | None = None,
     limit: int | None = None,
+    tasks: Sequence[str | Path] = (),
+    questions: int | None = None,
     speed: bool = False,
     resume: bool = False,
     progress: Callable[[str, float], None] = lambda stage, share: None,
@@ -63,6 +66,8 @@ def sweep(
             can add.
         context: tokens a window; by default as ``evaluate`` chooses.
         limit: only the first windows of each text.
+        tasks: files of multiple-choice questions to take the accuracy on, as ``evaluate`` reads them.
+        questions: only the first questions of each task.
         speed: measure tokens/s as well, each point beside the dense model.
         resume: ``out`` exists and is to be continued; other ratios and methods than before are new points.
         progress: told of every step: a stage's name and the further share of it that is done.
@@ -80,14 +85,19 @@ def sweep(
     files = {Path(text).stem: Path(text).expanduser().absolute() for text in texts}
     if not configs or len(files) < max(len(texts), 1):
         raise UserError("a sweep needs one or more ratios, methods and texts, the texts of different names")
-    for file in files.values():
-        read_text(file)  # a bad path should not cost hours
+    for file in files.values():  # a bad path should not cost hours
+        read_text(file)
+    exams = [Path(task).expanduser().absolute() for task in tasks]
+    for exam in exams:
+        read_task(exam, questions)
     dense = resolve(model)
     run = {
         "model": str(dense),
         "texts": {name: str(file) for name, file in files.items()},
         "context": context,
         "limit": limit,
+        "tasks": {exam.stem: str(exam) for exam in exams},
+        "questions": questions,
         "speed": speed,
         "base": base.model_dump(exclude={"ratio", "method"}),
     }
@@ -100,6 +110,7 @@ def sweep(
         kept = out / f"{name}.json"
         if not kept.is_file():
             point = {**more, **_measure(folder, dense, files, context, limit, speed)}
+            point |= {"accuracy": _accuracy(folder, exams, questions)} if exams else {}
             write_json(kept.with_suffix(".writing"), point)
             os.replace(kept.with_suffix(".writing"), kept)
         progress("measuring", 1 / (1 + len(configs)))
@@ -218,6 +229,19 @@ def _measure(
             "speed_up": own["decode_tokens_per_second"] / beside,
         }
     return point
+
+
+def _accuracy(folder: Path, tasks: list[Path], questions: int | None) -> dict[str, Any]:
+    """The length-normalised accuracy of each task by name, and their mean with its standard error."""
+    results = evaluate(folder, tasks=tasks, limit=questions)["results"]
+    found = {
+        result["measure"].removesuffix(" acc_norm"): result["models"]["model"]
+        for result in results
+        if result["measure"].endswith(" acc_norm")
+    }
+    errors = [figures["standard_error"] or 0.0 for figures in found.values()]
+    mean = sum(figures["value"] for figures in found.values()) / len(found)
+    return {"value": mean, "standard_error": math.hypot(*errors) / len(found), "tasks": found}
 
 
 def _mark_fronts(points: list[dict[str, Any]], costs: list[str], texts: list[str]) -> None:

@@ -10,6 +10,7 @@ MARK = "*"
 def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, columns, rows) for each precision: points are only ever listed beside others of as many bits a weight."""
     columns = ["method", "asked", "removed", "MB", *(f"perplexity, {text}" for text in result["texts"])]
+    columns += ["accuracy"] if result["tasks"] else []
     columns += ["tokens/s", "x dense"] if "speed" in result["costs"] else []
     columns += ["minutes", "GiB"]
     found = []
@@ -26,6 +27,9 @@ def notes(result: dict[str, Any]) -> list[str]:
         "removed: share of the targeted weights; MB: all weights, 10^6 bytes; perplexity ± one standard error; minutes "
         "and GiB: time and peak memory of compressing",
     ]
+    if result["tasks"]:
+        names = ", ".join(result["tasks"])
+        lines.append(f"accuracy: mean over {names}, by log-likelihood divided by the choice's length in characters")
     if "speed" in result["costs"]:
         machine = result["machine"]["device"]
         lines.append(
@@ -54,6 +58,8 @@ def _row(result: dict[str, Any], point: dict[str, Any]) -> list[str]:
         error = figures["standard_error"]
         mark = f" {MARK}" if f"bytes, {text}" in point["fronts"] else ""
         cells.append(f"{figures['value']:.4g}" + ("" if error is None else f" ± {error:.2g}") + mark)
+    if result["tasks"]:
+        cells.append(f"{point['accuracy']['value']:.1%} ± {point['accuracy']['standard_error']:.1%}")
     if "speed" in result["costs"]:
         speed = point["speed"]
         mark = f" {MARK}" if all(f"speed, {text}" in point["fronts"] for text in result["texts"]) else ""

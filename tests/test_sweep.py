@@ -46,10 +46,20 @@ def texts(model: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def finished(model: Path, texts: list[Path]) -> tuple[Path, dict[str, Any]]:
-    """A whole sweep with its speeds: the folder and the result."""
+def tasks(model: Path) -> list[Path]:
+    files = [model.parent / "easy.jsonl", model.parent / "hard.jsonl"]
+    for number, file in enumerate(files):
+        rows = [(f"w{i} w4", ["w5 w6", f"w{7 + i}"], (i + number) % 2) for i in range(3, 11)]
+        lines = [json.dumps({"query": query, "choices": choices, "gold": gold}) for query, choices, gold in rows]
+        file.write_text("\n".join(lines))
+    return files
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, texts: list[Path], tasks: list[Path]) -> tuple[Path, dict[str, Any]]:
+    """A whole sweep with tasks and speeds: the folder and the result."""
     out = model.parent / "finished"
-    return out, sweep(model, out, *POINTS, texts, BASE, context=30, speed=True)
+    return out, sweep(model, out, *POINTS, texts, BASE, context=30, tasks=tasks, questions=7, speed=True)
 
 
 def states(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -62,7 +72,7 @@ def states(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def test_every_point_is_a_checkpoint_measured_beside_the_dense_model(
-    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path]
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path]
 ) -> None:
     out, result = finished
     names = [(point["name"], point["ratio"]) for point in result["points"]]
@@ -71,6 +81,10 @@ def test_every_point_is_a_checkpoint_measured_beside_the_dense_model(
     for point, folder in zip(result["points"], folders, strict=True):
         again = evaluate(folder, text=texts[1], context=30)["results"][0]["models"]["model"]
         assert point["perplexity"]["text2"] == pytest.approx(again)
+        exams = evaluate(folder, tasks=tasks, limit=7)["results"]
+        normed = [entry["models"]["model"]["value"] for entry in exams if entry["measure"].endswith("acc_norm")]
+        assert point["accuracy"]["value"] == pytest.approx(sum(normed) / 2)
+        assert list(point["accuracy"]["tasks"]) == ["easy", "hard"]
         assert point["bits"] == 32
         assert point["speed"]["slowest"] <= point["speed"]["tokens_per_second"] <= point["speed"]["fastest"]
     assert result["points"][0]["speed"]["speed_up"] == 1
@@ -88,7 +102,7 @@ def test_the_table_has_a_row_a_point_and_marks_the_front(finished: tuple[Path, d
     text = (out / "sweep.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 5 and all(row.count("|") == rows[0].count("|") for row in rows)
-    assert "perplexity, text1" in rows[0] and "x dense" in rows[0]
+    assert "perplexity, text1" in rows[0] and "accuracy" in rows[0] and "x dense" in rows[0]
     for point, row in zip(result["points"], rows[1:], strict=True):
         cell = row.split("|")[5]
         assert ("*" in cell) == ("bytes, text1" in point["fronts"]) and f"{point['bytes'] / 1e6:.1f}" in row
@@ -143,6 +157,7 @@ def test_an_interrupted_sweep_goes_on_and_a_finished_one_grows(
         ({"texts": []}, "texts"),
         ({"texts": ["a/x.txt", "b/x.txt"]}, "different names"),
         ({"texts": ["nowhere.txt"]}, "no such file"),
+        ({"tasks": ["nowhere.jsonl"]}, "no such"),
         ({"model": "./nowhere"}, "no such file or folder"),
     ],
     ids=str,
@@ -157,12 +172,13 @@ def test_a_bad_request_is_refused_before_anything_is_written(
 
 
 def test_a_folder_of_other_settings_is_refused(
-    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tmp_path: Path
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path
 ) -> None:
     before = states(finished[0])
+    same = {"context": 30, "tasks": tasks, "questions": 7, "speed": True, "resume": True}
     for changes, message in (({"context": 31}, "another context"), ({"speed": False}, "another speed")):
         with pytest.raises(UserError, match=message):
-            sweep(model, finished[0], *POINTS, texts, BASE, **{"context": 30, "speed": True, "resume": True, **changes})
+            sweep(model, finished[0], *POINTS, texts, BASE, **{**same, **changes})
     with pytest.raises(UserError, match="not the folder of a sweep"):
         sweep(model, tmp_path, *POINTS, texts, BASE, resume=True)
     assert states(finished[0]) == before

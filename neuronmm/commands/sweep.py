@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings that all points share")
     parser.add_argument("--context", type=int, metavar="N", help="tokens a window; default as for evaluate")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N windows of each text")
+    parser.add_argument("--tasks", type=Path, nargs="+", default=(), metavar="FILE", help="multiple-choice questions")
+    parser.add_argument("--questions", type=int, metavar="N", help="only the first N questions of each task")
     parser.add_argument("--speed", action="store_true", help="measure tokens/s too, each beside the dense model")
     parser.add_argument("--resume", action="store_true", help="continue the sweep in FOLDER, or add points to it")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
@@ -63,6 +65,8 @@ def run(args: argparse.Namespace) -> None:
                 base,
                 context=args.context,
                 limit=args.limit,
+                tasks=args.tasks,
+                questions=args.questions,
                 speed=args.speed,
                 resume=args.resume,
                 progress=progress,
