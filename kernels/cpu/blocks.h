@@ -9,23 +9,32 @@
 
 namespace neuronmm {
 
-// fp32 rows that a phase writes and the next one reads: row b begins at data + b * stride.
+// fp32 rows that a phase writes and the next one reads: row b begins at data + b * stride. More than kMaxBatch rows that a
+// matrix is multiplied with stand beside themselves in bf16, in rows of as many elements.
 struct Rows {
     float* data;
     size_t stride;
+    uint16_t* rounded = nullptr;
 
     float* row(int b) const { return data + b * stride; }
 };
+
+// Round columns begin to end of `batch` rows of n, where they are kept rounded.
+void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n, int batch);
 
 // Memory for one call, kept for the next one of the same thread. Only grows.
 class Scratch {
 public:
     // Room for `floats` values in all; forgets what was taken before.
     void reserve(size_t floats);
-    // batch rows of n values, every row on a cache line of its own.
+    // batch rows of n values, every row on a cache line of its own; many of them with room to be kept rounded.
     Rows take(int batch, int n);
-    // Values that `take` uses for batch rows of n.
-    static size_t size(int batch, int n) { return static_cast<size_t>(batch) * ((n + 15) / 16 * 16); }
+    // Values that `take` uses for batch rows of n. Rows of a power of two would share their cache sets, hence one line more.
+    static size_t size(int batch, int n) {
+        const size_t floats = batch * stride(n);
+        return batch > kMaxBatch ? floats + floats / 2 : floats;
+    }
+    static size_t stride(int n) { return (n + 15) / 16 * 16 + 16; }
 
 private:
     std::unique_ptr<float, decltype(&std::free)> memory_{nullptr, &std::free};

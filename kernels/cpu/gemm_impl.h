@@ -43,22 +43,26 @@ inline __m512i read_row(const void* data, int type, size_t at, int n) {
 // Transpose 16 vectors of 16 32-bit lanes.
 inline void transpose(__m512i* r) {
     __m512i t[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 4) {
         r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
         r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
         r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
         r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 4; i++) {
         t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
         t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
         t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
         t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 8; i++) {
         r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
         r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
@@ -70,6 +74,7 @@ inline void pack_rows(const Matrix& m, int begin, int n, uint32_t* panel) {
     for (int half = 0; half < kPanel; half += 16)
         for (int j = 0; j < m.cols; j += 32) {
             __m512i r[16];
+#pragma GCC unroll 16
             for (int k = 0; k < 16; k++)
                 r[k] = half + k < n ? read_row(m.data, m.type, static_cast<size_t>(begin + half + k) * m.cols + j,
                                                m.cols - j)
@@ -115,10 +120,10 @@ void panel_rows(const uint32_t* panel, int pairs, const uint16_t* x, size_t ldx,
             acc[i][1] = _mm512_dpbf16_ps(acc[i][1], both, right);
         }
     }
+#pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         const int count = n - half * 16;
-        if (count <= 0) break;
-        const __mmask16 mask = count >= 16 ? 0xffff : (1u << count) - 1;
+        const __mmask16 mask = count >= 16 ? 0xffff : count > 0 ? (1u << count) - 1 : 0;
         const __m512 factor = scale ? _mm512_maskz_loadu_ps(mask, scale + half * 16) : _mm512_set1_ps(1.0f);
         const __m512 offset = bias ? _mm512_maskz_loadu_ps(mask, bias + half * 16) : _mm512_setzero_ps();
 #pragma GCC unroll 12
@@ -131,11 +136,18 @@ void panel_rows(const uint32_t* panel, int pairs, const uint16_t* x, size_t ldx,
     }
 }
 
+// All rows of x. `next` bytes from `ahead` on are wanted after this: they are fetched in between.
 void panel_times(const uint32_t* panel, int pairs, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy, int n,
-                 const float* scale, const float* bias, bool add) {
+                 const float* scale, const float* bias, bool add, const char* ahead, size_t next) {
+    const size_t step = next * kRows / rows / 64 * 64 + 64;
+    size_t fetched = 0;
     int i = 0;
-    for (; i + kRows <= rows; i += kRows)
+    for (; i + kRows <= rows; i += kRows) {
+        for (const size_t stop = fetched + step; fetched < stop && fetched < next; fetched += 64)
+            __builtin_prefetch(ahead + fetched, 0, 2);
         panel_rows<kRows>(panel, pairs, x + i * ldx, ldx, y + i * ldy, ldy, n, scale, bias, add);
+    }
+    for (; i + 8 <= rows; i += 8) panel_rows<8>(panel, pairs, x + i * ldx, ldx, y + i * ldy, ldy, n, scale, bias, add);
     for (; i + 4 <= rows; i += 4) panel_rows<4>(panel, pairs, x + i * ldx, ldx, y + i * ldy, ldy, n, scale, bias, add);
     for (; i < rows; i++) panel_rows<1>(panel, pairs, x + i * ldx, ldx, y + i * ldy, ldy, n, scale, bias, add);
 }
@@ -149,8 +161,10 @@ void gemm(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, in
     for (int j = begin; j < end; j += kPanel) {
         const int n = end - j < kPanel ? end - j : kPanel;
         pack_rows(m, j, n, panel);
+        const size_t row = static_cast<size_t>(m.cols) * (m.type == kBFloat16 ? 2 : 1);
+        const int after = end - j - n < kPanel ? end - j - n : kPanel;
         panel_times(panel, pairs, x, ldx, rows, y + j, ldy, n, m.scale ? m.scale + j : nullptr,
-                    bias ? bias + j : nullptr, add);
+                    bias ? bias + j : nullptr, add, static_cast<const char*>(m.data) + (j + n) * row, after * row);
     }
 }
 
@@ -160,7 +174,7 @@ void mix(const Matrix& m, const uint16_t* x, size_t ldx, int rows, float* y, siz
     for (int j = 0; j < m.cols; j += kPanel) {
         const int n = m.cols - j < kPanel ? m.cols - j : kPanel;
         pack_columns(m, j, n, panel);
-        panel_times(panel, pairs, x, ldx, rows, y + j, ldy, n, nullptr, nullptr, false);
+        panel_times(panel, pairs, x, ldx, rows, y + j, ldy, n, nullptr, nullptr, false, nullptr, 0);
     }
 }
 

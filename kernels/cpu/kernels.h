@@ -7,8 +7,7 @@
 
 namespace neuronmm {
 
-// y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end; `add` adds it to what is there. More than kMaxBatch rows
-// need `gemm`.
+// y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end, up to kMaxBatch rows; `add` adds it to what is there.
 using RowsFn = void (*)(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y,
                         size_t ldy, const float* bias, bool add);
 
@@ -23,6 +22,8 @@ struct Kernels {
     void (*weighted_sum)(const Matrix& m, const float* weights, float* out);
     // out[i] = x[i] * weight[i] / rms(x)
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+    // RoPE of one head of 2 * half elements, in place; cos and sin likewise.
+    void (*rotate)(float* head, const float* cos, const float* sin, int half);
     // Element type to fp32 and back, to the nearest even.
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);

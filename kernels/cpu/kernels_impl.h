@@ -76,11 +76,15 @@ inline float sum(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 
 inline void store(uint16_t* p, Vec v) {  // round to nearest even; NaN stays NaN
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v));  // numbers below 1.2e-38 become zero
+#else
     const UVec bits = (UVec)v;
     const UVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const UVec nan = (UVec)(v != v);
     const HalfVec h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), HalfVec);
     memcpy(p, &h, sizeof h);
+#endif
 }
 
 // The first n < L elements, zeros behind them.
@@ -162,14 +166,10 @@ struct Rounded {
     const uint16_t* data;
     size_t stride;
 
-    // The stride is no power of two: rows would share their cache sets.
-    Rounded(const float* x, size_t ldx, int cols, int batch) : stride((cols + 31) / 32 * 32 + 32) {
+    Rounded(const float* x, size_t ldx, int cols, int batch) : stride((cols + 31) / 32 * 32) {
         static thread_local Spare<uint16_t> spare;
         uint16_t* to = spare.reserve(stride * batch);
-        for (int b = 0; b < batch; b++) {
-            to[b * stride + cols - cols % 2] = to[b * stride + cols - 1] = 0;
-            convert(x + b * ldx, cols, to + b * stride);
-        }
+        for (int b = 0; b < batch; b++) convert(x + b * ldx, cols, to + b * stride);
         data = to;
     }
 };
@@ -228,9 +228,8 @@ void rows_typed(const Matrix& m, int begin, int end, const typename P::Input* x,
 void rows(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y, size_t ldy,
           const float* bias, bool add) {
 #if defined(__AVX512BF16__)
-    if (m.type == kBFloat16 || batch > kMaxBatch) {
+    if (m.type == kBFloat16) {
         const Rounded in(x, ldx, m.cols, batch);
-        if (batch > kMaxBatch) return gemm(m, begin, end, in.data, in.stride, batch, y, ldy, bias, add);
         return rows_typed<PairProduct>(m, begin, end, in.data, in.stride, batch, y, ldy, bias, add);
     }
 #endif
@@ -314,6 +313,20 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
     for (; i < n; i++) out[i] = x[i] * inverse * weight[i];
 }
 
+void rotate(float* head, const float* cos, const float* sin, int half) {
+    int j = 0;
+    for (; j + L <= half; j += L) {
+        const Vec left = load(head + j), right = load(head + j + half);
+        store(head + j, left * load(cos + j) - right * load(sin + j));
+        store(head + j + half, right * load(cos + j + half) + left * load(sin + j + half));
+    }
+    for (; j < half; j++) {
+        const float left = head[j], right = head[j + half];
+        head[j] = left * cos[j] - right * sin[j];
+        head[j + half] = right * cos[j + half] + left * sin[j + half];
+    }
+}
+
 void widen(const void* from, int type, int n, float* to) {
     switch (type) {
         case kFloat32: return convert(static_cast<const float*>(from), n, to);
@@ -333,7 +346,7 @@ constexpr decltype(Kernels::mix) mix = nullptr;
 #endif
 
 constexpr Kernels table(const char* name) {
-    return {name, rows, swiglu, softmax, weighted_sum, rms_norm, widen, narrow, gemm, mix};
+    return {name, rows, swiglu, softmax, weighted_sum, rms_norm, rotate, widen, narrow, gemm, mix};
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 // another barrier, and computes its share of every weight matrix; attention is shared out by query head, and by blocks of
 // positions in a prompt.
 #include <algorithm>
+#include <vector>
 
 #include "blocks.h"
 
@@ -12,19 +13,20 @@ namespace neuronmm {
 namespace {
 
 constexpr int kHeadGroup = kMaxBatch;  // query heads scored in one pass over the keys of their KV head
-constexpr int kQueries = 60;           // query rows of a prompt scored together, at most
+constexpr int kQueries = 120;          // query rows of a prompt scored together, at most
 constexpr int kChunk = 512;            // rows at once; longer prompts are read in several steps
 
 // What the team shares: one call's activations.
 struct Buffers {
-    Rows x, q, k, v, attended, hidden, up, logits;
+    Rows x, normed, q, k, v, attended, hidden, up, logits;
     Rows middles[3];  // rank intermediates of the linears that share an input
 };
 
 // What each worker has for itself.
 struct Private {
-    Rows normed;
-    float* scores;  // [kHeadGroup, max_len], or of a prompt what attend_prompt needs
+    Rows normed;  // [kMaxBatch, hidden]
+    Rows scores;  // [kHeadGroup or kQueries, max_len]
+    Rows queries; // [kQueries, head_dim], of a prompt: rounded the queries, otherwise their results
 };
 
 class Step {
@@ -32,7 +34,7 @@ public:
     // `count` tokens of every row, which are `stride` apart, for the slots from `slot` on; logits may be null.
     Step(const Model& model, const int64_t* tokens, int stride, int count, const int32_t* starts, int slot, float* logits,
          int threads)
-        : m_(model), tokens_(tokens), stride_(stride), count_(count), starts_(starts), slot_(slot) {
+        : m_(model), tokens_(tokens), stride_(stride), count_(count), starts_(starts), slot_(slot), own_(threads) {
         static thread_local Scratch scratch;
         const int rows = m_.batch * count, q_size = m_.heads * m_.head_dim, kv_size = m_.kv_heads * m_.head_dim;
         int rank = max_rank({&m_.head});
@@ -40,14 +42,14 @@ public:
             const Layer& l = m_.layer[i];
             rank = std::max(rank, max_rank({&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}));
         }
-        const size_t shared = Scratch::size(rows, m_.hidden) + 2 * Scratch::size(rows, q_size) +
-                              2 * Scratch::size(rows, kv_size) + 2 * Scratch::size(rows, m_.intermediate) +
-                              3 * Scratch::size(rows, rank);
-        const size_t scores = count == 1 ? Scratch::size(kHeadGroup, m_.max_len)
-                                         : Scratch::size(2 * kQueries, m_.max_len) + Scratch::size(2 * kQueries, m_.head_dim);
-        const size_t each = Scratch::size(rows, m_.hidden) + scores;
-        scratch.reserve(shared + each * threads);
+        const int queries = count == 1 ? kHeadGroup : kQueries;
+        scratch.reserve(2 * Scratch::size(rows, m_.hidden) + 2 * Scratch::size(rows, q_size) +
+                        2 * Scratch::size(rows, kv_size) + 2 * Scratch::size(rows, m_.intermediate) +
+                        3 * Scratch::size(rows, rank) +
+                        threads * (Scratch::size(kMaxBatch, m_.hidden) + Scratch::size(queries, m_.max_len) +
+                                   Scratch::size(queries, m_.head_dim)));
         buffers_ = {scratch.take(rows, m_.hidden),
+                    scratch.take(rows, m_.hidden),
                     scratch.take(rows, q_size),
                     scratch.take(rows, kv_size),
                     scratch.take(rows, kv_size),
@@ -57,34 +59,63 @@ public:
                     {logits, static_cast<size_t>(m_.head.last().rows)},
                     {}};
         for (Rows& middle : buffers_.middles) middle = scratch.take(rows, rank);
-        private_ = scratch.take(threads, static_cast<int>(each));
+        for (Private& own : own_)
+            own = {scratch.take(kMaxBatch, m_.hidden), scratch.take(queries, m_.max_len),
+                   scratch.take(queries, m_.head_dim)};
     }
 
     void run(const Worker& worker) const {
-        float* mine = private_.row(worker.id);
-        const size_t normed = Scratch::size(1, m_.hidden);
+        const Private& own = own_[worker.id];
         const int rows = m_.batch * count_;
-        const Private own{{mine, normed}, mine + normed * rows};
         for (int i = worker.begin(rows); i < worker.end(rows); i++) embed(worker, i);
         worker.sync();
-        for (int i = 0; i < m_.layers; i++) layer(worker, m_.layer[i], own);
+        for (int i = 0; i < m_.layers; i++) {
+            remember(worker, m_.layer[i], own);
+            if (i + 1 < m_.layers) transform(worker, m_.layer[i], own);
+        }
+        // Of a prompt's last layer only keys and values are of use, and for the logits the last token.
         if (!buffers_.logits.data) return;
-        for (int b = 0; b < m_.batch; b++) norm(worker, m_.final_norm, (b + 1) * count_ - 1, own.normed.row(b));
-        project(worker, {{m_.head, buffers_.middles[0], buffers_.logits}}, own.normed, m_.batch);
+        if (count_ == 1)
+            finish(worker, own);
+        else
+            last_token().finish(worker, own);
     }
 
 private:
+    void finish(const Worker& worker, const Private& own) const {
+        transform(worker, m_.layer[m_.layers - 1], own);
+        for (int b = 0; b < m_.batch; b++)
+            worker.kernels.rms_norm(buffers_.x.row(b), m_.final_norm, m_.eps, m_.hidden,
+                                    own.normed.row(b));
+        project(worker, {{m_.head, buffers_.middles[0], buffers_.logits}}, own.normed, m_.batch);
+    }
+
+    // The step of each row's last token alone, in the same buffers.
+    Step last_token() const {
+        Step last(*this);
+        last.slot_ += count_ - 1;
+        last.count_ = 1;
+        Buffers& s = last.buffers_;
+        for (Rows* rows : {&s.x, &s.q, &s.attended, &s.hidden, &s.up, &s.middles[0], &s.middles[1], &s.middles[2]})
+            *rows = {rows->row(count_ - 1), rows->stride * count_};
+        return last;
+    }
+
     // A barrier stands wherever the next phase reads what other workers wrote, or writes what they may still read; the
     // last one leaves x complete.
-    void layer(const Worker& worker, const Layer& l, const Private& own) const {
+    void remember(const Worker& worker, const Layer& l, const Private& own) const {
         const Buffers& s = buffers_;
         const int rows = m_.batch * count_;
-        for (int i = 0; i < rows; i++) norm(worker, l.input_norm, i, own.normed.row(i));
-        project(worker, {{l.q, s.middles[0], s.q}, {l.k, s.middles[1], s.k}, {l.v, s.middles[2], s.v}}, own.normed,
-                rows);
+        const Rows normed = norm(worker, l.input_norm, own);
+        project(worker, {{l.q, s.middles[0], s.q}, {l.k, s.middles[1], s.k}, {l.v, s.middles[2], s.v}}, normed, rows);
         worker.sync();
         append(worker, l);
         worker.sync();
+    }
+
+    void transform(const Worker& worker, const Layer& l, const Private& own) const {
+        const Buffers& s = buffers_;
+        const int rows = m_.batch * count_;
         if (count_ == 1)
             attend(worker, l, own);
         else
@@ -92,9 +123,9 @@ private:
         worker.sync();
         project(worker, {{l.o, s.middles[0], s.x}}, s.attended, rows, true);
         worker.sync();
-        for (int i = 0; i < rows; i++) norm(worker, l.post_norm, i, own.normed.row(i));
-        swiglu(worker, {l.gate, l.up, l.down, s.middles[0], s.middles[1], s.hidden, s.up, s.middles[0]}, own.normed,
-               rows, s.x, true);
+        const Rows normed = norm(worker, l.post_norm, own);
+        swiglu(worker, {l.gate, l.up, l.down, s.middles[0], s.middles[1], s.hidden, s.up, s.middles[0]}, normed, rows,
+               s.x, true);
         worker.sync();
     }
 
@@ -108,21 +139,25 @@ private:
             for (int j = 0; j < table.cols; j++) buffers_.x.row(i)[j] *= table.scale[token];
     }
 
-    void norm(const Worker& worker, const float* weight, int row, float* to) const {
-        worker.kernels.rms_norm(buffers_.x.row(row), weight, m_.eps, m_.hidden, to);
+    // The rows normalised: by each worker for itself, or many by all of them together.
+    Rows norm(const Worker& worker, const float* weight, const Private& own) const {
+        const int rows = m_.batch * count_;
+        const bool together = rows > kMaxBatch;
+        const Rows& to = together ? buffers_.normed : own.normed;
+        for (int i = together ? worker.begin(rows) : 0; i < (together ? worker.end(rows) : rows); i++) {
+            worker.kernels.rms_norm(buffers_.x.row(i), weight, m_.eps, m_.hidden, to.row(i));
+            if (!together) continue;
+            round_columns(worker.kernels, {to.row(i), to.stride, to.rounded + i * to.stride}, 0, m_.hidden, m_.hidden, 1);
+        }
+        if (together) worker.sync();
+        return to;
     }
 
     // QK-norm and RoPE in place on one head of the token at this step's position.
     void rotate(const Worker& worker, float* head, const float* head_norm, int position) const {
-        const int half = m_.head_dim / 2;
         if (head_norm) worker.kernels.rms_norm(head, head_norm, m_.eps, m_.head_dim, head);
-        const float* cos = m_.cos + static_cast<size_t>(position) * m_.head_dim;
-        const float* sin = m_.sin + static_cast<size_t>(position) * m_.head_dim;
-        for (int j = 0; j < half; j++) {
-            const float left = head[j], right = head[j + half];
-            head[j] = left * cos[j] - right * sin[j];
-            head[j + half] = right * cos[j + half] + left * sin[j + half];
-        }
+        const size_t at = static_cast<size_t>(position) * m_.head_dim;
+        worker.kernels.rotate(head, m_.cos + at, m_.sin + at, m_.head_dim / 2);
     }
 
     // The cache of one KV head of one row from its first token on; `count` positions.
@@ -166,9 +201,9 @@ private:
         for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, slot_ - start);
         const Matrix keys = cached(l.keys, b, kv_head, start, filled);
         const Matrix values = cached(l.values, b, kv_head, start, filled);
-        worker.kernels.rows(keys, 0, filled, q, d, count, own.scores, m_.max_len, nullptr, false);
+        worker.kernels.rows(keys, 0, filled, q, d, count, own.scores.data, own.scores.stride, nullptr, false);
         for (int i = 0; i < count; i++) {
-            float* scores = own.scores + static_cast<size_t>(i) * m_.max_len;
+            float* scores = own.scores.row(i);
             worker.kernels.softmax(scores, filled, m_.scale);
             worker.kernels.weighted_sum(values, scores, buffers_.attended.row(b) + (head + i) * d);
         }
@@ -192,32 +227,33 @@ private:
         const int filled = std::max(slot_ + first + n - start, 0);  // positions that the last of them sees
         const Matrix keys = cached(l.keys, b, kv_head, start, filled);
         const Matrix values = cached(l.values, b, kv_head, start, filled);
-        const size_t ld = Scratch::size(1, m_.max_len), lq = (d + 1) / 2 * 2;
+        const Rows &scores = own.scores, &queries = own.queries, &to = buffers_.attended;
         const int at_once = std::min(group, std::max(1, kQueries / n));
         for (int g = 0; g < group; g += at_once) {
-            const int heads = std::min(at_once, group - g), rows = heads * n;
-            float *scores = own.scores, *out = scores + 2 * kQueries * ld;
-            uint16_t* weights = reinterpret_cast<uint16_t*>(scores + kQueries * ld);
-            uint16_t* queries = reinterpret_cast<uint16_t*>(out + Scratch::size(kQueries, d));
+            const int rows = std::min(at_once, group - g) * n;
+            // Query row i is head g + i / n of the token in row_of(i).
+            const auto row_of = [&](int i) { return b * count_ + first + i % n; };
+            const auto column_of = [&](int i) { return (kv_head * group + g + i / n) * d; };
             for (int i = 0; i < rows; i++) {
-                const int t = first + i % n;
-                float* q = buffers_.q.row(b * count_ + t) + (kv_head * group + g + i / n) * d;
-                rotate(worker, q, l.q_norm, std::max(slot_ + t - start, 0));
-                queries[i * lq + lq - 1] = 0;
-                worker.kernels.narrow(q, kBFloat16, d, queries + i * lq);
+                float* q = buffers_.q.row(row_of(i)) + column_of(i);
+                rotate(worker, q, l.q_norm, std::max(slot_ + first + i % n - start, 0));
+                worker.kernels.narrow(q, kBFloat16, d, queries.rounded + i * queries.stride);
             }
-            worker.kernels.gemm(keys, 0, filled, queries, lq, rows, scores, ld, nullptr, false);
+            worker.kernels.gemm(keys, 0, filled, queries.rounded, queries.stride, rows, scores.data, scores.stride,
+                                nullptr, false);
             for (int i = 0; i < rows; i++) {
                 const int seen = std::max(slot_ + first + i % n + 1 - start, 0);
-                if (seen) worker.kernels.softmax(scores + i * ld, seen, m_.scale);
-                std::fill(scores + i * ld + seen, scores + i * ld + filled, 0.0f);
-                weights[i * 2 * ld + filled] = 0;
-                worker.kernels.narrow(scores + i * ld, kBFloat16, filled, weights + i * 2 * ld);
+                if (seen) worker.kernels.softmax(scores.row(i), seen, m_.scale);
+                std::fill(scores.row(i) + seen, scores.row(i) + filled, 0.0f);
             }
-            worker.kernels.mix(values, weights, 2 * ld, rows, out, d);
-            for (int i = 0; i < rows; i++)
-                std::copy(out + i * d, out + (i + 1) * d,
-                          buffers_.attended.row(b * count_ + first + i % n) + (kv_head * group + g + i / n) * d);
+            round_columns(worker.kernels, scores, 0, filled, filled, rows);
+            worker.kernels.mix(values, scores.rounded, scores.stride, rows, queries.data, queries.stride);
+            for (int i = 0; i < rows; i++) {
+                std::copy(queries.row(i), queries.row(i) + d, to.row(row_of(i)) + column_of(i));
+                if (to.rounded)
+                    worker.kernels.narrow(queries.row(i), kBFloat16, d,
+                                          to.rounded + row_of(i) * to.stride + column_of(i));
+            }
         }
     }
 
@@ -227,7 +263,7 @@ private:
     const int32_t* starts_;
     int slot_;
     Buffers buffers_;
-    Rows private_;
+    std::vector<Private> own_;
 };
 
 }  // namespace
