@@ -16,6 +16,7 @@ from words import word_tokenizer
 from neuronmm import cli
 from neuronmm.engine.backends.neuron_decoder import NeuronSlots
 from neuronmm.engine.engine import Engine, load
+from neuronmm.engine.neuron_benchmark import benchmark_neuron
 from neuronmm.engine.sampling import SamplingParams
 
 ONE_TOKEN = "w20"
@@ -108,6 +109,19 @@ def test_rows_of_a_decoder(host: str, neuron_checkpoint: Callable[..., Path], ne
         decoder = neuron(folder, batch_size=2, continuous=continuous).host.decoder(2, 20)
         logits.append([decoder.prefill(ids, mask), decoder.decode(torch.tensor([3, 4]))])
     torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_a_benchmark_reads_one_prompt_after_another(host: str, neuron_checkpoint: Callable[..., Path]) -> None:
+    folder = neuron_checkpoint()
+
+    def predicted(batch: int) -> dict[str, float]:
+        options = {"emulate": True, "continuous": True}
+        (point,) = benchmark_neuron(folder, None, [8], 4, [batch], 1, "fp32", False, options)["points"]
+        return dict(point["variants"]["dense"]["predicted"])
+
+    one, two = predicted(1), predicted(2)
+    assert two["ttft"] > 1.9 * one["ttft"]
+    assert two["tpot"] < 1.9 * one["tpot"]
 
 
 def test_command(host: str, neuron_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
