@@ -1,14 +1,16 @@
 """Decode speed on the CPU, ours and other engines', in one interleaved run.
 
 Every engine is a process of its own, loaded once. A round asks each of them in turn for the same work, with a bandwidth
-probe before and after; the order of the engines turns from round to round. Medians and ranges over the rounds are
-printed as a table, then everything as one JSON line. Figures are measured, on this machine, while it ran.
+probe before and after; the order of the engines turns from round to round. Every measurement is added to a file as one
+JSON line; a run that is started again takes up where the last one ended. Figures are measured, on this machine, while
+it ran; ``cpu_report.py`` makes tables of them.
 
-    python scripts/bench_cpu.py MODEL.gguf --install      also install the peers, each into an environment of its own
-    python scripts/bench_cpu.py llama-1b --engines dense mlp-0.4 all-0.4
+    python scripts/bench_cpu.py MODEL.gguf --install      first install the peers, each into an environment of its own
+    python scripts/bench_cpu.py MODEL.gguf --batches 4 8 --engines dense all-0.4 llama.cpp-BF16 vllm
+    python scripts/bench_cpu.py llama-1b --rounds 3 --engines dense mlp-0.4 all-0.4 llama.cpp-BF16
 
-MODEL is a checkpoint (folder or GGUF file; llama.cpp and OpenVINO need the GGUF file) or ``llama-1b``, a randomly
-initialised model of Llama 3.2 1B's shape. Low-rank variants have random factors: only their speed means something.
+MODEL is a GGUF file, a folder (llama.cpp and OpenVINO are left out then) or ``llama-1b``, a randomly initialised model
+of Llama 3.2 1B's shape. Low-rank variants have random factors: only their speed means something.
 """
 
 from __future__ import annotations
@@ -23,19 +25,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cpu_peers
+import cpu_report
 import torch
 
 from neuronmm.engine.machine import describe_machine
 from neuronmm.kernels.cpu import arena
+from neuronmm.models.source import resolve
 
 OURS = ("dense", "dense-int8", "mlp-0.2", "mlp-0.4", "mlp-0.4-naive", "all-0.4", "all-0.4-int8")
-PEERS = {
-    "llama.cpp-BF16": ("llama.cpp", "llama-cpp-python"),
-    "llama.cpp-Q8_0": ("llama.cpp", "llama-cpp-python"),
-    "openvino-F16": ("openvino", "openvino-genai"),
-}
-"""Engine -> its environment, and the package that makes the environment."""
-ENVIRONMENTS = Path(__file__).parent.parent / "out" / "peers"
 
 
 class Worker:
@@ -43,10 +41,17 @@ class Worker:
 
     def __init__(self, name: str, model: str, python: str, threads: int) -> None:
         self.name = name
-        command = [python, str(Path(__file__).with_name("cpu_engines.py")), name, model, str(threads)]
+        script = Path(__file__).with_name("cpu_engines.py").absolute()
+        command = [python, str(script), name, str(Path(model).absolute()), str(threads)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        # Not in this folder: its own `kernels` would pass for the package of that name, which transformers looks for.
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=cpu_peers.ENVIRONMENTS,
         )
         self.facts: dict[str, Any] = self._answer()
 
@@ -66,166 +71,104 @@ class Worker:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise RuntimeError(f"{self.name} ended with status {self._process.wait()}; its messages are above")
-
-
-def write_gguf(model: str, kind: str) -> Path:
-    """The GGUF file ``model`` in another type (BF16, F16, Q8_0); norms stay in fp32."""
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
-    from gguf.quants import dequantize, quantize
-
-    path = ENVIRONMENTS / f"{Path(model).stem}.{kind}.gguf"
-    if path.is_file():
-        return path
-    reader, target = GGUFReader(model), GGMLQuantizationType[kind]
-    writer = GGUFWriter(path, "llama")
-    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
-            continue
-        sub = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub)
-    for tensor in reader.tensors:
-        data = dequantize(tensor.data, tensor.tensor_type)
-        if data.ndim == 2:
-            writer.add_tensor(tensor.name, quantize(data, target), raw_dtype=target)
-        else:
-            writer.add_tensor(tensor.name, data.astype("float32"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def bandwidth() -> float:
-    """Bytes a second that reading 512 MiB on huge pages reaches, best of three."""
-    if not _probe:
-        _probe.append(arena.gather([torch.ones(128 << 20)])[0])
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        _probe[0].sum()
-        seconds.append(time.perf_counter() - start)
-    return _probe[0].nbytes / min(seconds)
-
-
-_probe: list[Any] = []
+        raise RuntimeError(f"it ended with status {self._process.wait()}")
 
 
 def start(name: str, model: str, threads: int) -> Worker | str:
     """The engine's process, or why there is none."""
-    if name not in PEERS:
-        return Worker(name, model, sys.executable, threads)
-    python = ENVIRONMENTS / PEERS[name][0] / "bin" / "python"
+    random = model == "llama-1b"
+    folder = cpu_peers.write_random_1b() if random else resolve(model)
+    if name not in cpu_peers.ENGINES:
+        return Worker(name, str(folder), sys.executable, threads)
+    python = cpu_peers.python_of(name)
     if not python.is_file():
         return "not installed; --install does it"
-    if not model.endswith(".gguf"):
-        return "it takes a GGUF file"
     try:
-        return Worker(name, str(write_gguf(model, name.rpartition("-")[2])), str(python), threads)
+        if name == "vllm":
+            return Worker(name, str(folder), str(python), threads)
+        kind = name.rpartition("-")[2]
+        if random and name.startswith("llama.cpp"):
+            return Worker(name, str(cpu_peers.write_random_gguf(folder, kind)), str(python), threads)
+        if not model.endswith(".gguf"):
+            return "it takes a GGUF file with a vocabulary"
+        return Worker(name, str(cpu_peers.write_gguf(model, kind)), str(python), threads)
     except (RuntimeError, OSError) as error:
         return str(error)
 
 
-def install() -> None:
-    """Make an environment for every peer; one that fails is reported and left out."""
-    for environment, package in sorted(set(PEERS.values())):
-        where = ENVIRONMENTS / environment
-        subprocess.run([sys.executable, "-m", "venv", str(where)], check=True)
-        command = [str(where / "bin" / "python"), "-m", "pip", "install", "--quiet", package]
-        # llama-cpp-python compiles llama.cpp; its image and audio models would be a third of that work.
-        done = subprocess.run(command, env={**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}, check=False)
-        print(f"{package}: {'installed' if done.returncode == 0 else 'not installed, see above'}", flush=True)
+class Probe:
+    """Bytes a second that reading 512 MiB on huge pages reaches, best of three."""
+
+    def __init__(self) -> None:
+        self._memory = arena.gather([torch.ones(128 << 20)])[0]
+
+    def __call__(self) -> float:
+        seconds = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            self._memory.sum()
+            seconds.append(time.perf_counter() - begin)
+        return self._memory.nbytes / min(seconds)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
-
-
-def measure(workers: list[Worker], context: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """``rounds`` interleaved rounds at one context length.
-
-    A round's decode speed is ``batch`` by the median step; its share of the limit is taken against the mean of the two
-    probes around it.
-    """
-    rows: dict[str, dict[str, list[float]]] = {w.name: {"speed": [], "ttft": [], "share": []} for w in workers}
-    probes = [bandwidth()]
+def measure(workers: list[Worker], args: argparse.Namespace, done: set[tuple[Any, ...]], file: Any) -> None:
+    """Every round that is not in the file yet; one warm-up of a new process at each point."""
+    probe, warm = Probe(), set()
     for turn in range(args.rounds):
-        for i in range(len(workers)):
-            worker = workers[(turn + i) % len(workers)]
-            result = worker(context=context, new=args.new, batch=args.batch)
-            probes.append(bandwidth())
-            step = statistics.median(result["tpot"])
-            row = rows[worker.name]
-            row["speed"].append(args.batch / step)
-            row["ttft"].append(result["ttft"])
-            row["share"].append(worker.facts["bytes"] / step / statistics.mean(probes[-2:]))
-    return [
-        {
-            "engine": worker.name,
-            "context": context,
-            "batch": args.batch,
-            **{key: spread(values) for key, values in rows[worker.name].items()},
-            "probe": spread(probes),
-        }
-        for worker in workers
-    ]
-
-
-def table(points: list[dict[str, Any]], workers: list[Worker]) -> None:
-    """Print the figures; speed-ups are over the first engine."""
-    nbytes = {worker.name: worker.facts["bytes"] for worker in workers}
-    print(
-        f"{'engine':<16}{'context':>8}{'decode tok/s (range)':>26}{'x first':>9}{'of limit':>10}{'TTFT ms':>9}{'MB':>7}"
-    )
-    for point in points:
-        first = next(p for p in points if p["context"] == point["context"])
-        speed, ttft, share = point["speed"], point["ttft"]["median"], point["share"]["median"]
-        decode = f"{speed['median']:.1f} ({speed['low']:.1f}-{speed['high']:.1f})"
-        ratio = speed["median"] / first["speed"]["median"]
-        size = nbytes[point["engine"]] / 1e6
-        left, right = f"{point['engine']:<16}{point['context']:>8}{decode:>26}", f"{1e3 * ttft:>9.0f}{size:>7.0f}"
-        print(f"{left}{ratio:>9.2f}{share:>10.2f}{right}")
-    for context in sorted({p["context"] for p in points}):
-        probe = next(p["probe"] for p in points if p["context"] == context)
-        low, middle, high = (probe[key] / 1e9 for key in ("low", "median", "high"))
-        print(f"read bandwidth around context {context}: {middle:.1f} GB/s ({low:.1f}-{high:.1f})")
+        for context in args.contexts:
+            for batch in args.batches:
+                for i in range(len(workers)):
+                    worker = workers[(turn + i) % len(workers)]
+                    if (worker.name, context, batch, turn) in done:
+                        continue
+                    if (worker.name, context, batch) not in warm:
+                        worker(context=context, new=2, batch=batch)
+                        warm.add((worker.name, context, batch))
+                    before = probe()
+                    result = worker(context=context, new=args.new, batch=batch)
+                    point = {"engine": worker.name, "context": context, "batch": batch, "round": turn}
+                    step = statistics.median(result["tpot"])
+                    figures = {"ttft": result["ttft"], "step": step, "before": before, "after": probe()}
+                    print(json.dumps({"model": args.name, **point, **figures}), file=file, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="a checkpoint, or llama-1b")
-    parser.add_argument("--engines", nargs="+", default=[*OURS, "transformers", *PEERS], help="which, in order")
+    parser.add_argument("--engines", nargs="+", default=[*OURS, "transformers", *cpu_peers.ENGINES], help="in order")
     parser.add_argument("--contexts", nargs="+", type=int, default=[32, 512], help="prompt tokens")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=32, help="tokens after the first")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--install", action="store_true", help="install the peers first")
+    parser.add_argument("--output", type=Path, default=Path("out/bench_cpu.jsonl"), help="where measurements are added")
     args = parser.parse_args()
+    args.name = Path(args.model).name
     torch.set_num_threads(args.threads)
     if args.install:
-        install()
+        cpu_peers.install()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    cpu_peers.ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    lines = cpu_report.read(args.output) if args.output.is_file() else []
+    done = {
+        (line["engine"], line["context"], line["batch"], line["round"])
+        for line in lines
+        if line["model"] == args.name and "round" in line
+    }
     started = {name: start(name, args.model, args.threads) for name in args.engines}
     workers = [worker for worker in started.values() if isinstance(worker, Worker)]
-    absent = {name: reason for name, reason in started.items() if isinstance(reason, str)}
-    try:
-        points = [point for context in args.contexts for point in measure(workers, context, args)]
-    finally:
-        for worker in workers:
-            worker.close()
-    table(points, workers)
-    for worker in workers:
-        print(f"{worker.name}: {worker.facts['path']}, loaded in {worker.facts['load_seconds']:.1f} s")
-    for name, reason in absent.items():
-        print(f"{name}: absent ({reason})")
-    facts = {worker.name: worker.facts for worker in workers}
-    machine = describe_machine(torch.device("cpu"))
-    print(
-        json.dumps({"machine": machine, "arguments": vars(args), "engines": facts, "absent": absent, "points": points})
-    )
+    with args.output.open("a", encoding="utf-8") as file:
+        machine = {**describe_machine(torch.device("cpu")), "threads": args.threads}
+        for name, worker in started.items():
+            facts = {"absent": worker} if isinstance(worker, str) else worker.facts
+            print(json.dumps({"model": args.name, "engine": name, "machine": machine, **facts}), file=file, flush=True)
+        try:
+            measure(workers, args, done, file)
+        finally:
+            for worker in workers:
+                worker.close()
+    print(cpu_report.tables(cpu_report.read(args.output)))
 
 
 if __name__ == "__main__":

@@ -40,34 +40,22 @@ def timed(first: Callable[[], Any], later: Callable[[Any], Any], new: int) -> di
     return {"ttft": steps[0], "tpot": steps[1:]}
 
 
+def timed_whole(seconds: Callable[[int], float], new: int) -> dict[str, Any]:
+    """The same from whole generations, of one token and of ``new`` more; the prompts are different ones."""
+    first, whole = seconds(1), seconds(new + 1)
+    return {"ttft": first, "tpot": [(whole - first) / new]}
+
+
 def torch_model(model: str, variant: str) -> Any:
     """The dense model, or one with factors of the removed share the variant names."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from neuronmm.models import CompressionSpec, patch
     from neuronmm.models.families import LAYERS, TARGETS
     from neuronmm.models.load import load_pretrained
     from neuronmm.models.source import resolve
 
-    if model == "llama-1b":
-        config = LlamaConfig(
-            vocab_size=128256,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=64,
-            tie_word_embeddings=True,
-            rope_theta=500000.0,
-        )
-        torch.set_default_dtype(torch.bfloat16)
-        dense: Any = LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
-        dense.model.rotary_emb = type(dense.model.rotary_emb)(config)
-    else:
-        dense = load_pretrained(resolve(model), torch.bfloat16, "cpu")
+    dense = load_pretrained(resolve(model), torch.bfloat16, "cpu")
     targets, _, ratio = variant.partition("-")
     if targets not in TARGETS:
         return dense
@@ -91,6 +79,17 @@ def torch_model(model: str, variant: str) -> Any:
     return patch(dense, spec)
 
 
+def int8_bytes(weights: Any) -> int:
+    """Bytes of all int8 matrices and their scales; the embedding counts as the head it is tied to."""
+    found = {}
+    for layer in (weights, *weights.layers):
+        for part in vars(layer).values():
+            for matrix in (getattr(part, "A", None), getattr(part, "B", None)):
+                if matrix is not None:
+                    found[matrix.values.data_ptr()] = matrix.values.nbytes + matrix.scales.nbytes
+    return sum(found.values())
+
+
 def prepare_ours(model: str, variant: str) -> Prepared:
     """Our engine."""
     import torch
@@ -106,7 +105,7 @@ def prepare_ours(model: str, variant: str) -> Prepared:
     nbytes, path, weights = weight_bytes_per_step(host.model), host.path, None
     if variant.endswith("int8"):
         weights = quantise_model(describe(host.model, 1024))
-        nbytes, path = nbytes // 2, path + ", int8"
+        nbytes, path = int8_bytes(weights), path + ", int8"
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
         shape = (batch, context + new + 1)
@@ -137,18 +136,19 @@ def prepare_transformers(model: str) -> Prepared:
         return time.perf_counter() - start
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
-        ids = torch.randint(3, 1000, (batch, context))
-        first, all_of_them = generate(ids, 1), generate(ids, new + 1)
-        return {"ttft": first, "tpot": [(all_of_them - first) / new]}
+        return timed_whole(lambda count: generate(torch.randint(3, 1000, (batch, context)), count), new)
 
     return {"bytes": weight_bytes_per_step(found), "path": f"transformers {transformers.__version__}, bf16"}, run
 
 
 def prepare_llama_cpp(model: str, threads: int) -> Prepared:
     """llama.cpp through its own C interface, flash attention on, greedy."""
+    import logging
+
     import llama_cpp as ll
     import numpy as np
 
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
     ll.llama_backend_init()
     loaded = ll.llama_model_load_from_file(model.encode(), ll.llama_model_default_params())
     vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(loaded))
@@ -203,12 +203,47 @@ def prepare_openvino(model: str, threads: int) -> Prepared:
     return {"bytes": Path(model).stat().st_size, "path": f"openvino-genai {genai.__version__}, bf16 math"}, run
 
 
+def prepare_vllm(model: str, threads: int) -> Prepared:
+    """vLLM's build for CPUs, in one process, compiled as it does by default; no prompt is remembered."""
+    import os
+    import random
+
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    import vllm
+
+    engine = vllm.LLM(
+        model=model,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+
+    def generate(batch: int, context: int, count: int) -> float:
+        prompts = [{"prompt_token_ids": random.choices(range(3, 1000), k=context)} for _ in range(batch)]
+        params = vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        engine.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    def run(context: int, new: int, batch: int) -> dict[str, Any]:
+        return timed_whole(lambda count: generate(batch, context, count), new)
+
+    nbytes = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    return {"bytes": nbytes, "path": f"vllm {vllm.__version__}, bf16, compiled"}, run
+
+
 def prepare(model: str, name: str, threads: int) -> Prepared:
     """The engine called ``name`` in this process."""
     if name.startswith("llama.cpp"):
         return prepare_llama_cpp(model, threads)
     if name.startswith("openvino"):
         return prepare_openvino(model, threads)
+    if name == "vllm":
+        return prepare_vllm(model, threads)
     import torch
 
     torch.set_num_threads(threads)

@@ -1,0 +1,104 @@
+"""The measurements of ``bench_cpu.py`` as Markdown, after the marker in a document or, without one, on the terminal.
+
+python scripts/cpu_report.py out/bench_cpu.jsonl docs/results/cpu.md
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+def read(path: Path) -> list[Line]:
+    """The file's lines; what a stopped run left half-written is passed over."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """Median and range."""
+    ordered = sorted(values)
+    middle, low, high = (f"{value:{form}}" for value in (statistics.median(ordered), ordered[0], ordered[-1]))
+    return f"{middle} ({low} to {high})"
+
+
+def tables(lines: list[Line]) -> str:
+    """One table for every model, context and batch, and one with what each engine is."""
+    facts = {(line["model"], line["engine"]): line for line in lines if "round" not in line}
+    points: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
+    for line in lines:
+        if "round" in line:
+            points[line["model"], line["context"], line["batch"]].append(line)
+    text = [_point(*point, measured, facts) for point, measured in sorted(points.items())]
+    return "\n\n".join([*text, _engines(facts)])
+
+
+def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[tuple[str, str], Line]) -> str:
+    engines: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        engines[line["engine"]].append(line)
+    nbytes = {name: facts[model, name]["bytes"] for name in engines}
+    by_round = {line["round"]: line["step"] for line in engines.get("dense", [])}
+    probes = [line[which] / 1e9 for line in lines for which in ("before", "after")]
+    rounds = max(len(found) for found in engines.values())
+    rows = [
+        f"### {model}, {context} tokens of context, batch {batch}",
+        "",
+        f"{rounds} rounds; read bandwidth {spread(probes, '.1f')} GB/s. Median (range) over the rounds.",
+        "",
+        "| engine | decode tokens/s | of the limit | over dense, same round | ideal by bytes | TTFT ms | MB a step |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+
+    for name, found in engines.items():
+        limits = [(line["before"] + line["after"]) / 2 / nbytes[name] for line in found]
+        paired = [by_round[line["round"]] / line["step"] for line in found if line["round"] in by_round]
+        cells = [
+            spread((batch / line["step"] for line in found), ".1f"),
+            spread((1 / line["step"] / limit for line, limit in zip(found, limits, strict=True)), ".2f"),
+            spread(paired, ".2f") if paired else "",
+            f"{nbytes['dense'] / nbytes[name]:.2f}" if by_round else "",
+            spread((1e3 * line["ttft"] for line in found), ".0f"),
+            f"{nbytes[name] / 1e6:.0f}",
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _engines(facts: dict[tuple[str, str], Line]) -> str:
+    rows = ["### Engines", "", "| model | engine | is | ready after, s |", "|---|---|---|---:|"]
+    for (model, name), line in sorted(facts.items()):
+        path = f"absent: {line['absent']}" if "absent" in line else line["path"]
+        ready = f"{line['load_seconds']:.1f}" if "load_seconds" in line else ""
+        rows.append(f"| {model} | {name} | {path} | {ready} |")
+    machine = next(iter(facts.values()))["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    rows += [
+        "",
+        f"Machine: {machine['device']}, {machine['cores']} cores, {machine['threads']} threads used; {versions}.",
+    ]
+    return "\n".join(rows)
+
+
+MARKER = "<!-- What follows is written by scripts/cpu_report.py -->"
+
+if __name__ == "__main__":
+    result = tables(read(Path(sys.argv[1])))
+    if len(sys.argv) > 2:
+        document = Path(sys.argv[2])
+        before = document.read_text(encoding="utf-8").partition(MARKER)[0]
+        document.write_text(f"{before}{MARKER}\n\n{result}\n", encoding="utf-8")
+    else:
+        print(result)
