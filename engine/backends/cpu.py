@@ -1,4 +1,4 @@
-"""The CPU backend: prefill in torch, each later token one call of the C++ core where that can serve the model."""
+"""The CPU backend: each step one call of the C++ core where that can serve the model, prompts in it or in torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class CpuHost(TorchHost):
         if self._in_torch(1):
             return super().path
         pages = "huge pages" if arena.huge_bytes(self.model.get_input_embeddings().weight) else "4 KiB pages"
-        return f"whole step in C++ ({isa()}), {torch.get_num_threads()} threads, {pages}"
+        prompts = "C++" if CpuDecoder(self.model, 1, 1).reads_prompts else "torch"
+        return f"whole step in C++ ({isa()}), prompts in {prompts}, {torch.get_num_threads()} threads, {pages}"
 
     def decoder(self, batch: int, max_len: int) -> Decoder:
         """A decoder for ``batch`` rows of at most ``max_len`` positions."""

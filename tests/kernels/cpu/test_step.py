@@ -134,7 +134,7 @@ def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int)
     wide = make_model("qwen3" if batch == 3 else "qwen2", kind)
     wide.load_state_dict(model.state_dict())
     core_decoder = CpuDecoder(model, batch, length + 3)
-    if not core_decoder._whole_step.reads_prompts:
+    if not core_decoder.reads_prompts:
         pytest.skip("this processor has no bf16 dot product")
     decoders = [core_decoder, TorchDecoder(model, batch, length + 3), TorchDecoder(wide, batch, length + 3)]
     ids, mask = make_tokens(batch, length), torch.ones(batch, length, dtype=torch.long)
@@ -152,7 +152,7 @@ def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int)
 
 
 def test_a_prompt_in_fp32_is_read_by_torch() -> None:
-    assert not CpuDecoder(make_model("llama", "dense"), 1, 16)._whole_step.reads_prompts
+    assert not CpuDecoder(make_model("llama", "dense"), 1, 16).reads_prompts
 
 
 def test_a_decoder_is_reusable_and_full_at_the_end() -> None:
