@@ -33,6 +33,17 @@ FAMILIES = {
 LAYERS = "model.layers"
 """Where the decoder layers live in every supported architecture."""
 
+LINEARS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""The linears of one decoder layer by their short names."""
+
 TARGETS: dict[str, tuple[str, ...]] = {
     "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     "attention": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),

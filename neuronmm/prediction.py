@@ -12,21 +12,12 @@ from neuronmm.emulator.timing.inference import predict as simulate
 from neuronmm.emulator.timing.measured import DECODE_ERROR, MEAN_LATENCY_ERROR
 from neuronmm.kernels.hardware import CORES
 from neuronmm.models.errors import UserError
-from neuronmm.models.families import LAYERS, TARGETS, family_of
+from neuronmm.models.families import LAYERS, LINEARS, TARGETS, family_of
 from neuronmm.models.source import read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
 LONGEST_STREAM = 128
 """Largest batch: the decode kernels take up to 128 tokens."""
-SHORT = {
-    "self_attn.q_proj": "q",
-    "self_attn.k_proj": "k",
-    "self_attn.v_proj": "v",
-    "self_attn.o_proj": "o",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
-}
 
 
 def predict(
@@ -97,7 +88,7 @@ def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, float]
     except KeyError as error:
         raise UserError(f"{folder / 'config.json'}: {error} is missing") from None
     carried = config.get("quantization_config") or {}
-    names = {f"{LAYERS}.{i}.{long}": (i, short) for i in range(dense.layers) for long, short in SHORT.items()}
+    names = {f"{LAYERS}.{i}.{long}": (i, short) for i in range(dense.layers) for short, long in LINEARS.items()}
     sizes = dense.linears()
     targets = [n for n in names if n.split(".", 3)[3] in TARGETS["mlp"]]
 

@@ -18,18 +18,10 @@ from torch import Tensor
 
 from neuronmm.kernels.layout import pack
 from neuronmm.models.errors import UserError
+from neuronmm.models.families import LINEARS
 from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name
 from neuronmm.models.neuronx.heads import HeadPlan, distribute, take_heads
 
-LINEARS = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
 NORMS = {
     "input_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
