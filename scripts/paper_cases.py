@@ -116,24 +116,25 @@ def two_kernels(mlp: Mlp, tokens: int, device: str) -> Figures:
 
 def dense_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
     """Gate, up and down uncompressed: three products of strips past packed weights, each with the fastest of four strip
-    lengths, as many panels in flight as ours, or as two tiles of them fit half of SBUF."""
+    lengths, and of one to four panels in flight and as many as ours has; two tiles of them take up to half of SBUF."""
     core = CORES[device]
 
     def product(k: int, n: int) -> Figures:
         how = Packing.of(k, n, 2)
         most = core.sbuf_partition_bytes // (4 * 2 * how.rows.count * how.columns.width * how.group)
-        panels = max(1, min(most, mlp_tiling(mlp, tokens, core).panels))
+        panels = {max(1, min(most, count)) for count in (1, 2, 4, mlp_tiling(mlp, tokens, core).panels)}
         found = []
         for strip in sorted({min(strip, tokens) for strip in (256, 512, 1024, 2048)}):
-            blocks = Blocks(strip, min(512, strip), panels=panels)
+            for count in sorted(panels):
+                blocks = Blocks(strip, min(512, strip), panels=count)
 
-            def kernel(x: Any, w: Any, y: Any, blocks: Blocks = blocks) -> None:
-                baselines.dense_strips(d, x, w, y, blocks)
+                def kernel(x: Any, w: Any, y: Any, blocks: Blocks = blocks) -> None:
+                    baselines.dense_strips(d, x, w, y, blocks)
 
-            try:
-                found.append(figures(shapes(kernel, (k, tokens), packed(k, n), out=(n, tokens), core=core), core))
-            except NkiError:  # does not fit SBUF
-                break
+                try:
+                    found.append(figures(shapes(kernel, (k, tokens), packed(k, n), out=(n, tokens), core=core), core))
+                except NkiError:  # does not fit SBUF
+                    break
         return min(found, key=lambda result: result["latency"])
 
     up, down = product(mlp.hidden, mlp.intermediate), product(mlp.intermediate, mlp.hidden)
