@@ -64,8 +64,10 @@ def refine(
     training, held_out = split_rows(len(inputs))
     a_step = max(1, STEP_TOKENS // inputs.shape[1])
 
+    in_bf16 = multiplies_bf16(inputs.device)
+
     def loss_of(rows: Tensor) -> Tensor:
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=multiplies_bf16(inputs.device)):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=in_bf16):
             outputs = run_layer(layer, inputs[rows], rotary).float()
         wanted = targets[rows]
         return ((outputs - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).mean()

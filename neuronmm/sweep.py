@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import calibration_tokens, compress
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.workspace import write_tensors
 from neuronmm.engine.benchmark import benchmark
 from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.machine import describe_machine
@@ -196,7 +197,7 @@ def _tokens(out: Path, dense: Path, config: CompressionConfig, progress: Callabl
     """The calibration tokens of all points, made once for the sweep."""
     kept = out / "calibration.safetensors"
     if not kept.is_file():
-        save_file({"tokens": calibration_tokens(dense, config, progress)}, kept.with_suffix(".writing"))
+        write_tensors(kept.with_suffix(".writing"), {"tokens": calibration_tokens(dense, config, progress)})
         os.replace(kept.with_suffix(".writing"), kept)
     return load_file(kept)["tokens"]
 

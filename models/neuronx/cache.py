@@ -6,7 +6,6 @@ Weights are inputs of a graph, not part of it: two checkpoints of one architectu
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import neuronmm.kernels
+from neuronmm.kernels.cache import cache_folder, digest
 from neuronmm.models.neuronx import sdk
 from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import Shards
-from neuronmm.models.source import cache_folder
 
 
 def key(shards: Shards, settings: Settings, host: str) -> str:
@@ -35,17 +34,16 @@ def key(shards: Shards, settings: Settings, host: str) -> str:
         "versions": sdk.versions(),
         "flags": os.environ.get("NEURON_CC_FLAGS", ""),
     }
-    text = json.dumps(what, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return digest(what)[:24]
 
 
 def _code() -> str:
     """A digest of the source files that decide what a graph is."""
-    digest = hashlib.sha256()
+    code = hashlib.sha256()
     kernels = Path(neuronmm.kernels.__file__).parent
     for file in sorted((*kernels.glob("*.py"), *kernels.glob("nki/*.py"), *Path(__file__).parent.glob("*.py"))):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+        code.update(file.read_bytes())
+    return code.hexdigest()
 
 
 def to_cores(model: Any, name: str) -> bool:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from neuronmm.kernels.cache import cache_folder
 from neuronmm.models import UserError
 from neuronmm.models.load import load_pretrained, load_tokenizer
-from neuronmm.models.source import cache_folder, read_config, resolve
+from neuronmm.models.source import read_config, resolve
 from tiny import make_tiny
 
 
