@@ -76,14 +76,12 @@ def weight_of(layer: nn.Module, linear: Linear, inside: str) -> Tensor:
 
 
 def moments_of(
-    layer: nn.Module, hidden: Tensor, rotary: Rotary, linears: Sequence[Linear], inside: str, damping: float
+    layer: nn.Module, hidden: Tensor, rotary: Rotary, names: Sequence[str], damping: float
 ) -> tuple[dict[str, Moments], Tensor]:
-    """The moments of each of the layer's ``linears`` by name, and the layer's outputs."""
-    names = [part.name.removeprefix(inside) for linear in linears for part in linear.parts]
-    joint = {part.name.removeprefix(inside) for linear in linears for part in linear.members}
-    with gathering(layer, names, damping, joint) as gathered:
+    """The moments of the linears of these names inside the layer, by name, and the layer's outputs."""
+    with gathering(layer, names, damping) as moments:
         outputs = advance(layer, hidden, rotary)
-    return {linear.name: gathered[linear.name.removeprefix(inside)] for linear in linears}, outputs
+    return moments, outputs
 
 
 def anchored_factors(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.anchored import Anchors
-from neuronmm.compression.block import Rotary, advance, anchored_factors, moments_of, swap, unshared, weight_of
+from neuronmm.compression.block import Rotary, advance, anchored_factors, swap, unshared, weight_of
+from neuronmm.compression.calibration_store import CalibrationStore, stored_moments
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.moments import Moments
@@ -34,6 +35,7 @@ def compress_layer(
     streams: Streams,
     rotary: Rotary | None,
     config: CompressionConfig,
+    store: CalibrationStore | None,
     release: Callable[[nn.Module], None],
     advanced: Callable[[float], None],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -44,9 +46,10 @@ def compress_layer(
         index: its number.
         reader: the checkpoint it comes from.
         plan: ranks and sharing.
-        streams: the layer's inputs, replaced by its outputs; empty where the method needs no text.
+        streams: the layer's inputs, replaced by its outputs; empty where no text has to pass the layer.
         rotary: RoPE's cos and sin, where there are streams.
         config: the run's settings.
+        store: where the layer's moments are found, or kept for other runs.
         release: called with the dense linears that have been factorised.
         advanced: called with the further share of the refinement that is done.
 
@@ -70,20 +73,25 @@ def compress_layer(
 
     facts: dict[str, Any] = {}
     try:
-        if streams:
+        if config.method == "anchored":
             assert rotary is not None
-            outputs = _factorise(layer, compressed, chosen, streams, rotary, inside, config, take)
-            for part in (part for linear in chosen for part in linear.parts):
-                release(layer.get_submodule(part.name.removeprefix(inside)))
-            if config.refine != "off" and chosen:
-                course, seed = COURSES[config.refine], config.seed * len(plan.linears) + index
-                dtype = reader[f"{chosen[0].name}.weight"].dtype
-                facts["refinement"] = refine(
-                    compressed, streams["compressed"], outputs, rotary, course, seed, dtype, advanced
-                )
+            hidden = (streams["dense"], streams["compressed"])
+            anchored_factors(layer, compressed, hidden, rotary, chosen, inside, config.damping, take)
+            outputs = advance(layer, streams["dense"], rotary)
         else:
+            names = [part.name.removeprefix(inside) for linear in plan.of_layer(index) for part in linear.parts]
+            moments, outputs = stored_moments(layer, index, streams.get("dense"), rotary, names, config.damping, store)
             for linear in chosen:
-                take(linear, None)
+                take(linear, None if config.method == "svd" else moments[linear.name.removeprefix(inside)])
+        for part in (part for linear in chosen for part in linear.parts):
+            release(layer.get_submodule(part.name.removeprefix(inside)))
+        if config.refine != "off" and chosen:
+            assert rotary is not None and outputs is not None
+            course, seed = COURSES[config.refine], config.seed * len(plan.linears) + index
+            dtype = reader[f"{chosen[0].name}.weight"].dtype
+            facts["refinement"] = refine(
+                compressed, streams["compressed"], outputs, rotary, course, seed, dtype, advanced
+            )
     except ValueError as error:
         raise UserError(
             f"{reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"
@@ -93,34 +101,13 @@ def compress_layer(
         assert rotary is not None
         _read_back(compressed, tensors, inside)
         streams["compressed"] = advance(compressed, streams["compressed"], rotary)
-    if streams:
+    if outputs is not None:
         streams["dense"] = outputs
     facts["matrices"] = [
         _line(linear, plan.ranks[linear.name], errors.get(linear.name, 0.0), config.ratio)
         for linear in plan.of_layer(index)
     ]
     return tensors, facts
-
-
-def _factorise(
-    layer: nn.Module,
-    compressed: nn.Module,
-    chosen: list[Linear],
-    streams: Streams,
-    rotary: Rotary,
-    inside: str,
-    config: CompressionConfig,
-    take: Callable[[Linear, Moments | Anchors | None], None],
-) -> Tensor:
-    """Let ``take`` put factors into ``compressed``; return the dense layer's outputs."""
-    if config.method == "anchored":
-        hidden = (streams["dense"], streams["compressed"])
-        anchored_factors(layer, compressed, hidden, rotary, chosen, inside, config.damping, take)
-        return advance(layer, streams["dense"], rotary)
-    moments, outputs = moments_of(layer, streams["dense"], rotary, chosen, inside, config.damping)
-    for linear in chosen:
-        take(linear, None if config.method == "svd" else moments[linear.name])
-    return outputs
 
 
 def _tensors(compressed: nn.Module, reader: Reader, inside: str) -> dict[str, Tensor]:

@@ -1,12 +1,13 @@
 """Second moments of a linear's inputs or outputs, gathered while its decoder layer runs over the calibration text.
 
 The whitened factorisation needs either the Gram matrix of the inputs, or the covariance of the outputs: whichever is
-smaller is gathered. For a down projection of 14336 -> 4096 that is a twelfth of the work and of the memory.
+smaller is gathered. For a down projection of 14336 -> 4096 that is a twelfth of the work and of the memory. Linears
+that read one input share its Gram matrix, which serves them together as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -82,33 +83,29 @@ def damping_of(gram: Tensor, power: float, relative: float) -> float:
 
 
 @contextmanager
-def gathering(
-    layer: nn.Module, linears: Iterable[str], damping: float, joint: Collection[str] = ()
-) -> Iterator[dict[str, Moments]]:
-    """Gather the moments of every named linear of ``layer`` over the forward passes in this block.
-
-    Linears that read one input share the moments of the first of them that needs its inputs'. Those in ``joint`` need
-    the inputs' whatever their shape, because they are factorised together.
-    """
+def gathering(layer: nn.Module, linears: Sequence[str], damping: float) -> Iterator[dict[str, Moments]]:
+    """Gather the moments of every named linear of ``layer`` over the forward passes in this block."""
+    leaders = leaders_of(linears)
     moments: dict[str, Moments] = {}
     hooks = []
-    for name in linears:
+    for name in set(leaders.values()):
         linear = layer.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        of_inputs = linear.out_features > linear.in_features or name in joint
-        beside = next((group for group in SAME_INPUT if name in group), ())
-        known = next((moments[other] for other in beside if other in moments and moments[other].of_inputs), None)
-        if of_inputs and known is not None:
-            moments[name] = known
-            continue
+        of_inputs = linear.out_features > linear.in_features or any(name in group for group in SAME_INPUT)
         size = linear.in_features if of_inputs else linear.out_features
         moments[name] = Moments(size, of_inputs, damping, linear.weight.device)
         hooks.append(linear.register_forward_hook(_adder(moments[name])))
     try:
-        yield moments
+        yield {name: moments[leader] for name, leader in leaders.items()}
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def leaders_of(linears: Sequence[str]) -> dict[str, str]:
+    """Each linear, by its name inside the layer -> the first of those that read its input, whose moments serve it."""
+    groups = {name: group for group in SAME_INPUT for name in group}
+    return {name: next(other for other in linears if other in groups.get(name, (name,))) for name in linears}
 
 
 def _adder(moments: Moments) -> Any:

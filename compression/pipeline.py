@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import transformers
 from torch import Tensor
 
 from neuronmm.compression import calibration, report
+from neuronmm.compression.calibration_store import CalibrationStore
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.eight_bit import store_int8
 from neuronmm.compression.layer import Streams, compress_layer
-from neuronmm.compression.memory import peak_rss
+from neuronmm.compression.memory import forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, make_plan, measure, needs_spectra, targeted
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.ranks import realised
@@ -41,7 +43,7 @@ def compress(
     resume: bool = False,
     force: bool = False,
     device: str = "cpu",
-    tokens: Tensor | None = None,
+    store: Path | None = None,
     progress: Progress = lambda stage, share: None,
 ) -> dict[str, Any]:
     """Write a low-rank version of ``model`` to the folder ``out`` and return the report.
@@ -53,13 +55,14 @@ def compress(
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
         device: where the layers run and are factorised and trained, as torch names it: ``cpu`` or ``cuda``.
-        tokens: what :func:`calibration_tokens` gave for these settings, for many runs on the same text.
+        store: a folder for the calibration's tokens and moments, made or found there; for many runs on one text.
         progress: told of every step.
 
     Raises:
         UserError: anything about the request or the checkpoint that the caller can mend.
     """
     began = time.perf_counter()
+    forget_peak()
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device}: torch sees no CUDA GPU; install a CUDA build of torch, or use cpu")
     config = config or CompressionConfig()
@@ -81,17 +84,19 @@ def compress(
     workspace = Workspace(out, run, resume, force)
 
     rows: Tensor | None = None
+    common = _store(store, run, config) if store is not None and config.needs_text else None
     if config.needs_text:
         kept = workspace.load("calibration")  # a resumed run's
         if kept is None:
-            kept = {"tokens": calibration_tokens(folder, config, progress, device) if tokens is None else tokens}
+            make = partial(calibration_tokens, folder, config, progress, device)
+            kept = {"tokens": make() if common is None else common.tokens(make)}
             workspace.save("calibration", kept)
         rows = kept["tokens"]
     found = workspace.layers_done()
     streamed = StreamedModel(folder, torch.float32, device)
     if rows is not None and needs_spectra(config):
-        plan = make_plan(linears, config, measure(streamed, linears, rows, config, workspace, progress))
-    _layers(streamed, plan, rows, config, workspace, progress)
+        plan = make_plan(linears, config, measure(streamed, linears, rows, config, workspace, common, progress))
+    _layers(streamed, plan, rows, config, workspace, common, progress)
 
     layers = workspace.layer_facts(settings["num_hidden_layers"])
     spec = _spec(config, plan, rows, total)
@@ -108,7 +113,7 @@ def compress(
         done["bytes"] = {"dense": reader.total_bytes(), "compressed": Reader(finished).total_bytes()}
         # A resumed run counts the layers that it found done; those of this run lie within its own time.
         before = sum(layer["seconds"] for layer in layers[:found])
-        done["seconds"] = before + time.perf_counter() - began
+        done["seconds"] = before + time.perf_counter() - began + (common.seconds if common is not None else 0.0)
         done["peak_rss_bytes"] = max(peak_rss(), *(layer["peak_rss_bytes"] for layer in layers))
         return {"compression_report.json": report.as_json(done), "compression_report.md": report.as_markdown(done)}
 
@@ -165,6 +170,12 @@ def recovery_of(config: CompressionConfig, device: str) -> Recovery:
     return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, **shared)
 
 
+def _store(folder: Path, run: dict[str, Any], config: CompressionConfig) -> CalibrationStore:
+    """The store of runs that agree with this one in all that calibration tokens and moments depend on."""
+    keys = ("model", "bytes", "version", "device", "calibration", "calibration_rows", "calibration_length", "seed")
+    return CalibrationStore(folder, {key: run[key] for key in keys}, config.targets)
+
+
 def _size(reader: Reader, name: str) -> int:
     return int(torch.Size(reader.shape(name)).numel())
 
@@ -211,6 +222,7 @@ def _layers(
     rows: Tensor | None,
     config: CompressionConfig,
     workspace: Workspace,
+    store: CalibrationStore | None,
     progress: Progress,
 ) -> None:
     """Compress layer by layer, from the first one that is not done yet."""
@@ -218,7 +230,8 @@ def _layers(
     progress("compressing", first / len(model))
     streams: Streams = {}
     rotary = None
-    if rows is not None and first < len(model):
+    measured = store is not None and config.method != "svd" and store.complete(len(model))
+    if rows is not None and first < len(model) and not (measured and config.streams == ("dense",)):
         streams = workspace.load(f"hidden-{first:05d}") or {name: model.embed(rows) for name in config.streams}
         streams = {name: hidden.to(model.device) for name, hidden in streams.items()}
         rotary = model.rotary(streams["dense"], torch.arange(rows.shape[1])[None])
@@ -234,6 +247,7 @@ def _layers(
                 streams,
                 rotary,
                 config,
+                store,
                 model.release,
                 lambda share: progress("compressing", refined * share / len(model)),
             )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from neuronmm.compression import allocation
-from neuronmm.compression.block import moments_of, weight_of
+from neuronmm.compression.block import weight_of
+from neuronmm.compression.calibration_store import CalibrationStore, stored_moments
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import spectrum
 from neuronmm.compression.progress import Progress
@@ -110,11 +111,13 @@ def measure(
     rows: Tensor,
     config: CompressionConfig,
     workspace: Workspace,
+    store: CalibrationStore | None,
     progress: Progress,
 ) -> dict[str, Tensor]:
     """The whitened spectrum of every linear, and of those of one input together, over the dense model's own run.
 
-    After every layer the work so far is kept in the workspace, for a resumed run.
+    After every layer the work so far is kept in the workspace, for a resumed run. A store that has every layer's
+    moments saves the run.
 
     Raises:
         UserError: weights or activations hold NaN or infinity.
@@ -122,31 +125,28 @@ def measure(
     groups = _groups(linears) if config.share == "auto" else []
     joint = [Linear.sharing(group) for group in groups]
     first = workspace.latest("spectra")
-    state = workspace.load(f"spectra-{first:05d}") or {"hidden": model.embed(rows)}
-    hidden = state.pop("hidden").to(model.device)
+    state = workspace.load(f"spectra-{first:05d}") or {}
     progress("measuring spectra", first / len(model))
-    rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
+    hidden, rotary = state.pop("hidden", None), None
+    if store is None or not store.complete(len(model)):
+        hidden = model.embed(rows) if hidden is None else hidden.to(model.device)
+        rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
     for index in range(first, len(model)):
         inside = f"{LAYERS}.{index}."
         together = [linear for linear in joint if linear.name.startswith(inside)]
-        shared = {part.name for linear in together for part in linear.parts}
         apart = [linear for linear in linears if linear.name.startswith(inside)]
-        alone = [linear for linear in apart if linear.name not in shared]
+        names = [linear.name.removeprefix(inside) for linear in apart]
         with model.layer(index) as layer:
-            moments, hidden = moments_of(layer, hidden, rotary, [*together, *alone], inside, config.damping)
-            owners = {part.name: linear.name for linear in together for part in linear.parts}
+            moments, hidden = stored_moments(layer, index, hidden, rotary, names, config.damping, store)
             try:
-                for linear in apart:
-                    known = moments[owners.get(linear.name, linear.name)]
-                    state[linear.name] = spectrum(weight_of(layer, linear, inside), known).cpu()
-                for linear in together:
-                    joined = spectrum(weight_of(layer, linear, inside), moments[linear.name])
-                    state[_JOINT + linear.name] = joined.cpu()
+                for linear, key in [(one, one.name) for one in apart] + [(one, _JOINT + one.name) for one in together]:
+                    known = moments[linear.name.removeprefix(inside)]
+                    state[key] = spectrum(weight_of(layer, linear, inside), known).cpu()
             except ValueError as error:
                 raise UserError(
                     f"{model.reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"
                 ) from None
-        workspace.save(f"spectra-{index + 1:05d}", {"hidden": hidden, **state})
+        workspace.save(f"spectra-{index + 1:05d}", {**state, **({} if hidden is None else {"hidden": hidden})})
         workspace.drop(f"spectra-{index:05d}")
         model.reader.close()  # pages of the mapped shard count as resident as long as it is mapped
         progress("measuring spectra", 1 / len(model))

@@ -45,7 +45,7 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
             _panel(axes, result, text, cost)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
-    figure.suptitle(f"{Path(result['model']).name}, {result['targets']}", fontsize=13, fontweight="bold")
+    figure.suptitle(Path(result["model"]).name, fontsize=13, fontweight="bold")
     caption = (
         f"measured; bars: one standard error; numbers: share removed; line: the points no other one beats; "
         f"triangles: perplexity above {_TOP} times the dense model's"

@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.pipeline import calibration_tokens, compress
+from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
-from neuronmm.compression.workspace import write_tensors
 from neuronmm.engine.benchmark import benchmark
 from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.machine import describe_machine
@@ -37,6 +34,8 @@ BARE: dict[str, Any] = {"share": "off", "refine": "off"}
 
 SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}
 """What a point's speed is: see :func:`neuronmm.engine.benchmark.benchmark`."""
+
+_POINT = ".point.json"
 
 
 def sweep(
@@ -70,7 +69,8 @@ def sweep(
         tasks: files of multiple-choice questions to take the accuracy on, as ``evaluate`` reads them.
         questions: only the first questions of each task.
         speed: measure tokens/s as well, each point beside the dense model.
-        resume: ``out`` exists and is to be continued; other ratios and methods than before are new points.
+        resume: ``out`` exists and is to be continued; other ratios and methods than before are new points, and the
+            result has them all.
         progress: told of every step: a stage's name and the further share of it that is done.
 
     Raises:
@@ -107,28 +107,28 @@ def sweep(
     folders = {point: out / f"{point[0]}-{point[1]:g}" for point in configs}
     waiting = [folder for folder in folders.values() if not folder.exists()]
 
-    def measured(name: str, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
-        kept = out / f"{name}.json"
+    def measured(name: str, folder: Path, more: dict[str, Any]) -> None:
+        kept = out / f"{name}{_POINT}"
         if not kept.is_file():
             point = {**more, **_measure(folder, dense, files, context, limit, speed)}
             point |= {"accuracy": _accuracy(folder, exams, questions)} if exams else {}
             write_json(kept.with_suffix(".writing"), point)
             os.replace(kept.with_suffix(".writing"), kept)
         progress("measuring", 1 / (1 + len(configs)))
-        return json.loads(kept.read_text(encoding="utf-8"))
 
-    points = [measured("dense", dense, {"name": "dense", "ratio": 0.0})]
+    measured("dense", dense, {"name": "dense", "ratio": 0.0})
     for (name, ratio), config in configs.items():
         folder = folders[name, ratio]
         if folder in waiting:
             partial = folder.with_name(folder.name + ".partial").exists()
             part = _part(progress, len(waiting))
-            tokens = _tokens(out, dense, config, progress) if config.needs_text else None
-            compress(dense, folder, config, resume=partial, tokens=tokens, progress=part)
+            compress(dense, folder, config, resume=partial, store=out / "calibration", progress=part)
         report = json.loads((folder / "compression_report.json").read_text(encoding="utf-8"))
         facts = {key: report[key] for key in ("realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")}
-        own = {"name": name, "ratio": ratio, "settings": settings[name]}
-        points.append(measured(folder.name, folder, {**own, "folder": folder.name, **facts}))
+        own = {"name": name, "ratio": ratio, "settings": settings[name], "targets": config.targets}
+        measured(folder.name, folder, {**own, "folder": folder.name, **facts})
+    points = [json.loads(kept.read_text(encoding="utf-8")) for kept in out.glob(f"*{_POINT}")]
+    points.sort(key=lambda point: (point["ratio"], point["name"].count("+"), point["name"]))
     costs = ["bytes", "speed"] if speed else ["bytes"]
     _mark_fronts(points, costs, list(files))
     result = {
@@ -136,7 +136,6 @@ def sweep(
         "what": "sweep",
         **run,
         "model": str(model),
-        "targets": base.targets,
         "costs": costs,
         "machine": describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "points": points,
@@ -191,15 +190,6 @@ def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
     for key, value in json.loads(json.dumps(run)).items():
         if before.get(key) != value:
             raise UserError(f"{out}: was started with another {key} ({before.get(key)!r}, now {value!r})")
-
-
-def _tokens(out: Path, dense: Path, config: CompressionConfig, progress: Callable[[str, float], None]) -> Tensor:
-    """The calibration tokens of all points, made once for the sweep."""
-    kept = out / "calibration.safetensors"
-    if not kept.is_file():
-        write_tensors(kept.with_suffix(".writing"), {"tokens": calibration_tokens(dense, config, progress)})
-        os.replace(kept.with_suffix(".writing"), kept)
-    return load_file(kept)["tokens"]
 
 
 def _part(progress: Callable[[str, float], None], parts: int) -> Callable[[str, float], None]:

@@ -8,15 +8,21 @@ MARK = "*"
 
 
 def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, columns, rows) for each precision: points are only ever listed beside others of as many bits a weight."""
+    """(title, columns, rows) for each precision and choice of targets; the dense model leads those of its precision.
+
+    Points are only ever listed beside others of as many bits a weight.
+    """
     columns = ["method", "asked", "removed", "MB", *(f"perplexity, {text}" for text in result["texts"])]
     columns += ["accuracy"] if result["tasks"] else []
     columns += ["tokens/s", "x dense"] if "speed" in result["costs"] else []
     columns += ["minutes", "GiB"]
     found = []
-    for bits in sorted({point["bits"] for point in result["points"]}, reverse=True):
-        points = [point for point in result["points"] if point["bits"] == bits]
-        found.append((f"{bits} bits a weight, {result['targets']}", columns, [_row(result, point) for point in points]))
+    kinds = {(-point["bits"], point["targets"]) for point in result["points"] if point["name"] != "dense"}
+    for bits, targets in sorted(kinds):
+        own = [
+            point for point in result["points"] if point["bits"] == -bits and point.get("targets", targets) == targets
+        ]
+        found.append((f"{-bits} bits a weight, {targets}", columns, [_row(result, point) for point in own]))
     return found
 
 

@@ -10,7 +10,7 @@ from neuronmm.models.families import TARGETS
 from tiny import make_tiny
 
 
-def test_each_linear_gets_the_moments_of_its_smaller_side() -> None:
+def test_linears_of_one_input_share_its_moments_and_others_get_those_of_their_smaller_side() -> None:
     layer = make_tiny("qwen2").model.layers[0]
     weights = {name: layer.get_submodule(name) for name in TARGETS["all"]}
     assert weights["self_attn.q_proj"].bias is not None  # it must not enter the outputs' moments
@@ -21,8 +21,9 @@ def test_each_linear_gets_the_moments_of_its_smaller_side() -> None:
         for x in torch.randn(3, 2, 5, 32):
             layer.mlp(x)
             layer.self_attn(x, position_embeddings=(torch.ones(1, 5, 8), torch.zeros(1, 5, 8)), attention_mask=None)
-    assert moments["mlp.gate_proj"] is moments["mlp.up_proj"] and moments["mlp.gate_proj"].of_inputs
-    assert not moments["mlp.down_proj"].of_inputs and not moments["self_attn.k_proj"].of_inputs
+    q, k, v, o, gate, up, down = (moments[name] for name in TARGETS["all"])
+    assert q is k and k is v and gate is up and gate is not q and q.of_inputs and gate.of_inputs
+    assert not down.of_inputs and not o.of_inputs
     for name, inputs in seen.items():
         x = torch.cat([one.flatten(0, -2) for one in inputs]).double()
         y = x if moments[name].of_inputs else x @ weights[name].weight.detach().double().T

@@ -30,9 +30,10 @@ def case() -> tuple[nn.Module, nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]
         Linear(INSIDE + name, *dense.get_submodule(name).weight.shape) for name in TARGETS["all"] if "down" not in name
     ]
     compressed = unshared(dense)
-    moments, _ = moments_of(dense, hidden, rotary, linears, INSIDE, 1e-3)
-    for linear in linears:
-        factors = factorize(weight_of(dense, linear, INSIDE), 6, moments[linear.name])
+    names = [linear.name.removeprefix(INSIDE) for linear in linears]
+    moments, _ = moments_of(dense, hidden, rotary, names, 1e-3)
+    for linear, name in zip(linears, names, strict=True):
+        factors = factorize(weight_of(dense, linear, INSIDE), 6, moments[name])
         swap(compressed, linear, factors, INSIDE, torch.float32)
     return dense, compressed, hidden, hidden + 0.05 * torch.randn_like(hidden), rotary
 

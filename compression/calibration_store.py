@@ -1,0 +1,128 @@
+"""What several runs on one calibration text have in common, in a folder, so that it is made once.
+
+The tokens, and of each decoder layer the moments of the dense model's linears: neither depends on method, ratio or
+sharing. What is read back is what a run alone would gather, to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from neuronmm.compression.block import Rotary, advance, moments_of
+from neuronmm.compression.moments import Moments, leaders_of
+from neuronmm.compression.workspace import write_tensors
+from neuronmm.models.errors import UserError
+from neuronmm.models.portable import write_json
+
+_SIDES = ("outputs", "inputs")
+
+
+class CalibrationStore:
+    """One run's view of the folder: the first run fills it, the others read it.
+
+    Raises:
+        UserError: the folder was filled for something else.
+    """
+
+    def __init__(self, folder: Path, run: dict[str, Any], targets: str) -> None:
+        """``run`` is what tokens and hidden states depend on, as plain values; the folder is made if it is missing.
+
+        ``targets`` says which linears this run wants the moments of: runs of other ones share the tokens alone.
+        """
+        self.seconds = 0.0  # what making the contents took that this run has read and not made
+        self._folder, self._targets, self._known = folder, targets, set[str]()
+        plan = folder / "run.json"
+        if not plan.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(plan, run)
+        elif json.loads(plan.read_text(encoding="utf-8")) != run:
+            raise UserError(f"{folder}: holds the calibration of another model or text; give another folder")
+
+    def tokens(self, make: Callable[[], Tensor]) -> Tensor:
+        """The calibration tokens [rows, length], made where they are not there yet."""
+        if not self._path("tokens").exists():
+            began = time.perf_counter()
+            self._write("tokens", {"tokens": make()}, began)
+        return self._read("tokens", torch.device("cpu"))["tokens"]
+
+    def complete(self, layers: int) -> bool:
+        """Whether the moments of all of the model's layers are there."""
+        return all(self.has(index) for index in range(layers))
+
+    def has(self, index: int) -> bool:
+        """Whether those of layer ``index`` are there."""
+        return self._path(self._layer(index)).exists()
+
+    def keep(self, index: int, moments: dict[str, Moments], began: float) -> None:
+        """Keep what layer ``index`` was found to have, by its linears' names; gathering it began at ``began``."""
+        own = {leader: moments[leader] for leader in leaders_of(list(moments)).values()}
+        tensors = {f"{name}.{_SIDES[one.of_inputs]}": one.gram for name, one in own.items()}
+        tensors |= {f"{name}.squares": one.squares for name, one in own.items()}
+        self._write(self._layer(index), tensors, began)
+
+    def moments(self, index: int, linears: list[str], damping: float, device: torch.device) -> dict[str, Moments]:
+        """The moments that :meth:`keep` was given for layer ``index``, of its ``linears``."""
+        held = self._read(self._layer(index), device)
+        leaders, own = leaders_of(linears), dict[str, Moments]()
+        for name in set(leaders.values()):
+            of_inputs = f"{name}.{_SIDES[True]}" in held
+            own[name] = Moments(0, of_inputs, damping, device)
+            own[name].gram, own[name].squares = held[f"{name}.{_SIDES[of_inputs]}"], held[f"{name}.squares"]
+        return {name: own[leader] for name, leader in leaders.items()}
+
+    def _layer(self, index: int) -> str:
+        return f"{self._targets}-{index:05d}"
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"
+
+    def _write(self, name: str, tensors: dict[str, Tensor], began: float) -> None:
+        partial = self._path(name).with_suffix(".writing")
+        write_tensors(partial, tensors, {"seconds": str(time.perf_counter() - began)})
+        os.replace(partial, self._path(name))
+        self._known.add(name)
+
+    def _read(self, name: str, device: torch.device) -> dict[str, Tensor]:
+        with safe_open(self._path(name), framework="pt", device=str(device)) as file:
+            if name not in self._known:
+                self.seconds += float(file.metadata()["seconds"])
+                self._known.add(name)
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def stored_moments(
+    layer: nn.Module,
+    index: int,
+    hidden: Tensor | None,
+    rotary: Rotary | None,
+    names: list[str],
+    damping: float,
+    store: CalibrationStore | None,
+) -> tuple[dict[str, Moments], Tensor | None]:
+    """As :func:`neuronmm.compression.block.moments_of`, but read from the store where they are there.
+
+    Without ``hidden`` the layer is not run: there are no outputs, and no moments that are not in the store.
+    """
+    if store is not None and store.has(index):
+        known = store.moments(index, names, damping, next(layer.parameters()).device)
+        if hidden is None:
+            return known, None
+        assert rotary is not None
+        return known, advance(layer, hidden, rotary)
+    if hidden is None:
+        return {}, None
+    assert rotary is not None
+    began = time.perf_counter() if store is not None else 0.0
+    moments, outputs = moments_of(layer, hidden, rotary, names, damping)
+    if store is not None:
+        store.keep(index, moments, began)
+    return moments, outputs

@@ -1,0 +1,77 @@
+"""Runs that share one calibration: the same checkpoints as alone, without running the model again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import config
+
+from neuronmm.compression import calibration_store
+from neuronmm.compression.pipeline import compress
+from neuronmm.models import UserError
+
+SETTINGS = [
+    config(method="asvd", targets="all"),
+    config(method="whitened", targets="all", ratio=0.4),
+    config(method="whitened", targets="all", share="auto", allocation="global"),
+    config(method="anchored", targets="all", allocation="global"),
+    config(method="whitened", targets="all", refine="fast"),
+    config(method="whitened", targets="mlp", damping=0.1),
+]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_every_run_gives_what_it_gives_alone(first: int, dense: Callable[..., Path], tmp_path: Path) -> None:
+    source = dense("qwen2")
+    ordered = [SETTINGS[first], *SETTINGS]
+    for number, settings in enumerate(ordered):
+        compress(source, tmp_path / f"in-{number}", settings, store=tmp_path / "store")
+        compress(source, tmp_path / f"alone-{number}", settings)
+        assert weights(tmp_path / f"in-{number}") == weights(tmp_path / f"alone-{number}"), settings
+
+
+def test_later_runs_do_not_run_the_model_but_report_its_time(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, store, stages = dense(), tmp_path / "store", list[str]()
+    compress(source, tmp_path / "first", config(), store=store)
+    for name in ("advance", "moments_of"):
+        monkeypatch.setattr(calibration_store, name, lambda *_: pytest.fail("a layer was run again"))
+    settings = config(share="auto", allocation="global", ratio=0.4)
+    plain = compress(
+        source, tmp_path / "second", settings, store=store, progress=lambda stage, share: stages.append(stage)
+    )
+    assert "sampling text" not in stages
+    held = {file.stem: calibration_store.safe_open(file, framework="pt").metadata() for file in store.glob("*.safet*")}
+    assert len(held) == 1 + 2 and sum(float(one["seconds"]) for one in held.values()) < plain["seconds"]
+
+
+def test_an_interrupted_run_leaves_a_store_that_it_goes_on_with(dense: Callable[..., Path], tmp_path: Path) -> None:
+    source, settings, seen = dense(), config(share="auto"), list[str]()
+
+    def stop(stage: str, share: float) -> None:
+        seen.append(stage)
+        if seen.count("measuring spectra") == 2:  # the first of two layers is measured
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, tmp_path / "out", settings, store=tmp_path / "store", progress=stop)
+    compress(source, tmp_path / "out", settings, store=tmp_path / "store", resume=True)
+    compress(source, tmp_path / "alone", settings)
+    assert weights(tmp_path / "out") == weights(tmp_path / "alone")
+
+
+def test_the_store_of_another_calibration_is_refused(dense: Callable[..., Path], tmp_path: Path) -> None:
+    source, store = dense(), tmp_path / "store"
+    compress(source, tmp_path / "first", config(), store=store)
+    before = json.loads((store / "run.json").read_text())
+    with pytest.raises(UserError, match="another model or text"):
+        compress(source, tmp_path / "second", config(seed=7), store=store)
+    assert not (tmp_path / "second").exists() and json.loads((store / "run.json").read_text()) == before
