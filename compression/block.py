@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from neuronmm.compression.anchored import Anchors, inputs_of
 from neuronmm.compression.factorize import Factors
 from neuronmm.compression.moments import Moments, gathering
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.streaming import run_layer
-from neuronmm.models.families import STAGES
 from neuronmm.models.lowrank import LowRankLinear
 
 BATCH_TOKENS = 2048  # calibration tokens that pass through a layer together
@@ -82,35 +79,3 @@ def moments_of(
     with gathering(layer, names, damping) as moments:
         outputs = advance(layer, hidden, rotary)
     return moments, outputs
-
-
-def anchored_factors(
-    dense: nn.Module,
-    compressed: nn.Module,
-    hidden: tuple[Tensor, Tensor],
-    rotary: Rotary,
-    linears: Sequence[Linear],
-    inside: str,
-    damping: float,
-    take: Callable[[Linear, Anchors], None],
-) -> None:
-    """Go through the layer's linears in the order they run; ``take`` puts the factors of each into ``compressed``.
-
-    ``hidden`` is what enters the dense layer and the compressed one [rows, length, hidden]. Those that read one input
-    see it as the linears before them, already compressed, make it.
-    """
-    for group in STAGES:
-        stage = [linear for linear in linears if linear.name.removeprefix(inside) in group]
-        owners = [(part.name.removeprefix(inside), linear) for linear in stage for part in linear.parts]
-        if not stage:
-            continue
-        names = [name for name, _ in owners]
-        sums = Anchors(stage[0].in_features, damping, hidden[0].device)
-        energy = dict.fromkeys(stage, 0.0)
-        for theirs, ours in zip(*map(batches, hidden), strict=True):
-            x, outputs = inputs_of(dense, names, partial(run_layer, dense, theirs, rotary))
-            sums.add(x, inputs_of(compressed, names, partial(run_layer, compressed, ours, rotary))[0])
-            for (_, linear), y in zip(owners, outputs, strict=True):
-                energy[linear] += float(y.double().square().sum())
-        for linear in stage:
-            take(linear, sums.of(energy[linear]))

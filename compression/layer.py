@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.anchored import Anchors
-from neuronmm.compression.block import Rotary, advance, anchored_factors, swap, unshared, weight_of
+from neuronmm.compression.block import Rotary, advance, swap, unshared, weight_of
 from neuronmm.compression.calibration_store import CalibrationStore, stored_moments
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import factorize
@@ -19,6 +19,7 @@ from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.refine import COURSES, refine
 from neuronmm.compression.report import Matrix
+from neuronmm.compression.sequential import anchored_factors
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 
@@ -72,12 +73,12 @@ def compress_layer(
         errors[linear.name] = factors.relative_error
 
     facts: dict[str, Any] = {}
+    outputs: Tensor | None
     try:
         if config.method == "anchored":
             assert rotary is not None
             hidden = (streams["dense"], streams["compressed"])
-            anchored_factors(layer, compressed, hidden, rotary, chosen, inside, config.damping, take)
-            outputs = advance(layer, streams["dense"], rotary)
+            outputs = anchored_factors(layer, compressed, hidden, rotary, chosen, inside, config.damping, take)
         else:
             names = [part.name.removeprefix(inside) for linear in plan.of_layer(index) for part in linear.parts]
             moments, outputs = stored_moments(layer, index, streams.get("dense"), rotary, names, config.damping, store)

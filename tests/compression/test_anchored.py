@@ -24,15 +24,16 @@ def draw(out: int, into: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, T
     return weight, dense, dense + 0.3 * torch.randn(into, tokens, generator=generator, dtype=torch.float64)
 
 
-def gather(weight: Tensor, dense: Tensor, ours: Tensor, damping: float) -> Anchors:
-    sums = Anchors(weight.shape[1], damping)
-    sums.add(dense.T, ours.T)
-    return sums.of(float((weight @ dense).square().sum()))
+def gather(weight: Tensor, dense: Tensor, ours: Tensor, damping: float, wanted: Tensor | None = None) -> Anchors:
+    """The sums over dense inputs, or over the targets ``wanted`` [out, tokens]."""
+    sums = Anchors(weight.shape[1], damping, None if wanted is None else len(wanted))
+    sums.add((dense if wanted is None else wanted).T, ours.T)
+    return sums.of(float((weight @ dense if wanted is None else wanted).square().sum()))
 
 
-def objective(weight: Tensor, product: Tensor, dense: Tensor, ours: Tensor, damping: float) -> float:
-    """``||W X - W' X'||^2 + lambda ||W - W'||^2``, directly."""
-    return float((weight @ dense - product @ ours).square().sum() + damping * (weight - product).square().sum())
+def objective(weight: Tensor, product: Tensor, wanted: Tensor, ours: Tensor, damping: float) -> float:
+    """``||T - W' X'||^2 + lambda ||W - W'||^2``, directly."""
+    return float((wanted - product @ ours).square().sum() + damping * (weight - product).square().sum())
 
 
 @settings(deadline=None, max_examples=60)
@@ -40,27 +41,31 @@ def objective(weight: Tensor, product: Tensor, dense: Tensor, ours: Tensor, damp
     sizes=st.tuples(st.integers(2, 30), st.integers(2, 30), st.integers(1, 50)),
     share=st.floats(0, 1),
     seed=st.integers(0, 99),
+    stream=st.booleans(),
 )
-def test_the_reported_loss_is_the_objective(sizes: tuple[int, int, int], share: float, seed: int) -> None:
+def test_the_reported_loss_is_the_objective(sizes: tuple[int, int, int], share: float, seed: int, stream: bool) -> None:
     out, into, tokens = sizes
     weight, dense, ours = draw(out, into, tokens, seed)
-    anchors = gather(weight, dense, ours, 1e-3)
+    wanted = weight @ dense + stream * torch.randn(out, tokens, dtype=torch.float64)
+    anchors = gather(weight, dense, ours, 1e-3, wanted if stream else None)
     factors = factorize(weight, 1 + int(share * (min(out, into) - 1)), anchors)
-    direct = objective(weight, factors.B @ factors.A, dense, ours, anchors.damping)
+    direct = objective(weight, factors.B @ factors.A, wanted, ours, anchors.damping)
     assert factors.loss == pytest.approx(direct, rel=1e-6, abs=1e-7 * factors.energy)
-    zero = objective(weight, torch.zeros_like(weight), dense, ours, anchors.damping)
+    zero = objective(weight, torch.zeros_like(weight), wanted, ours, anchors.damping)
     assert factors.energy == pytest.approx(zero, rel=1e-9)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("out", "into"), [(10, 16), (16, 10)])
-def test_no_other_matrix_of_the_rank_does_better(out: int, into: int) -> None:
+def test_no_other_matrix_of_the_rank_does_better(out: int, into: int, stream: bool) -> None:
     """Gradient descent on random factors never gets below the closed form, and comes close to it."""
     weight, dense, ours = draw(out, into, 40, 3)
-    anchors = gather(weight, dense, ours, 1e-3)
+    wanted = weight @ dense + stream * torch.randn(out, 40, dtype=torch.float64)
+    anchors = gather(weight, dense, ours, 1e-3, wanted if stream else None)
     best = factorize(weight, 4, anchors).loss
 
     def loss(product: Tensor) -> Tensor:
-        fit = (weight @ dense - product @ ours).square().sum()
+        fit = (wanted - product @ ours).square().sum()
         return fit + anchors.damping * (weight - product).square().sum()
 
     found = least(loss, out, into, 4)
@@ -84,3 +89,5 @@ def test_no_tokens_that_say_anything_and_bad_numbers() -> None:
     torch.testing.assert_close(factors.B @ factors.A, weight, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="activations contain NaN"):
         factorize(weight, 2, gather(weight, dense * float("nan"), ours, 1e-3))
+    with pytest.raises(ValueError, match="activations contain NaN"):
+        factorize(weight, 2, gather(weight, dense, ours * float("nan"), 1e-3))
