@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit status is 0, 2 for bad input, 1 for a failure, 130 when interrupted."""
+    """Run one command; the exit status is 0, 2 for bad input, 1 for a failure, 128 + n where signal n would end it."""
     root = parser()
     args = root.parse_args(argv)
     if args.version:
@@ -51,9 +52,13 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         args.run(args)
+        sys.stdout.flush()  # a reader that is gone is noticed here, not when the interpreter ends
     except KeyboardInterrupt:
         print("neuronmm: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `| head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (UserError, KernelError, OSError, MemoryError) as error:
         if args.debug:
             raise

@@ -201,3 +201,11 @@ def test_the_module_runs_and_gives_the_status_to_the_shell(tmp_path: Path) -> No
     assert shell("--version").stdout == f"{__version__}\n"
     failed = shell(*MISSING["generate"])
     assert failed.returncode == 2 and failed.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "neuronmm", "tiling", "--shape", "128,256,128,256", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == "" and running.wait() == 141
