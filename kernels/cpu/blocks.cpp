@@ -7,7 +7,41 @@
 namespace neuronmm {
 namespace {
 
-constexpr int kBlock = 64;  // gate and up rows between two evaluations of silu
+constexpr int64_t kBlock = 16 << 10;  // bytes of weights that a worker takes at a time
+constexpr int kPromptRows = 64;       // gate and up rows of a prompt between two evaluations of silu
+
+// y (+)= m x + bias; `round`: y is an input of another product.
+struct Product {
+    const Matrix* m;
+    Rows x, y;
+    const float* bias;
+    bool add, round;
+};
+
+// The matrices that are multiplied between two barriers. Their rows are one list, shared out by bytes, so that a worker
+// reads one long stretch: wherever it begins anew, it waits for memory.
+struct Phase {
+    Product products[3];
+    int count = 0;
+    int64_t bytes = 0, widest = 1;
+
+    void add(const Product& p) {
+        products[count++] = p;
+        bytes += p.m->rows * p.m->row_bytes();
+        widest = std::max(widest, p.m->row_bytes());
+    }
+    // The first row of the list that begins at or behind this byte of it.
+    int row_at(int64_t at) const {
+        int row = 0;
+        for (int i = 0; i < count; i++) {
+            const Matrix& m = *products[i].m;
+            const int64_t rows = (at + m.row_bytes() - 1) / m.row_bytes();
+            row += static_cast<int>(std::clamp<int64_t>(rows, 0, m.rows));
+            at -= m.rows * m.row_bytes();
+        }
+        return row;
+    }
+};
 
 // The first projection of the group with this one's A, maybe itself.
 const Projection& owner_of_a(const Projection& p, std::initializer_list<Projection> group) {
@@ -42,21 +76,34 @@ void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n,
     }
 }
 
-// y (+)= rows begin to end of m times x, plus bias.
-static void multiply(const Worker& worker, const Matrix& m, int begin, int end, Rows x, int batch, Rows y,
-                     const float* bias, bool add) {
+// Multiply what this worker gets of the phase. Inputs are prepared once, as long as they stay the same; a prompt's rows
+// are taken all at once, which its GEMM does better with.
+static void run(const Worker& worker, const Phase& phase, int batch) {
     const Kernels& kernels = worker.kernels;
-    if (x.rounded)
-        kernels.gemm(m, begin, end, x.rounded, x.stride, batch, y.data, y.stride, bias, add);
-    else
-        kernels.rows(m, begin, end, x.data, x.stride, batch, y.data, y.stride, bias, add);
-}
-
-// This worker's share of m times x, for another product.
-static void multiply_share(const Worker& worker, const Matrix& m, Rows x, int batch, Rows y) {
-    const int begin = worker.begin(m.rows), end = worker.end(m.rows);
-    multiply(worker, m, begin, end, x, batch, y, nullptr, false);
-    round_columns(worker.kernels, y, begin, end, m.rows, batch);
+    const bool prompt = phase.products[0].x.rounded;
+    const Product* prepared = nullptr;
+    Inputs inputs{};
+    const auto multiply = [&](const Product& p, int begin, int end) {
+        if (prompt) {
+            kernels.gemm(*p.m, begin, end, p.x.rounded, p.x.stride, batch, p.y.data, p.y.stride, p.bias, p.add);
+        } else {
+            if (!prepared || prepared->x.data != p.x.data || prepared->m->type != p.m->type)
+                inputs = kernels.prepare(p.x.data, p.x.stride, p.m->cols, batch, p.m->type);
+            prepared = &p;
+            kernels.rows(*p.m, begin, end, inputs, batch, p.y.data, p.y.stride, p.bias, p.add);
+        }
+        if (p.round) round_columns(kernels, p.y, begin, end, p.m->rows, batch);
+    };
+    const int first = phase.row_at(phase.bytes * worker.id / worker.count);
+    const int last = phase.row_at(phase.bytes * (worker.id + 1) / worker.count);
+    const int64_t block = prompt ? last - first : kBlock / phase.widest;
+    worker.each(first, last, static_cast<int>(std::max<int64_t>(block, 1)), [&](int begin, int end) {
+        for (int i = 0; i < phase.count; i++) {
+            const int rows = phase.products[i].m->rows, from = std::max(begin, 0), to = std::min(end, rows);
+            if (from < to) multiply(phase.products[i], from, to);
+            begin -= rows, end -= rows;
+        }
+    });
 }
 
 int max_rank(std::initializer_list<const Linear*> linears) {
@@ -66,43 +113,48 @@ int max_rank(std::initializer_list<const Linear*> linears) {
     return rank;
 }
 
+// The products with the A factors of the group, if any, and a barrier behind them; the result is what is left to do.
+static Phase begin_group(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add) {
+    Phase factors, last;
+    for (const Projection& p : group) {
+        const Projection& owner = owner_of_a(p, group);
+        if (p.linear.low_rank() && &owner == &p) factors.add({&p.linear.a, x, p.middle, nullptr, false, true});
+        last.add({&p.linear.last(), p.linear.low_rank() ? owner.middle : x, p.y, p.linear.bias, add, false});
+    }
+    if (factors.count) {
+        run(worker, factors, batch);
+        worker.sync();
+    }
+    return last;
+}
+
 void project(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add) {
-    bool factors = false;
-    for (const Projection& p : group) {
-        const Matrix& a = p.linear.a;
-        if (!p.linear.low_rank() || &owner_of_a(p, group) != &p) continue;
-        multiply_share(worker, a, x, batch, p.middle);
-        factors = true;
-    }
-    if (factors) worker.sync();
-    for (const Projection& p : group) {
-        const Matrix& last = p.linear.last();
-        const Rows& in = p.linear.low_rank() ? owner_of_a(p, group).middle : x;
-        multiply(worker, last, worker.begin(last.rows), worker.end(last.rows), in, batch, p.y, p.linear.bias, add);
-    }
+    run(worker, begin_group(worker, group, x, batch, add), batch);
 }
 
 void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, bool add) {
     const Kernels& kernels = worker.kernels;
-    const Linear* linears[] = {&mlp.gate, &mlp.up};
-    const bool shared = mlp.up.shares_a(mlp.gate);
-    const Rows middles[] = {mlp.gate_middle, shared ? mlp.gate_middle : mlp.up_middle};
-    for (int i = 0; i < (shared ? 1 : 2); i++) {
-        if (linears[i]->low_rank()) multiply_share(worker, linears[i]->a, x, batch, middles[i]);
-    }
-    if (mlp.gate.low_rank() || mlp.up.low_rank()) worker.sync();
-
-    const int n = mlp.gate.last().rows, end = worker.end(n);
-    const Rows results[] = {mlp.hidden, mlp.up_hidden};
-    for (int begin = worker.begin(n); begin < end; begin += kBlock) {
-        const int stop = std::min(begin + kBlock, end);
-        for (int i = 0; i < 2; i++) {
-            const Rows& in = linears[i]->low_rank() ? middles[i] : x;
-            multiply(worker, linears[i]->last(), begin, stop, in, batch, results[i], linears[i]->bias, false);
-        }
+    const int n = mlp.gate.last().rows, first = worker.begin(n), last = worker.end(n);
+    const auto combine = [&](int begin, int end) {
         for (int b = 0; b < batch; b++)
-            kernels.swiglu(mlp.hidden.row(b) + begin, mlp.up_hidden.row(b) + begin, stop - begin);
-        round_columns(kernels, mlp.hidden, begin, stop, n, batch);
+            kernels.swiglu(mlp.hidden.row(b) + begin, mlp.up_hidden.row(b) + begin, end - begin);
+        round_columns(kernels, mlp.hidden, begin, end, n, batch);
+    };
+    const Phase both = begin_group(
+        worker, {{mlp.gate, mlp.gate_middle, mlp.hidden}, {mlp.up, mlp.up_middle, mlp.up_hidden}}, x, batch, false);
+    if (x.rounded) {
+        for (int begin = first; begin < last; begin += kPromptRows) {
+            const int end = std::min(begin + kPromptRows, last);
+            for (int i = 0; i < both.count; i++) {
+                const Product& p = both.products[i];
+                kernels.gemm(*p.m, begin, end, p.x.rounded, p.x.stride, batch, p.y.data, p.y.stride, p.bias, false);
+            }
+            combine(begin, end);
+        }
+    } else {
+        run(worker, both, batch);
+        worker.sync();
+        combine(first, last);
     }
     worker.sync();
     project(worker, {{mlp.down, mlp.down_middle, y}}, mlp.hidden, batch, add);

@@ -1,4 +1,5 @@
-// The blocks a decoder layer is made of, run by a team: each worker takes its share of the weight rows.
+// The blocks a decoder layer is made of, run by a team: each worker takes its share of the weight rows, and then what is
+// left of the others' shares.
 #pragma once
 
 #include <cstdlib>
@@ -55,9 +56,9 @@ struct Projection {
 // `add` adds to y. There is no barrier at the end.
 void project(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add = false);
 
-// y (+)= down(silu(gate(x)) * up(x)). Gate and up may share their A, which is then read once; their other factors run as
-// one pass over blocks of rows that stay in the first-level cache; `hidden` takes the product, `up_hidden` is room for one
-// factor of it. One barrier before each phase that needs another's rows, none at the end.
+// y (+)= down(silu(gate(x)) * up(x)). Gate and up may share their A, which is then read once; `hidden` takes the product,
+// `up_hidden` is room for one factor of it. Of a prompt, gate and up run as one pass over blocks of rows that stay in the
+// cache. One barrier before each phase that needs another's rows, none at the end.
 struct SwiGLU {
     const Linear &gate, &up, &down;
     Rows gate_middle, up_middle, hidden, up_hidden, down_middle;

@@ -20,6 +20,8 @@ struct Matrix {
     const float* scale;  // [rows], int8 only
     int32_t rows, cols;
     int32_t type;
+
+    int64_t row_bytes() const { return static_cast<int64_t>(cols) * (type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1); }
 };
 
 // y = a x + bias, or y = b (a x) + bias where b.data is not null.

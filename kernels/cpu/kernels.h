@@ -7,13 +7,19 @@
 
 namespace neuronmm {
 
-// y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end, up to kMaxBatch rows; `add` adds it to what is there.
-using RowsFn = void (*)(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y,
-                        size_t ldy, const float* bias, bool add);
+// Rows of inputs as `rows` takes them for one type of matrix.
+struct Inputs {
+    const void* data;
+    size_t stride;
+};
 
 struct Kernels {
     const char* name;
-    RowsFn rows;
+    // fp32 rows x[b * ldx] brought into that form; good until the same thread's next call.
+    Inputs (*prepare)(const float* x, size_t ldx, int cols, int batch, int type);
+    // y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end, up to kMaxBatch rows; `add` adds it to what is there.
+    void (*rows)(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
+                 bool add);
     // gate[i] = silu(gate[i]) * up[i]
     void (*swiglu)(float* gate, const float* up, int n);
     // scores[i] = softmax(scores * scale)[i]

@@ -160,20 +160,11 @@ struct PairProduct {
     static Vec add(Vec sums, Wide w, const uint16_t* x) { return _mm512_dpbf16_ps(sums, w, read(x)); }
     static Vec add(Vec sums, Wide w, const uint16_t* x, int n) { return _mm512_dpbf16_ps(sums, w, read(x, n)); }
 };
-
-// Inputs rounded to bf16.
-struct Rounded {
-    const uint16_t* data;
-    size_t stride;
-
-    Rounded(const float* x, size_t ldx, int cols, int batch) : stride((cols + 31) / 32 * 32) {
-        static thread_local Spare<uint16_t> spare;
-        uint16_t* to = spare.reserve(stride * batch);
-        for (int b = 0; b < batch; b++) convert(x + b * ldx, cols, to + b * stride);
-        data = to;
-    }
-};
 #endif
+
+// How far ahead of the products weights are fetched, and at what distances: one line in four has the hardware's prefetcher
+// look further ahead. Fetching every line takes the place of its own requests and is slower than nothing.
+constexpr int kAhead = 8192, kEvery = 256;  // bytes
 
 // One weight row at a time, in address order: that is what the hardware prefetchers follow. Several accumulators
 // along the row hide the latency of the additions; a batch has enough of them by itself.
@@ -184,6 +175,8 @@ void rows_of(const Matrix& m, int begin, int end, const typename P::Input* x, si
     const int cols = m.cols;
     for (int i = begin; i < end; i++) {
         const auto* w = static_cast<const typename P::Weight*>(m.data) + static_cast<size_t>(i) * cols;
+        for (size_t at = 0; at < cols * sizeof *w; at += kEvery)
+            __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at, 0, 2);
         Vec acc[B][U] = {};
         int j = 0;
         for (; j + U * W <= cols; j += U * W)
@@ -211,8 +204,10 @@ void rows_of(const Matrix& m, int begin, int end, const typename P::Input* x, si
 }
 
 template <class P>
-void rows_typed(const Matrix& m, int begin, int end, const typename P::Input* x, size_t ldx, int batch, float* y,
-                size_t ldy, const float* bias, bool add) {
+void rows_typed(const Matrix& m, int begin, int end, Inputs inputs, int batch, float* y, size_t ldy, const float* bias,
+                bool add) {
+    const auto* x = static_cast<const typename P::Input*>(inputs.data);
+    const size_t ldx = inputs.stride;
     switch (batch) {
         case 1: return rows_of<P, 1>(m, begin, end, x, ldx, y, ldy, bias, add);
         case 2: return rows_of<P, 2>(m, begin, end, x, ldx, y, ldy, bias, add);
@@ -225,18 +220,31 @@ void rows_typed(const Matrix& m, int begin, int end, const typename P::Input* x,
     }
 }
 
-void rows(const Matrix& m, int begin, int end, const float* x, size_t ldx, int batch, float* y, size_t ldy,
-          const float* bias, bool add) {
 #if defined(__AVX512BF16__)
-    if (m.type == kBFloat16) {
-        const Rounded in(x, ldx, m.cols, batch);
-        return rows_typed<PairProduct>(m, begin, end, in.data, in.stride, batch, y, ldy, bias, add);
+using Bfloat16Product = PairProduct;
+#else
+using Bfloat16Product = Product<uint16_t>;
+#endif
+
+Inputs prepare(const float* x, size_t ldx, [[maybe_unused]] int cols, [[maybe_unused]] int batch,
+               [[maybe_unused]] int type) {
+#if defined(__AVX512BF16__)
+    if (type == kBFloat16) {
+        static thread_local Spare<uint16_t> spare;
+        const size_t stride = (cols + 31) / 32 * 32;
+        uint16_t* to = spare.reserve(stride * batch);
+        for (int b = 0; b < batch; b++) convert(x + b * ldx, cols, to + b * stride);
+        return {to, stride};
     }
 #endif
+    return {x, ldx};
+}
+
+void rows(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias, bool add) {
     switch (m.type) {
-        case kFloat32: return rows_typed<Product<float>>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
-        case kBFloat16: return rows_typed<Product<uint16_t>>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
-        case kInt8: return rows_typed<Product<int8_t>>(m, begin, end, x, ldx, batch, y, ldy, bias, add);
+        case kFloat32: return rows_typed<Product<float>>(m, begin, end, x, batch, y, ldy, bias, add);
+        case kBFloat16: return rows_typed<Bfloat16Product>(m, begin, end, x, batch, y, ldy, bias, add);
+        case kInt8: return rows_typed<Product<int8_t>>(m, begin, end, x, batch, y, ldy, bias, add);
     }
 }
 
@@ -346,7 +354,7 @@ constexpr decltype(Kernels::mix) mix = nullptr;
 #endif
 
 constexpr Kernels table(const char* name) {
-    return {name, rows, swiglu, softmax, weighted_sum, rms_norm, rotate, widen, narrow, gemm, mix};
+    return {name, prepare, rows, swiglu, softmax, weighted_sum, rms_norm, rotate, widen, narrow, gemm, mix};
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ void run(const void* x, int in, void* y, int out, int type, int batch, int threa
         active().widen(static_cast<const char*>(x) + b * in * bytes, type, in, wide.row(b));
     run_team(threads, [&](const Worker& worker) {
         compute(worker, wide, result);
+        worker.sync();
         const int begin = worker.begin(out), count = worker.end(out) - begin;
         for (int b = 0; b < batch; b++)
             worker.kernels.narrow(result.row(b) + begin, type, count,

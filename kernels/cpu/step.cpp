@@ -132,8 +132,7 @@ private:
     void embed(const Worker& worker, int i) const {
         const Matrix& table = m_.embedding;
         const int64_t token = tokens_[i / count_ * stride_ + i % count_];
-        const size_t bytes = table.type == kFloat32 ? 4 : table.type == kBFloat16 ? 2 : 1;
-        const char* row = static_cast<const char*>(table.data) + token * bytes * table.cols;
+        const char* row = static_cast<const char*>(table.data) + token * table.row_bytes();
         worker.kernels.widen(row, table.type, table.cols, buffers_.x.row(i));
         if (table.scale)
             for (int j = 0; j < table.cols; j++) buffers_.x.row(i)[j] *= table.scale[token];
@@ -201,7 +200,8 @@ private:
         for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, slot_ - start);
         const Matrix keys = cached(l.keys, b, kv_head, start, filled);
         const Matrix values = cached(l.values, b, kv_head, start, filled);
-        worker.kernels.rows(keys, 0, filled, q, d, count, own.scores.data, own.scores.stride, nullptr, false);
+        const Inputs queries = worker.kernels.prepare(q, d, d, count, m_.cache_type);
+        worker.kernels.rows(keys, 0, filled, queries, count, own.scores.data, own.scores.stride, nullptr, false);
         for (int i = 0; i < count; i++) {
             float* scores = own.scores.row(i);
             worker.kernels.softmax(scores, filled, m_.scale);

@@ -1,8 +1,10 @@
 // Threads and the barrier between phases.
 #include "team.h"
 
+#include <algorithm>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -22,9 +24,20 @@ inline void pause() {
 struct Job {
     const Kernels& kernels;
     const std::function<void(const Worker&)>& work;
+    std::vector<Share> shares;
     Barrier barrier;
     std::atomic<int> finished{0};
 };
+
+constexpr int kBits = 24;
+constexpr uint64_t kMask = (1u << kBits) - 1;
+
+inline uint64_t pack(uint64_t phase, int first, int end) {
+    return phase << 2 * kBits | static_cast<uint64_t>(first) << kBits | static_cast<uint64_t>(end);
+}
+inline uint64_t phase_of(uint64_t state) { return state >> 2 * kBits; }
+inline int first_of(uint64_t state) { return static_cast<int>(state >> kBits & kMask); }
+inline int end_of(uint64_t state) { return static_cast<int>(state & kMask); }
 
 }  // namespace
 
@@ -43,12 +56,41 @@ void Barrier::wait(int count) {
     }
 }
 
+// No order of memory is needed here: a phase's inputs and results are handed over by barriers.
+void Share::begin(int first, int end) {
+    state_.store(pack(phase_of(state_.load(std::memory_order_relaxed)) + 1, first, end), std::memory_order_relaxed);
+}
+
+void Share::refill(int first, int end) {
+    state_.store(pack(phase_of(state_.load(std::memory_order_relaxed)), first, end), std::memory_order_relaxed);
+}
+
+bool Share::take(int most, int& first, int& end) {
+    uint64_t state = state_.load(std::memory_order_relaxed);
+    do {
+        first = first_of(state), end = end_of(state);
+        if (first >= end) return false;
+        if (end - first > most) end = first + most;
+    } while (!state_.compare_exchange_weak(state, pack(phase_of(state), end, end_of(state)), std::memory_order_relaxed));
+    return true;
+}
+
+bool Share::give(const Share& to, int least, int& first, int& end) {
+    const uint64_t phase = phase_of(to.state_.load(std::memory_order_relaxed));
+    uint64_t state = state_.load(std::memory_order_relaxed);
+    do {
+        end = end_of(state), first = end - (end - first_of(state)) / 2;
+        if (phase_of(state) != phase || end - first < least) return false;
+    } while (!state_.compare_exchange_weak(state, pack(phase, first_of(state), first), std::memory_order_relaxed));
+    return true;
+}
+
 // The job is handed over, and its end awaited, through atomics: the order of memory then follows from this code alone,
 // which the thread sanitizer can check; OpenMP's own synchronisation is invisible to it.
-void run_team([[maybe_unused]] int threads, const std::function<void(const Worker&)>& work) {
+void run_team(int threads, const std::function<void(const Worker&)>& work) {
     static std::mutex turn;
     const std::lock_guard<std::mutex> lock(turn);
-    Job job{active(), work, {}, {}};
+    Job job{active(), work, std::vector<Share>(std::max(threads, 1)), {}, {}};
 #ifdef _OPENMP
     if (threads > 1 && !omp_in_parallel()) {
         static std::atomic<Job*> shared{nullptr};
@@ -56,14 +98,14 @@ void run_team([[maybe_unused]] int threads, const std::function<void(const Worke
 #pragma omp parallel num_threads(threads) 
         {
             Job& mine = *shared.load(std::memory_order_acquire);
-            mine.work({mine.kernels, omp_get_thread_num(), omp_get_num_threads(), mine.barrier});
+            mine.work({mine.kernels, omp_get_thread_num(), omp_get_num_threads(), mine.barrier, mine.shares.data()});
             mine.finished.fetch_add(1, std::memory_order_release);
         }
         (void)job.finished.load(std::memory_order_acquire);
         return;
     }
 #endif
-    work({job.kernels, 0, 1, job.barrier});
+    work({job.kernels, 0, 1, job.barrier, job.shares.data()});
 }
 
 }  // namespace neuronmm

@@ -186,10 +186,31 @@ bool shares_the_product(Type type, int batch, int threads) {
     return results[0] == results[3] && results[1] == results[4] && results[2] == results[5];
 }
 
+// Every item of a phase is visited once, though all of them begin as one worker's and the others take from it.
+bool visits_each_once(int threads) {
+    const int phases = 40;
+    std::vector<int> visits(5000);
+    run_team(threads, [&](const Worker& worker) {
+        for (int phase = 0; phase < phases; phase++) {
+            const int items = phase % worker.count == worker.id ? static_cast<int>(visits.size()) : 0;
+            worker.each(0, items, 7, [&](int first, int end) {
+                for (int i = first; i < end; i++) visits[i]++;
+            });
+            worker.sync();
+        }
+    });
+    return std::all_of(visits.begin(), visits.end(), [&](int n) { return n == phases; });
+}
+
 }  // namespace
 
 int main() {
     int failures = 0;
+    for (const int threads : {1, 2, 3})
+        if (!visits_each_once(threads)) {
+            std::printf("items: threads %d\n", threads);
+            failures++;
+        }
     for (const char* isa : {"avx512bf16", "avx512", "avx2", "portable"}) {
         if (neuronmm_set_isa(isa)) {
             std::printf("%s: not on this processor\n", isa);

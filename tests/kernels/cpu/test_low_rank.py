@@ -156,6 +156,21 @@ def test_a_row_does_not_depend_on_its_neighbours_beyond_summation_order() -> Non
 
 @built
 @torch.inference_mode()
+def test_the_number_of_threads_changes_nothing() -> None:
+    before = torch.get_num_threads()
+    factors, x = make_factors(2048, 512, 256, True, torch.bfloat16), torch.randn(2, 512).bfloat16()
+    results = []
+    try:
+        for threads in (1, 2, 3, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(low_rank_linear(x, *factors, impl="cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, results[0]) for y in results)
+
+
+@built
+@torch.inference_mode()
 def test_extreme_values_pass_through_silu() -> None:
     one = LowRank(torch.ones(1, 1), torch.ones(1, 1))
     x = torch.tensor([[-1e4], [-90.0], [0.0], [90.0], [1e4], [float("nan")]])
