@@ -37,6 +37,8 @@ def test_a_baseline_is_not_refined_unless_that_is_asked_for() -> None:
         ("ratio: 0.9", "ratio = 0.9"),
         ("ratios: 0.2", "ratios = 0.2"),
         ("method: magic", "method = 'magic'"),
+        ("damping: 0", "damping = 0"),
+        ("damping: much", "damping = 'much'"),
         ("- ratio", "a recipe is a YAML mapping"),
         ("ratio: [", "not a readable recipe"),
     ],
