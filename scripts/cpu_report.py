@@ -52,11 +52,11 @@ def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[
     nbytes = {name: facts[model, name]["bytes"] for name in engines}
     by_round = {line["round"]: line["step"] for line in engines.get("dense", [])}
     probes = [line[which] / 1e9 for line in lines for which in ("before", "after")]
-    rounds = max(len(found) for found in engines.values())
+    counts = sorted({len(found) for found in engines.values()})
     rows = [
         f"### {model}, {context} tokens of context, batch {batch}",
         "",
-        f"{rounds} rounds; read bandwidth {spread(probes, '.1f')} GB/s. Median (range) over the rounds.",
+        f"{' or '.join(map(str, counts))} rounds; read bandwidth {spread(probes, '.1f')} GB/s. Median (range) over the rounds.",
         "",
         "| engine | decode tokens/s | of the limit | over dense, same round | ideal by bytes | TTFT ms | MB a step |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -1,0 +1,98 @@
+"""The CPU benchmark's own parts: the random model as a GGUF file, and the tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from neuronmm.models.load import load_pretrained
+from neuronmm.models.source import resolve
+
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts import each other by name."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_random_model_is_a_gguf_file_with_a_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cpu_peers
+
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "tiny")
+    path = cpu_peers.write_random_gguf(tmp_path / "tiny", "BF16")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny", "tiny.BF16.gguf"]
+
+    monkeypatch.setenv("NEURONMM_CACHE", str(tmp_path / "cache"))
+    folder = resolve(path)
+    read = load_pretrained(folder, torch.bfloat16, "cpu")
+    assert {name: p.shape for name, p in read.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.v_proj", "self_attn.o_proj"):
+        full = f"model.layers.1.{name}.weight"
+        assert torch.equal(read.get_parameter(full), model.get_parameter(full))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == 300
+    assert (
+        tokenizer.decode(tokenizer("An  ordinary text.", add_special_tokens=False)["input_ids"]) == "An  ordinary text."
+    )
+
+
+@pytest.fixture
+def report(scripts: None) -> ModuleType:
+    import cpu_report
+
+    return cpu_report
+
+
+def _lines() -> list[dict[str, object]]:
+    machine = {"device": "a processor", "cores": 2, "threads": 2, "versions": {"python": "3"}}
+    facts = [
+        {"model": "m", "engine": "dense", "machine": machine, "bytes": 2e8, "path": "ours", "load_seconds": 1.0},
+        {"model": "m", "engine": "peer", "machine": machine, "bytes": 1e8, "path": "theirs", "load_seconds": 2.0},
+        {"model": "m", "engine": "gone", "machine": machine, "absent": "not installed"},
+    ]
+    point = {"model": "m", "context": 32, "batch": 1, "before": 4e10, "after": 4e10}
+    steps = {"dense": (0.010, 0.020, 0.010), "peer": (0.020, 0.020, 0.040)}
+    return [
+        *facts,
+        *(
+            {**point, "engine": name, "round": i, "step": step, "ttft": 0.1}
+            for name, all_steps in steps.items()
+            for i, step in enumerate(all_steps)
+        ),
+    ]
+
+
+def test_tables_compare_within_a_round(report: ModuleType) -> None:
+    text = report.tables(_lines())
+    # 200 MB at 40 GB/s are 5 ms: 200 tokens/s, of which 10 ms are half.
+    speed = "100.0 (50.0 to 100.0) | 0.50 (0.25 to 0.50)"
+    assert f"| dense | {speed} | 1.00 (1.00 to 1.00) | 1.00 | 100 (100 to 100) | 200 |" in text
+    # Over dense: the middle of 0.5, 1 and 0.25, not the ratio of the medians.
+    speed = "50.0 (25.0 to 50.0) | 0.12 (0.06 to 0.12)"
+    assert f"| peer | {speed} | 0.50 (0.25 to 1.00) | 2.00 | 100 (100 to 100) | 100 |" in text
+    assert "| m | gone | absent: not installed |  |" in text
+
+
+def test_a_line_that_a_stopped_run_left_is_passed_over(report: ModuleType, tmp_path: Path) -> None:
+    lines = [json.dumps(line) for line in _lines()]
+    (tmp_path / "figures.jsonl").write_text("\n".join([*lines, lines[-1][:20]]))
+    assert report.read(tmp_path / "figures.jsonl") == _lines()
