@@ -22,10 +22,6 @@ from torch import Tensor
 
 from neuronmm.compression.moments import damping_of
 
-DAMPING = 0.1
-"""lambda, relative to the mean of ``gram``'s diagonal. A thousand times the whitened form's, because the regression on
-compressed inputs is fitted to the text: with little of it, and on other texts, less damping does worse (docs/log.md)."""
-
 
 class Anchors:
     """Sums over the calibration tokens for linears of one input.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,7 +18,7 @@ class CompressionConfig(BaseModel):
 
     ``ratio`` is the share of the targeted linears' parameters to remove. ``calibration`` is ``self`` or a file of which
     ``calibration_rows`` rows of ``calibration_length`` tokens are used. ``damping`` is relative to the mean of the Gram
-    matrix's diagonal; ``auto`` is what each closed form needs.
+    matrix's diagonal.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,7 +35,7 @@ class CompressionConfig(BaseModel):
     calibration: str = SELF
     calibration_rows: int = Field(128, ge=1)
     calibration_length: int = Field(256, ge=2)
-    damping: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    damping: float = Field(1e-4, gt=0)
     seed: int = 0
 
     @model_validator(mode="before")
@@ -45,10 +45,6 @@ class CompressionConfig(BaseModel):
         if values.get("method") in ("svd", "asvd"):
             return {"share": "off", "refine": "off", **values}
         return values
-
-    def damping_or(self, usual: float) -> float:
-        """The damping asked for, or a closed form's ``usual`` one."""
-        return usual if self.damping == "auto" else self.damping
 
     @property
     def needs_text(self) -> bool:

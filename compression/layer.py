@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuronmm.compression import anchored
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.block import Rotary, advance, swap, unshared, weight_of
 from neuronmm.compression.calibration_store import CalibrationStore, stored_moments
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import factorize
-from neuronmm.compression.moments import DAMPING, Moments
+from neuronmm.compression.moments import Moments
 from neuronmm.compression.plan import Plan
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
@@ -79,10 +78,10 @@ def compress_layer(
         if config.method == "anchored":
             assert rotary is not None
             hidden = (streams["dense"], streams["compressed"])
-            outputs = anchored_factors(layer, compressed, hidden, rotary, chosen, inside, config.damping_or(anchored.DAMPING), take)
+            outputs = anchored_factors(layer, compressed, hidden, rotary, chosen, inside, config.damping, take)
         else:
             names = [part.name.removeprefix(inside) for linear in plan.of_layer(index) for part in linear.parts]
-            moments, outputs = stored_moments(layer, index, streams.get("dense"), rotary, names, config.damping_or(DAMPING), store)
+            moments, outputs = stored_moments(layer, index, streams.get("dense"), rotary, names, config.damping, store)
             for linear in chosen:
                 take(linear, None if config.method == "svd" else moments[linear.name.removeprefix(inside)])
         for part in (part for linear in chosen for part in linear.parts):

@@ -17,9 +17,6 @@ from torch import Tensor, nn
 
 from neuronmm.models.families import SAME_INPUT
 
-DAMPING = 1e-4
-"""lambda of the whitened form, relative to the mean of ``squares``."""
-
 
 class Moments:
     """Sums over the calibration tokens, for one linear ``y = W x`` (the bias left out).

@@ -14,7 +14,6 @@ from neuronmm.compression.block import weight_of
 from neuronmm.compression.calibration_store import CalibrationStore, stored_moments
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import spectrum
-from neuronmm.compression.moments import DAMPING
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.ranks import Linear, auto_align, balance
 from neuronmm.compression.reader import Reader
@@ -138,7 +137,7 @@ def measure(
         apart = [linear for linear in linears if linear.name.startswith(inside)]
         names = [linear.name.removeprefix(inside) for linear in apart]
         with model.layer(index) as layer:
-            moments, hidden = stored_moments(layer, index, hidden, rotary, names, config.damping_or(DAMPING), store)
+            moments, hidden = stored_moments(layer, index, hidden, rotary, names, config.damping, store)
             try:
                 for linear, key in [(one, one.name) for one in apart] + [(one, _JOINT + one.name) for one in together]:
                     known = moments[linear.name.removeprefix(inside)]
