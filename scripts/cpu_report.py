@@ -56,7 +56,8 @@ def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[
     rows = [
         f"### {model}, {context} tokens of context, batch {batch}",
         "",
-        f"{' or '.join(map(str, counts))} rounds; read bandwidth {spread(probes, '.1f')} GB/s. Median (range) over the rounds.",
+        f"{' or '.join(map(str, counts))} rounds; read bandwidth {spread(probes, '.1f')} GB/s. "
+        "Median (range) over the rounds.",
         "",
         "| engine | decode tokens/s | of the limit | over dense, same round | ideal by bytes | TTFT ms | MB a step |",
         "|---|---:|---:|---:|---:|---:|---:|",
