@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,15 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     costs = result["costs"]
+    caption = (
+        f"measured; bars: one standard error; numbers: share removed; line: the points no other one beats; "
+        f"triangles: perplexity above {_TOP} times the dense model's"
+    )
+    lines = textwrap.wrap(caption, 90 * len(costs))
     height = 4.6 * len(result["texts"]) + 1.0
-    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - 0.35 / height))  # the rest is the subtitle's
+    layout = ConstrainedLayoutEngine(
+        rect=(0, 0, 1, 1 - (0.15 + 0.2 * len(lines)) / height)
+    )  # the rest is the subtitle's
     figure = Figure(figsize=(6.5 * len(costs) + 1, height), layout=layout)
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(result["texts"]), len(costs), squeeze=False)
@@ -44,13 +52,10 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
         for axes, cost in zip(row, costs, strict=True):
             _panel(axes, result, text, cost)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    columns = min(len(labels), 3 * len(costs))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(Path(result["model"]).name, fontsize=13, fontweight="bold")
-    caption = (
-        f"measured; bars: one standard error; numbers: share removed; line: the points no other one beats; "
-        f"triangles: perplexity above {_TOP} times the dense model's"
-    )
-    figure.text(0.5, 1 - 0.4 / height, caption, ha="center", va="top", fontsize=9, color="#555555")
+    figure.text(0.5, 1 - 0.4 / height, "\n".join(lines), ha="center", va="top", fontsize=9, color="#555555")
     figure.savefig(path, dpi=150)
 
 
