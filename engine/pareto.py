@@ -42,9 +42,8 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     )
     lines = textwrap.wrap(caption, 90 * len(costs))
     height = 4.6 * len(result["texts"]) + 1.0
-    layout = ConstrainedLayoutEngine(
-        rect=(0, 0, 1, 1 - (0.15 + 0.2 * len(lines)) / height)
-    )  # the rest is the subtitle's
+    room = 0.15 + 0.2 * len(lines)  # the subtitle's
+    layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - room / height))
     figure = Figure(figsize=(6.5 * len(costs) + 1, height), layout=layout)
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(result["texts"]), len(costs), squeeze=False)
