@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from neuronmm.compression.moments import damping_of
+from neuronmm.compression.moments import check_finite, damping_of
 
 
 class Anchors:
@@ -57,7 +57,7 @@ class Anchors:
         Raises:
             ValueError: the activations hold NaN or infinity.
         """
-        damping_of(self.cross, 1.0, self._relative)  # refuses what is not finite
+        check_finite(self.cross)
         return damping_of(self.gram, float(self.gram.diagonal().mean()), self._relative)
 
     def energy(self, weight: Tensor) -> float:

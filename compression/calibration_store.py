@@ -7,7 +7,6 @@ sharing. What is read back is what a run alone would gather, to the last bit.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from neuronmm.compression.block import Rotary, advance, moments_of
 from neuronmm.compression.moments import Moments, leaders_of
-from neuronmm.compression.workspace import write_tensors
+from neuronmm.compression.workspace import place_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
 
@@ -86,9 +85,7 @@ class CalibrationStore:
         return self._folder / f"{name}.safetensors"
 
     def _write(self, name: str, tensors: dict[str, Tensor], began: float) -> None:
-        partial = self._path(name).with_suffix(".writing")
-        write_tensors(partial, tensors, {"seconds": str(time.perf_counter() - began)})
-        os.replace(partial, self._path(name))
+        place_tensors(self._path(name), tensors, {"seconds": str(time.perf_counter() - began)})
         self._known.add(name)
 
     def _read(self, name: str, device: torch.device) -> dict[str, Tensor]:

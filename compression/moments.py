@@ -77,9 +77,18 @@ def damping_of(gram: Tensor, power: float, relative: float) -> float:
     Raises:
         ValueError: the activations hold NaN or infinity.
     """
-    if not torch.isfinite(gram).all():
-        raise ValueError("the calibration activations contain NaN or infinity")
+    check_finite(gram)
     return relative * power if power > 0 else 1.0
+
+
+def check_finite(sums: Tensor) -> None:
+    """Refuse sums over the calibration tokens that are no numbers.
+
+    Raises:
+        ValueError: the activations hold NaN or infinity.
+    """
+    if not torch.isfinite(sums).all():
+        raise ValueError("the calibration activations contain NaN or infinity")
 
 
 @contextmanager

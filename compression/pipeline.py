@@ -88,7 +88,7 @@ def compress(
     if config.needs_text:
         kept = workspace.load("calibration")  # a resumed run's
         if kept is None:
-            make = partial(calibration_tokens, folder, config, progress, device)
+            make = partial(_calibration_tokens, folder, config, progress, device)
             kept = {"tokens": make() if common is None else common.tokens(make)}
             workspace.save("calibration", kept)
         rows = kept["tokens"]
@@ -200,7 +200,7 @@ def _check_memory(parameters: int, trained: int) -> None:
         )
 
 
-def calibration_tokens(folder: Path, config: CompressionConfig, progress: Progress, device: str = "cpu") -> Tensor:
+def _calibration_tokens(folder: Path, config: CompressionConfig, progress: Progress, device: str = "cpu") -> Tensor:
     """The calibration tokens [rows, length] of a dense checkpoint: read from a file, or sampled from the model.
 
     Raises:
@@ -230,7 +230,7 @@ def _layers(
     progress("compressing", first / len(model))
     streams: Streams = {}
     rotary = None
-    measured = store is not None and config.method != "svd" and store.complete(len(model))
+    measured = store is not None and store.complete(len(model))
     if rows is not None and first < len(model) and not (measured and config.streams == ("dense",)):
         streams = workspace.load(f"hidden-{first:05d}") or {name: model.embed(rows) for name in config.streams}
         streams = {name: hidden.to(model.device) for name, hidden in streams.items()}

@@ -64,10 +64,7 @@ class Workspace:
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
             write_json(self.folder / "run.json", self._run)
-        path = self.folder / f"{name}.safetensors"
-        partial = path.with_suffix(".writing")
-        write_tensors(partial, tensors, metadata)
-        os.replace(partial, path)  # a crash before this line leaves the old state, after it the new one
+        place_tensors(self.folder / f"{name}.safetensors", tensors, metadata)
 
     def load(self, name: str) -> dict[str, Tensor] | None:
         """The tensors of ``name``.safetensors, or None if it was not written."""
@@ -182,6 +179,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     except (SafetensorError, OSError) as error:
         path.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None
+
+
+def place_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that exists complete or not at all, as :func:`write_tensors` does."""
+    partial = path.with_suffix(".writing")
+    write_tensors(partial, tensors, metadata)
+    os.replace(partial, path)  # a crash before this line leaves the old state, after it the new one
 
 
 def replace_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -26,13 +26,15 @@ LEADERS = {
 """Whose A a linear uses in a model that shares all it can."""
 
 
-def make_tiny(model_type: str = "llama", *, tied: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_tiny(
+    model_type: str = "llama", *, tied: bool = False, dtype: torch.dtype = torch.float32, vocabulary: int = 64
+) -> PreTrainedModel:
     """A random two-layer model in eval mode; the weights are large enough for greedy tokens to differ by prompt."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=64,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=LAYER_COUNT,

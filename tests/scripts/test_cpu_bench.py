@@ -8,10 +8,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.source import resolve
+from tiny import make_tiny
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 
@@ -26,17 +27,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_random_model_is_a_gguf_file_with_a_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import cpu_peers
 
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = make_tiny(tied=True, dtype=torch.bfloat16, vocabulary=300)
     model.save_pretrained(tmp_path / "tiny")
     path = cpu_peers.write_random_gguf(tmp_path / "tiny", "BF16")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny", "tiny.BF16.gguf"]
