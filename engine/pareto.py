@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 _COLOURS = ("#2f7fb8", "#c8553d", "#4f9d69", "#8e5ea2", "#d9a441", "#4aa3a2", "#7a5c43", "#c2578f")
+_MARKERS = {"mlp": "o", "all": "s", "attention": "D"}  # a point's targets
 _TOP = 10  # times the dense model's perplexity: what lies above would squeeze the rest
 _AXES = {"bytes": "weights, MB", "speed": "decode tokens/s, batch 1"}
 
@@ -59,36 +61,34 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
 
 
 def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
-    """One text against one cost; a method has a colour, a precision of its own hollow markers and a dashed front."""
+    """One text against one cost; a method has a colour, targets a marker, a precision a filling and a front."""
 
     def value(point: dict[str, Any]) -> float:
         return point["perplexity"][text]["value"]
 
     points = result["points"]
-    names = list(dict.fromkeys(point["name"] for point in points))
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(n for n in names if n != "dense")}
     dense = next(point for point in points if point["name"] == "dense")
+    several = len({point["targets"] for point in points if point is not dense}) > 1
+    methods = dict.fromkeys(_method(point) for point in points if point is not dense)
+    colours = dict(zip(methods, itertools.cycle(_COLOURS), strict=False))
     usual, top = dense["bits"], _TOP * value(dense)
-    for name in names:
-        for bits in sorted({point["bits"] for point in points if point["name"] == name}, reverse=True):
-            own = [point for point in points if (point["name"], point["bits"]) == (name, bits)]
-            colour = colours.get(name, "#333333")
-            style: dict[str, Any] = {
-                "color": colour,
-                "markerfacecolor": colour if bits == usual else "white",
-                "zorder": 3,
-            }
-            style["label"] = name if bits == usual else f"{name} ({bits} bit)"
-            shown = [point for point in own if value(point) <= top]
-            errors = [point["perplexity"][text]["standard_error"] or 0 for point in shown]
-            marker = {"fmt": "*", "markersize": 11} if name == "dense" else {"fmt": "o", "markersize": 7}
-            xs, ys = [_x(point, cost) for point in shown], [value(point) for point in shown]
-            axes.errorbar(xs, ys, yerr=errors, capsize=3, **marker, **style)
-            beyond = [_x(point, cost) for point in own if value(point) > top]
-            axes.plot(beyond, [top] * len(beyond), "^", markersize=7, **{**style, "label": None})
-            for point in own if name != "dense" else ():
-                at = (_x(point, cost), min(value(point), top))
-                axes.annotate(f"{point['ratio']:g}", at, (5, 5), textcoords="offset points", fontsize=8)
+    for method, targets, bits in dict.fromkeys(map(_series, points)):
+        own = [point for point in points if _series(point) == (method, targets, bits)]
+        colour, label = colours.get(method, "#333333"), method
+        label += f", {targets}" if several and targets else ""
+        label += "" if bits == usual else f" ({bits} bit)"
+        filling = colour if bits == usual else "white"
+        style: dict[str, Any] = {"color": colour, "markerfacecolor": filling, "zorder": 3}
+        shown = [point for point in own if value(point) <= top]
+        errors = [point["perplexity"][text]["standard_error"] or 0 for point in shown]
+        marker = {"fmt": _MARKERS[targets], "markersize": 7} if targets else {"fmt": "*", "markersize": 11}
+        xs, ys = [_x(point, cost) for point in shown], [value(point) for point in shown]
+        axes.errorbar(xs, ys, yerr=errors, capsize=3, label=label, **marker, **style)
+        beyond = [_x(point, cost) for point in own if value(point) > top]
+        axes.plot(beyond, [top] * len(beyond), "^", markersize=7, **style)
+        for point in own if targets else ():
+            at = (_x(point, cost), min(value(point), top))
+            axes.annotate(f"{point['ratio']:g}", at, (5, 5), textcoords="offset points", fontsize=8)
     for bits in sorted({point["bits"] for point in points}, reverse=True):
         best = [p for p in points if p["bits"] == bits and f"{cost}, {text}" in p["fronts"]]
         line = sorted((_x(point, cost), value(point)) for point in best if value(point) <= top)
@@ -102,6 +102,16 @@ def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
+
+
+def _series(point: dict[str, Any]) -> tuple[str, str | None, int]:
+    """What shares a colour, a marker and a line of the legend; the dense model has no targets."""
+    return _method(point), point.get("targets"), point["bits"]
+
+
+def _method(point: dict[str, Any]) -> str:
+    """A point's words without those for its targets."""
+    return "+".join(word for word in point["name"].split("+") if word not in _MARKERS)
 
 
 def _x(point: dict[str, Any], cost: str) -> float:

@@ -35,7 +35,7 @@ BARE: dict[str, Any] = {"share": "off", "refine": "off"}
 SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}
 """What a point's speed is: see :func:`neuronmm.engine.benchmark.benchmark`."""
 
-_POINT = ".point.json"
+_POINT, _RUN = ".point.json", "run.json"
 
 
 def sweep(
@@ -107,16 +107,8 @@ def sweep(
     folders = {point: out / f"{point[0]}-{point[1]:g}" for point in configs}
     waiting = [folder for folder in folders.values() if not folder.exists()]
 
-    def measured(name: str, folder: Path, more: dict[str, Any]) -> None:
-        kept = out / f"{name}{_POINT}"
-        if not kept.is_file():
-            point = {**more, **_measure(folder, dense, files, context, limit, speed)}
-            point |= {"accuracy": _accuracy(folder, exams, questions)} if exams else {}
-            write_json(kept.with_suffix(".writing"), point)
-            os.replace(kept.with_suffix(".writing"), kept)
-        progress("measuring", 1 / (1 + len(configs)))
-
-    measured("dense", dense, {"name": "dense", "ratio": 0.0})
+    add_point(out, "dense", dense, {"name": "dense", "ratio": 0.0})
+    progress("measuring", 1 / (1 + len(configs)))
     for (name, ratio), config in configs.items():
         folder = folders[name, ratio]
         if folder in waiting:
@@ -126,7 +118,8 @@ def sweep(
         report = json.loads((folder / "compression_report.json").read_text(encoding="utf-8"))
         facts = {key: report[key] for key in ("realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")}
         own = {"name": name, "ratio": ratio, "settings": settings[name], "targets": config.targets}
-        measured(folder.name, folder, {**own, "folder": folder.name, **facts})
+        add_point(out, folder.name, folder, {**own, "folder": folder.name, **facts})
+        progress("measuring", 1 / (1 + len(configs)))
     points = [json.loads(kept.read_text(encoding="utf-8")) for kept in out.glob(f"*{_POINT}")]
     points.sort(key=lambda point: (point["ratio"], point["name"].count("+"), point["name"]))
     costs = ["bytes", "speed"] if speed else ["bytes"]
@@ -144,6 +137,31 @@ def sweep(
     (out / "sweep.md").write_text(as_markdown(result), encoding="utf-8")
     draw_sweep(result, out / "sweep.png")
     return result
+
+
+def add_point(out: Path, key: str, folder: Path, facts: dict[str, Any]) -> None:
+    """Measure the checkpoint in ``folder`` as all of the sweep in ``out`` are, and keep it there under ``key``.
+
+    What was measured once stays. A later :func:`sweep` with ``resume`` shows the point, so one made elsewhere can be
+    laid beside the sweep's own.
+
+    Args:
+        out: the sweep's folder.
+        key: a file's name, the point's own.
+        folder: the checkpoint.
+        facts: what is known of it: ``name``, ``ratio``, and but for the dense model ``targets``, ``realised_ratio``,
+            ``model_ratio``, ``seconds`` and ``peak_rss_bytes``; any figure given here is not taken from the checkpoint.
+    """
+    kept = out / f"{key}{_POINT}"
+    if kept.is_file():
+        return
+    run = json.loads((out / _RUN).read_text(encoding="utf-8"))
+    texts = {name: Path(file) for name, file in run["texts"].items()}
+    point = _measure(folder, Path(run["model"]), texts, run["context"], run["limit"], run["speed"])
+    if exams := [Path(exam) for exam in run["tasks"].values()]:
+        point["accuracy"] = _accuracy(folder, exams, run["questions"])
+    write_json(kept.with_suffix(".writing"), {**point, **facts})
+    os.replace(kept.with_suffix(".writing"), kept)
 
 
 def parse_method(text: str) -> dict[str, Any]:
@@ -176,7 +194,7 @@ def parse_method(text: str) -> dict[str, Any]:
 
 def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
     """Make the sweep's folder, or check that it is one of the same settings."""
-    plan = out / "run.json"
+    plan = out / _RUN
     if not out.exists():
         out.mkdir(parents=True)
         write_json(plan, run)

@@ -13,9 +13,11 @@ what keeps it from a small grouped-query model on a CPU:
 examples:
   python scripts/peer_svdllm.py MODEL --checkout SVD-LLM --python peer/bin/python --calibration wiki.txt -o peer-out
   python scripts/peer_svdllm.py MODEL --checkout SVD-LLM --python peer/bin/python --calibration wiki.txt -o peer-out \\
-      --ratios 0.1,0.2,0.3,0.4 --targets mlp all --rows 64 --length 1024
+      --ratios 0.1,0.2,0.3,0.4 --targets mlp all --rows 64 --length 1024 --sweep sweep
 
-Each result is a folder <targets>-<ratio> with a compression_report.json; its lines are also printed.
+Each result is a folder <targets>-<ratio> with a compression_report.json; its lines are also printed. With --sweep each
+is also measured as the points of that sweep (`neuronmm sweep`) are, and laid beside them; `neuronmm sweep ... --resume`
+then shows them in its table and picture. Its bytes there are what its factors would take.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ def main() -> None:
     parser.add_argument("--ratios", default="0.2", help="shares to remove, comma-separated; default 0.2")
     parser.add_argument("--targets", nargs="+", default=["mlp"], choices=["mlp", "all"])
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--sweep", type=Path, help="folder of a sweep of the same model, to lay the results in")
     args = parser.parse_args()
+    if args.sweep and json.loads((args.sweep / "run.json").read_text(encoding="utf-8"))["speed"]:
+        parser.error(f"{args.sweep}: measures speed, which dense-shaped checkpoints cannot show; give a sweep without")
 
     from neuronmm.compression.calibration import Rows, from_file
     from neuronmm.models.load import load_tokenizer
@@ -76,6 +81,8 @@ def main() -> None:
             result = args.out / f"{targets}-{ratio:g}" / "compression_report.json"
             result.write_text(json.dumps(report, indent=2) + "\n")
             print(json.dumps(report))
+            if args.sweep:
+                lay_beside(args.sweep, result.parent, report)
 
 
 def work(job: dict[str, Any]) -> None:
@@ -149,6 +156,19 @@ def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]
         **facts,
         "ranks": ranks,
     }
+
+
+def lay_beside(sweep: Path, folder: Path, report: dict[str, Any]) -> None:
+    """Make the checkpoint in ``folder`` a point of the sweep."""
+    from neuronmm.compression.reader import Reader
+    from neuronmm.sweep import add_point
+
+    reader = Reader(folder)
+    shares = ("targets", "realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")
+    facts = {key: report[key] for key in shares}
+    facts |= {"name": "SVD-LLM", "ratio": report["asked_ratio"]}
+    facts["bytes"] = round(sum(map(reader.nbytes, reader.names)) * (1 - report["model_ratio"]))
+    add_point(sweep, f"SVD-LLM-{folder.name}", folder, facts)
 
 
 if __name__ == "__main__":

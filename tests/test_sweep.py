@@ -10,15 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from words import word_tokenizer
 
 from neuronmm import sweep as sweeping
 from neuronmm.cli import main
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.engine import pareto
 from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.pareto import draw_sweep, front
 from neuronmm.models import UserError
-from neuronmm.sweep import parse_method, sweep
+from neuronmm.sweep import add_point, parse_method, sweep
 from neuronmm.sweep_table import as_markdown
 from tiny import make_tiny
 
@@ -220,6 +222,37 @@ def test_precisions_are_never_compared(finished: tuple[Path, dict[str, Any]], tm
     assert text.count("| dense |") == 1
     draw_sweep(result, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def test_a_point_made_elsewhere_is_measured_and_shown_beside_the_sweeps_own(
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path
+) -> None:
+    theirs = finished[0] / "svd-0.4"
+    facts = {"name": "peer", "ratio": 0.4, "targets": "all", "bytes": 1234}
+    facts |= {"realised_ratio": 0.4, "model_ratio": 0.3, "seconds": 1.0, "peak_rss_bytes": 1}
+    settings: dict[str, Any] = {"context": 30, "tasks": tasks, "questions": 7}
+    result = sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, **settings)
+    add_point(tmp_path / "out", "peer", theirs, facts)
+    result = sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, resume=True, **settings)
+    point = result["points"][-1]
+    assert (point["name"], point["bytes"], point["targets"]) == ("peer", 1234, "all")
+    same = finished[1]["points"][3]
+    assert (point["perplexity"], point["accuracy"]) == (same["perplexity"], same["accuracy"])
+    assert "32 bits a weight, all" in as_markdown(result)
+
+
+def test_targets_share_a_methods_colour_and_differ_in_the_marker(finished: tuple[Path, dict[str, Any]]) -> None:
+    result = json.loads(json.dumps(finished[1]))
+    other = json.loads(json.dumps(result["points"][1]))
+    other.update(name="svd+all", targets="all")
+    result["points"].append(other)
+    axes = Figure().subplots()
+    pareto._panel(axes, result, "text1", "bytes")
+    drawn = {handle.get_label(): handle.lines[0] for handle in axes.containers}
+    assert list(drawn) == ["dense", "svd, mlp", "whitened, mlp", "svd, all"]
+    colours = {label: line.get_color() for label, line in drawn.items()}
+    assert colours["svd, mlp"] == colours["svd, all"] != colours["whitened, mlp"]
+    assert drawn["svd, mlp"].get_marker() == drawn["whitened, mlp"].get_marker() != drawn["svd, all"].get_marker()
 
 
 def test_the_command(

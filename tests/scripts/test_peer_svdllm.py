@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 from words import word_tokenizer
 
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.engine.evaluate import evaluate
+from neuronmm.sweep import sweep
 from tiny import make_tiny
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "peer_svdllm.py"
@@ -94,3 +96,16 @@ def test_the_peers_factors_become_checkpoints_that_evaluate_reads(
         assert kept["realised_ratio"] == pytest.approx(1 - factors / dense)
         assert ratio < kept["realised_ratio"] < ratio + 0.1
     assert evaluate(out / "all-0.4", text=tmp_path / "text.txt", context=16)["results"][0]["models"]["model"]["value"]
+
+
+def test_the_results_are_laid_beside_a_sweep(drive: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
+    settings = {"model": tmp_path / "model", "out": tmp_path / "sweep", "ratios": [0.3], "methods": ["svd"]}
+    base = CompressionConfig(align=2, share="off", refine="off")
+    ours = sweep(**settings, texts=[tmp_path / "text.txt"], base=base, context=16)["points"]
+    (report,) = drive("--ratios", "0.3", "--sweep", "sweep")
+    points = sweep(**settings, texts=[tmp_path / "text.txt"], base=base, context=16, resume=True)["points"]
+    dense, peer = ours[0], points[1]
+    assert [point["name"] for point in points] == ["dense", "SVD-LLM", "svd"]
+    assert (peer["ratio"], peer["targets"]) == (0.3, "mlp")
+    assert peer["bytes"] == 2 * report["parameters"]["compressed"] < dense["bytes"]
+    assert peer["perplexity"]["text"] != dense["perplexity"]["text"]
