@@ -2,7 +2,8 @@
 
 Greedy on the whitened spectra: the next tile of ranks goes where it takes most off the relative loss per parameter. A
 floor keeps every linear at a share of its uniform rank, because a spectrum measured on one text says little about
-another.
+another. The loss is relative to the energy without the first direction, which no rank drops: that of massive
+activations holds up to all of a down projection's energy, and beside it the other tokens' loss would look like nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def allocate(
         step = rank + align if rank + align < linear.break_even else None
         cost = linear.kept(step) - linear.kept(rank)
         values = spectra[linear.name]
-        gain = float(values[rank:step].sum() / values.sum().clamp(min=1e-300))
+        gain = float(values[rank:step].sum() / values[1:].sum().clamp(min=1e-300))
         heapq.heappush(waiting, (-gain / cost, number, step))
 
     for number, linear in enumerate(linears):

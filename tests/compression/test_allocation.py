@@ -64,6 +64,15 @@ def test_rank_goes_where_the_spectrum_needs_it() -> None:
     assert ranks[flat] is None or ranks[flat] > even[flat]
 
 
+def test_a_massive_activation_takes_no_rank_from_the_tokens_beside_it() -> None:
+    """One direction a million times the others' energy, which any rank keeps, changes nothing."""
+    targets = linears(3, 64, 128)
+    spectra = {linear.name: falling(linear, 0.5 + 0.3 * number) for number, linear in enumerate(targets)}
+    ranks = allocate(targets, spectra, 0.3, 2)
+    massive = {name: torch.cat([1e6 * values[:1], values[1:]]) for name, values in spectra.items() if "down" in name}
+    assert allocate(targets, {**spectra, **massive}, 0.3, 2) == ranks
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(alike: bool) -> None:
     """Two weights that read one subspace have a common A for nothing; two that read different ones have not."""
