@@ -231,7 +231,7 @@ def test_a_point_made_elsewhere_is_measured_and_shown_beside_the_sweeps_own(
     facts = {"name": "peer", "ratio": 0.4, "targets": "all", "bytes": 1234}
     facts |= {"realised_ratio": 0.4, "model_ratio": 0.3, "seconds": 1.0, "peak_rss_bytes": 1}
     settings: dict[str, Any] = {"context": 30, "tasks": tasks, "questions": 7}
-    result = sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, **settings)
+    sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, **settings)
     add_point(tmp_path / "out", "peer", theirs, facts)
     result = sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, resume=True, **settings)
     point = result["points"][-1]

@@ -99,11 +99,11 @@ def test_the_peers_factors_become_checkpoints_that_evaluate_reads(
 
 
 def test_the_results_are_laid_beside_a_sweep(drive: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
-    settings = {"model": tmp_path / "model", "out": tmp_path / "sweep", "ratios": [0.3], "methods": ["svd"]}
     base = CompressionConfig(align=2, share="off", refine="off")
-    ours = sweep(**settings, texts=[tmp_path / "text.txt"], base=base, context=16)["points"]
+    asked = (tmp_path / "model", tmp_path / "sweep", [0.3], ["svd"], [tmp_path / "text.txt"], base)
+    ours = sweep(*asked, context=16)["points"]
     (report,) = drive("--ratios", "0.3", "--sweep", "sweep")
-    points = sweep(**settings, texts=[tmp_path / "text.txt"], base=base, context=16, resume=True)["points"]
+    points = sweep(*asked, context=16, resume=True)["points"]
     dense, peer = ours[0], points[1]
     assert [point["name"] for point in points] == ["dense", "SVD-LLM", "svd"]
     assert (peer["ratio"], peer["targets"]) == (0.3, "mlp")
