@@ -31,6 +31,19 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
     ]
 
 
+def mark_fronts(points: list[dict[str, Any]], costs: list[str], texts: list[str]) -> None:
+    """Say of each point on which fronts it lies; only points of one precision are compared."""
+    for point in points:
+        point["fronts"] = []
+    for bits in {point["bits"] for point in points}:
+        group = [point for point in points if point["bits"] == bits]
+        for cost in costs:
+            for text in texts:
+                pairs = [(cost_of(point, cost), point["perplexity"][text]["value"]) for point in group]
+                for index in front(pairs):
+                    group[index]["fronts"].append(f"{cost}, {text}")
+
+
 def draw_sweep(result: dict[str, Any], path: Path) -> None:
     """Write the picture of a sweep's result to ``path`` (PNG): a row a text, a column a measure of cost."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

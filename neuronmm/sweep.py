@@ -21,7 +21,7 @@ from neuronmm.compression.reader import Reader
 from neuronmm.engine.benchmark import benchmark
 from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.machine import describe_machine
-from neuronmm.engine.pareto import cost_of, draw_sweep, front
+from neuronmm.engine.pareto import draw_sweep, mark_fronts
 from neuronmm.engine.perplexity import read_text
 from neuronmm.engine.tasks import read_task
 from neuronmm.models.errors import UserError
@@ -123,7 +123,7 @@ def sweep(
     points = [json.loads(kept.read_text(encoding="utf-8")) for kept in out.glob(f"*{_POINT}")]
     points.sort(key=lambda point: (point["ratio"], point["name"].count("+"), point["name"]))
     costs = ["bytes", "speed"] if speed else ["bytes"]
-    _mark_fronts(points, costs, list(files))
+    mark_fronts(points, costs, list(files))
     result = {
         "kind": "measured",
         "what": "sweep",
@@ -251,16 +251,3 @@ def _accuracy(folder: Path, tasks: list[Path], questions: int | None) -> dict[st
     errors = [figures["standard_error"] or 0.0 for figures in found.values()]
     mean = sum(figures["value"] for figures in found.values()) / len(found)
     return {"value": mean, "standard_error": math.hypot(*errors) / len(found), "tasks": found}
-
-
-def _mark_fronts(points: list[dict[str, Any]], costs: list[str], texts: list[str]) -> None:
-    """Say of each point on which fronts it lies; only points of one precision are compared."""
-    for point in points:
-        point["fronts"] = []
-    for bits in {point["bits"] for point in points}:
-        group = [point for point in points if point["bits"] == bits]
-        for cost in costs:
-            for text in texts:
-                pairs = [(cost_of(point, cost), point["perplexity"][text]["value"]) for point in group]
-                for index in front(pairs):
-                    group[index]["fronts"].append(f"{cost}, {text}")

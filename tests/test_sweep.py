@@ -18,7 +18,7 @@ from neuronmm.cli import main
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.engine import pareto
 from neuronmm.engine.evaluate import evaluate
-from neuronmm.engine.pareto import draw_sweep, front
+from neuronmm.engine.pareto import draw_sweep, front, mark_fronts
 from neuronmm.models import UserError
 from neuronmm.sweep import add_point, parse_method, sweep
 from neuronmm.sweep_table import as_markdown
@@ -214,7 +214,7 @@ def test_precisions_are_never_compared(finished: tuple[Path, dict[str, Any]], tm
     for text in result["texts"]:
         small["perplexity"][text]["value"] = 1.0
     result["points"].append(small)
-    sweeping._mark_fronts(result["points"], result["costs"], list(result["texts"]))
+    mark_fronts(result["points"], result["costs"], list(result["texts"]))
     assert {point["folder"]: point["fronts"] for point in result["points"][1:-1]} == fronts
     assert len(small["fronts"]) == 4
     text = as_markdown(result)

@@ -1,0 +1,85 @@
+"""The tables and the picture of docs/results/quality.md, from docs/results/quality.json and sweeps that are new to it.
+
+python scripts/quality_report.py docs/results SWEEP...
+
+The points of the sweeps (folders of ``neuronmm sweep``) are added to quality.json; one of the same method,
+ratio and targets takes the place of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from neuronmm.engine.pareto import draw_sweep, mark_fronts
+from neuronmm.models.portable import write_json
+
+Point = dict[str, Any]
+
+PICTURED = ("dense", "SVD-LLM", "whitened+share", "anchored", "whitened+share+fast")
+"""Methods; all of them in one picture could not be told apart."""
+
+TITLES = {"mlp": "MLP", "all": "MLP and attention"}
+
+BEGIN, END = "<!-- Written by scripts/quality_report.py -->", "<!-- End of what it wrote -->"
+
+
+def merge(points: Iterable[Point], sweeps: Iterable[Path]) -> list[Point]:
+    """The points and the sweeps' own, from the least removed to the most, at a ratio from the worst to the best."""
+    files = [kept for sweep in sweeps for kept in sorted(sweep.glob("*.point.json"))]
+    new = [json.loads(kept.read_text(encoding="utf-8")) for kept in files]
+    found = {(point["name"], point["ratio"], point.get("targets")): point for point in [*points, *new]}
+    return sorted(found.values(), key=lambda point: (point["ratio"], -_values(point)[0]))
+
+
+def tables(points: list[Point], texts: Iterable[str]) -> str:
+    """A table for each choice of targets; ``texts`` names the columns. The best perplexities of a ratio are bold."""
+    parts = []
+    for targets, title in TITLES.items():
+        own = [point for point in points if point.get("targets") == targets]
+        columns = [f"{title}, removed: asked", "method", "realised", *texts, "minutes", "GiB"]
+        rows = [_row(point, [other for other in own if other["ratio"] == point["ratio"]]) for point in own]
+        lines = [columns, ["---:", "---", *["---:"] * (len(columns) - 2)], *rows]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts)
+
+
+def _row(point: Point, rivals: list[Point]) -> list[str]:
+    cells = [f"{point['ratio']:g}", _method(point), f"{point['realised_ratio']:.2%}"]
+    best = [min(values) for values in zip(*map(_values, rivals), strict=True)]
+    for figures, least in zip(point["perplexity"].values(), best, strict=True):
+        error = figures["standard_error"]
+        cell = f"{figures['value']:.4g}" + ("" if error is None else f" +- {error:.2g}")
+        cells.append(f"**{cell}**" if figures["value"] == least else cell)
+    return [*cells, f"{point['seconds'] / 60:.0f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]
+
+
+def _method(point: Point) -> str:
+    """Its words, without those for the targets, which the table is of."""
+    return "+".join(word for word in point["name"].split("+") if word not in TITLES)
+
+
+def _values(point: Point) -> list[float]:
+    return [figures["value"] for figures in point["perplexity"].values()]
+
+
+def main(folder: Path, sweeps: list[Path]) -> None:
+    """Bring quality.json, quality.md and quality.png in ``folder`` up to date."""
+    data, document = folder / "quality.json", folder / "quality.md"
+    result = json.loads(data.read_text(encoding="utf-8"))
+    result["points"] = merge(result["points"], sweeps)
+    write_json(data, result)
+    before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    written = tables(result["points"], result["texts"].values())
+    document.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
+    shown = [point for point in result["points"] if _method(point) in PICTURED]
+    mark_fronts(shown, result["costs"], list(result["texts"]))
+    draw_sweep({**result, "points": shown}, folder / "quality.png")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Path(sweep) for sweep in sys.argv[2:]])

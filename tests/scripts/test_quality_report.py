@@ -1,0 +1,76 @@
+"""The quality study's document, made from its points."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    sys.modules.pop("quality_report", None)
+    import quality_report
+
+    return quality_report
+
+
+def point(name: str, ratio: float, wiki: float, c4: float, targets: str = "mlp") -> dict[str, Any]:
+    """One of a sweep's folder."""
+    return {
+        "name": name,
+        "ratio": ratio,
+        "targets": targets,
+        "realised_ratio": ratio,
+        "bytes": int(1e6 * (1 - ratio)),
+        "bits": 16,
+        "seconds": 120.0,
+        "peak_rss_bytes": 2**30,
+        "perplexity": {
+            "wiki": {"value": wiki, "standard_error": 1.5},
+            "c4": {"value": c4, "standard_error": None},
+        },
+    }
+
+
+def test_a_sweeps_points_join_the_tables_and_replace_what_they_repeat(script: ModuleType, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    new = [point("whitened", 0.2, 40, 300), point("anchored", 0.2, 30, 310), point("whitened+all", 0.2, 50, 60, "all")]
+    for index, one in enumerate(new):
+        (sweep / f"{index}.point.json").write_text(json.dumps(one))
+    dense = {key: value for key, value in point("dense", 0.0, 10, 20).items() if key != "targets"}
+    result = {
+        "model": "tiny",
+        "texts": {"wiki": "Wiki", "c4": "C4"},
+        "costs": ["bytes"],
+        "points": [dense, point("whitened", 0.2, 99, 99)],
+    }
+    (tmp_path / "quality.json").write_text(json.dumps(result))
+    (tmp_path / "quality.md").write_text(f"Head.\n\n{script.BEGIN}\nold\n{script.END}\n\nFoot.\n")
+    script.main(tmp_path, [sweep])
+    text = (tmp_path / "quality.md").read_text()
+    assert text.startswith("Head.\n") and text.endswith("\n\nFoot.\n") and "old" not in text and "99" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| 0.2")]
+    assert rows == [
+        "| 0.2 | whitened | 20.00% | 40 +- 1.5 | **300** | 2 | 1.00 |",
+        "| 0.2 | anchored | 20.00% | **30 +- 1.5** | 310 | 2 | 1.00 |",
+        "| 0.2 | whitened | 20.00% | **50 +- 1.5** | **60** | 2 | 1.00 |",
+    ]
+    assert (tmp_path / "quality.png").stat().st_size > 10_000
+    kept = json.loads((tmp_path / "quality.json").read_text())
+    assert [one["name"] for one in kept["points"]] == ["dense", "whitened+all", "whitened", "anchored"]
+
+
+def test_the_document_shows_what_the_data_holds(script: ModuleType) -> None:
+    result = json.loads((DOCUMENT / "quality.json").read_text(encoding="utf-8"))
+    written = (DOCUMENT / "quality.md").read_text(encoding="utf-8").partition(script.BEGIN)[2].partition(script.END)[0]
+    assert written.strip() == script.tables(result["points"], result["texts"].values())
