@@ -53,8 +53,12 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--sweep", type=Path, help="folder of a sweep of the same model, to lay the results in")
     args = parser.parse_args()
-    if args.sweep and json.loads((args.sweep / "run.json").read_text(encoding="utf-8"))["speed"]:
-        parser.error(f"{args.sweep}: measures speed, which dense-shaped checkpoints cannot show; give a sweep without")
+    if args.sweep:
+        run = args.sweep / "run.json"
+        if not run.is_file():
+            parser.error(f"{args.sweep}: is not the folder of a sweep; start one with neuronmm sweep")
+        if json.loads(run.read_text(encoding="utf-8"))["speed"]:
+            parser.error(f"{args.sweep}: measures speed, which dense-shaped checkpoints cannot show; give one without")
 
     from neuronmm.compression.calibration import Rows, from_file
     from neuronmm.models.load import load_tokenizer

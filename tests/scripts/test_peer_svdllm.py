@@ -109,3 +109,13 @@ def test_the_results_are_laid_beside_a_sweep(drive: Callable[..., list[dict[str,
     assert (peer["ratio"], peer["targets"]) == (0.3, "mlp")
     assert peer["bytes"] == 2 * report["parameters"]["compressed"] < dense["bytes"]
     assert peer["perplexity"]["text"] != dense["perplexity"]["text"]
+
+
+def test_a_folder_that_is_no_sweep_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "model", "--checkout", "checkout", "--python", sys.executable]
+    command += ["--calibration", "text.txt", "-o", "out", "--sweep", "here"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(
+        "here: is not the folder of a sweep; start one with neuronmm sweep"
+    )
+    assert not (tmp_path / "out").exists()
