@@ -1,9 +1,12 @@
 """Which rank each linear gets when the budget is one for the whole model, and which linears share an A.
 
-Greedy on the whitened spectra: the next tile of ranks goes where it takes most off the relative loss per parameter. A
-floor keeps every linear at a share of its uniform rank, because a spectrum measured on one text says little about
-another. The loss is relative to the energy without the first direction, which no rank drops: that of massive
+Greedy on the whitened spectra: the next tile of ranks goes where it takes most off the loss per parameter. A floor
+keeps every linear at a share of its uniform rank, because a spectrum measured on one text says little about another.
+
+The loss of a linear is relative to its energy without the first direction, which no rank drops: that of massive
 activations holds up to all of a down projection's energy, and beside it the other tokens' loss would look like nothing.
+It counts by what the linear's half of its layer writes beside the residual stream: the first MLP makes the stream, one
+in the middle adds a few hundredths to its energy.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ FLOOR = 0.5
 
 
 def allocate(
-    linears: Sequence[Linear], spectra: Mapping[str, Tensor], ratio: float, align: int
+    linears: Sequence[Linear], spectra: Mapping[str, Tensor], shares: Mapping[str, float], ratio: float, align: int
 ) -> dict[str, int | None]:
     """The rank of each linear, a multiple of ``align``, or None where it stays dense.
 
     Args:
         linears: the targeted linears, in the order of the model's layers.
         spectra: each one's whitened eigenvalues, largest first, by name.
+        shares: what each one's half of its layer writes, as a share of the residual stream's energy, by name.
         ratio: share of their parameters to remove.
         align: the tile, in ranks.
 
@@ -47,7 +51,8 @@ def allocate(
         step = rank + align if rank + align < linear.break_even else None
         cost = linear.kept(step) - linear.kept(rank)
         values = spectra[linear.name]
-        gain = float(values[rank:step].sum() / values[1:].sum().clamp(min=1e-300))
+        lost = values[rank:step].sum() / values[1:].sum().clamp(min=1e-300)
+        gain = shares[linear.name] * float(lost)
         heapq.heappush(waiting, (-gain / cost, number, step))
 
     for number, linear in enumerate(linears):

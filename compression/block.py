@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from neuronmm.compression.factorize import Factors
 from neuronmm.compression.moments import Moments, gathering
 from neuronmm.compression.ranks import Linear
+from neuronmm.compression.stream import weighing
 from neuronmm.compression.streaming import run_layer
 from neuronmm.models.lowrank import LowRankLinear
 
@@ -76,6 +77,8 @@ def moments_of(
     layer: nn.Module, hidden: Tensor, rotary: Rotary, names: Sequence[str], damping: float
 ) -> tuple[dict[str, Moments], Tensor]:
     """The moments of the linears of these names inside the layer, by name, and the layer's outputs."""
-    with gathering(layer, names, damping) as moments:
+    with gathering(layer, names, damping) as moments, weighing(layer) as shares:
         outputs = advance(layer, hidden, rotary)
+    for name, one in moments.items():
+        one.share = shares[name.partition(".")[0]]
     return moments, outputs

@@ -65,7 +65,8 @@ class CalibrationStore:
         """Keep what layer ``index`` was found to have, by its linears' names; gathering it began at ``began``."""
         own = {leader: moments[leader] for leader in leaders_of(list(moments)).values()}
         tensors = {f"{name}.{_SIDES[one.of_inputs]}": one.gram for name, one in own.items()}
-        tensors |= {f"{name}.squares": one.squares for name, one in own.items()}
+        for name, one in own.items():
+            tensors |= {f"{name}.squares": one.squares, f"{name}.share": one.share.clone()}
         self._write(self._layer(index), tensors, began)
 
     def moments(self, index: int, linears: list[str], damping: float, device: torch.device) -> dict[str, Moments]:
@@ -75,7 +76,8 @@ class CalibrationStore:
         for name in set(leaders.values()):
             of_inputs = f"{name}.{_SIDES[True]}" in held
             own[name] = Moments(0, of_inputs, damping, device)
-            own[name].gram, own[name].squares = held[f"{name}.{_SIDES[of_inputs]}"], held[f"{name}.squares"]
+            own[name].gram = held[f"{name}.{_SIDES[of_inputs]}"]
+            own[name].squares, own[name].share = held[f"{name}.squares"], held[f"{name}.share"]
         return {name: own[leader] for name, leader in leaders.items()}
 
     def _layer(self, index: int) -> str:

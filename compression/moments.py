@@ -22,7 +22,8 @@ class Moments:
     """Sums over the calibration tokens, for one linear ``y = W x`` (the bias left out).
 
     Dimensions: ``gram`` is ``sum x x^T`` [in, in] (``of_inputs``) or ``sum y y^T`` [out, out], symmetric; ``squares``
-    is the diagonal of ``sum x x^T`` [in] in either case. All float64.
+    is the diagonal of ``sum x x^T`` [in] in either case; ``share`` [] is what the linear's half of the layer writes
+    beside the residual stream (:mod:`neuronmm.compression.stream`). All float64.
 
     Fewer tokens than features, dead features or a few massive ones make a Gram matrix singular, so ``damping`` times
     the mean of ``squares`` is added to the diagonal of the inputs' one: the solution is unique then, and hardly moves
@@ -33,6 +34,7 @@ class Moments:
         self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
         self.of_inputs = of_inputs
         self.squares = torch.zeros(1, dtype=torch.float64, device=device)
+        self.share = torch.ones((), dtype=torch.float64, device=device)
         self._relative = damping
 
     @torch.no_grad()

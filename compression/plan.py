@@ -23,6 +23,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, SAME_INPUT, TARGETS
 
 _JOINT = "together:"  # in front of a leader's name: the spectrum of all linears of its input
+_SHARE = "share:"  # in front of a linear's name: its half's share of the residual stream
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[st
                 place = linears.index(group[0])
                 linears = [*linears[:place], Linear.sharing(group), *linears[place + len(group) :]]
     if config.allocation == "global" and spectra:
-        ranks = allocation.allocate(linears, spectra, config.ratio, align)
+        shares = {linear.name: float(spectra[_SHARE + linear.name]) for linear in linears}
+        ranks = allocation.allocate(linears, spectra, shares, config.ratio, align)
     else:
         ranks = balance(linears, config.ratio, align)
     return Plan(linears, ranks, align)
@@ -114,7 +116,9 @@ def measure(
     store: CalibrationStore | None,
     progress: Progress,
 ) -> dict[str, Tensor]:
-    """The whitened spectrum of every linear, and of those of one input together, over the dense model's own run.
+    """What the plan depends on: of every linear the whitened spectrum and its half's share of the residual stream.
+
+    Of linears of one input the spectrum together as well, all over the dense model's own run.
 
     After every layer the work so far is kept in the workspace, for a resumed run. A store that has every layer's
     moments saves the run.
@@ -142,6 +146,7 @@ def measure(
                 for linear, key in [(one, one.name) for one in apart] + [(one, _JOINT + one.name) for one in together]:
                     known = moments[linear.name.removeprefix(inside)]
                     state[key] = spectrum(weight_of(layer, linear, inside), known).cpu()
+                    state[_SHARE + linear.name] = known.share.to("cpu", copy=True)
             except ValueError as error:
                 raise UserError(
                     f"{model.reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.block import Rotary, batches, weight_of
 from neuronmm.compression.ranks import Linear
+from neuronmm.compression.stream import BETWEEN
 from neuronmm.compression.streaming import run_layer
 from neuronmm.models.families import STAGES
 
 _HALVES = (STAGES[:2], STAGES[2:])
-_BETWEEN = "post_attention_layernorm"
-"""It reads the residual stream between attention and MLP, in every family."""
 
 
 def anchored_factors(
@@ -90,12 +89,12 @@ def _gather(
 
 def _mlp_half(layer: nn.Module, between: Tensor) -> Tensor:
     """A layer's outputs from the residual stream between its attention and its MLP, both [rows, length, hidden]."""
-    return between + layer.get_submodule("mlp")(layer.get_submodule(_BETWEEN)(between))
+    return between + layer.get_submodule("mlp")(layer.get_submodule(BETWEEN)(between))
 
 
 def _between(layer: nn.Module, hidden: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
     """The residual stream between attention and MLP for a layer's inputs, both [rows, length, hidden]."""
-    parts = [_input_of(layer, _BETWEEN, partial(run, layer, batch)) for batch in batches(hidden)]
+    parts = [_input_of(layer, BETWEEN, partial(run, layer, batch)) for batch in batches(hidden)]
     return torch.cat(parts).view_as(hidden)
 
 

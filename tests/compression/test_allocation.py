@@ -24,6 +24,11 @@ def falling(linear: Linear, power: float) -> torch.Tensor:
     return torch.arange(1, min(linear.out_features, linear.in_features) + 1, dtype=torch.float64) ** -power
 
 
+def alike(targets: list[Linear]) -> dict[str, float]:
+    """All write as much of the stream."""
+    return {linear.name: 0.1 for linear in targets}
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     layers=st.integers(2, 12),
@@ -38,7 +43,8 @@ def test_budget_floor_and_tiles_are_respected(
 ) -> None:
     targets = linears(layers, hidden, wide)
     spectra = {linear.name: falling(linear, power) for linear, power in zip(targets, powers, strict=False)}
-    ranks = allocate(targets, spectra, ratio, align)
+    shares = {linear.name: share for linear, share in zip(targets, powers[::-1], strict=False)}
+    ranks = allocate(targets, spectra, shares, ratio, align)
     even = balance(targets, ratio, align)
     assert realised(targets, ranks) >= realised(targets, even) - 1e-12
     smallest = min((linear.out_features + linear.in_features) * align for linear in targets)
@@ -58,7 +64,7 @@ def test_rank_goes_where_the_spectrum_needs_it() -> None:
     steep, flat = targets[0].name, targets[2].name
     spectra = {linear.name: falling(linear, 1.0) for linear in targets}
     spectra |= {steep: falling(targets[0], 4.0), flat: falling(targets[2], 0.1)}
-    ranks = allocate(targets, spectra, 0.4, 2)
+    ranks = allocate(targets, spectra, alike(targets), 0.4, 2)
     even = balance(targets, 0.4, 2)
     assert ranks[steep] is not None and even[steep] is not None and ranks[steep] < even[steep]
     assert ranks[flat] is None or ranks[flat] > even[flat]
@@ -68,17 +74,31 @@ def test_a_massive_activation_takes_no_rank_from_the_tokens_beside_it() -> None:
     """One direction a million times the others' energy, which any rank keeps, changes nothing."""
     targets = linears(3, 64, 128)
     spectra = {linear.name: falling(linear, 0.5 + 0.3 * number) for number, linear in enumerate(targets)}
-    ranks = allocate(targets, spectra, 0.3, 2)
+    ranks = allocate(targets, spectra, alike(targets), 0.3, 2)
     massive = {name: torch.cat([1e6 * values[:1], values[1:]]) for name, values in spectra.items() if "down" in name}
-    assert allocate(targets, {**spectra, **massive}, 0.3, 2) == ranks
+    assert allocate(targets, {**spectra, **massive}, alike(targets), 0.3, 2) == ranks
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(alike: bool) -> None:
+def test_of_equal_spectra_the_one_that_writes_more_of_the_stream_gets_more() -> None:
+    targets = linears(2, 64, 128)
+    spectra = {linear.name: falling(linear, 1.0) for linear in targets}
+    shares = {linear.name: 1.0 if linear.name.startswith("0.") else 0.5 for linear in targets}
+    first, second = (
+        [rank if (rank := ranks[linear.name]) is not None else int(linear.break_even) for linear in group]
+        for ranks in (allocate(targets, spectra, shares, 0.4, 1),)
+        for group in (targets[:2], targets[2:])
+    )
+    for more, less in zip(first, second, strict=True):
+        # Gains per parameter are equal where share / rank is.
+        assert more == pytest.approx(2 * less, abs=2)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(same: bool) -> None:
     """Two weights that read one subspace have a common A for nothing; two that read different ones have not."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(32, 32, generator=generator)).Q
-    spaces = (basis[:, :12], basis[:, :12] if alike else basis[:, 12:24])
+    spaces = (basis[:, :12], basis[:, :12] if same else basis[:, 12:24])
     weights = [torch.randn(48, 12, generator=generator) @ space.T for space in spaces]
     apart = [Linear("a", 48, 32), Linear("b", 48, 32)]
     spectra = {
@@ -86,4 +106,4 @@ def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(alike: bool) -
         for linear, weight in zip(apart, weights, strict=True)
     }
     together = torch.linalg.svdvals(torch.cat(weights).double()).square()
-    assert sharing_pays(apart, spectra, together, 0.45) is alike
+    assert sharing_pays(apart, spectra, together, 0.45) is same
