@@ -26,7 +26,7 @@ class CompressionConfig(BaseModel):
     ratio: float = Field(0.2, ge=MIN_RATIO, le=MAX_RATIO)
     targets: Literal["mlp", "attention", "all"] = "mlp"
     method: Literal["svd", "asvd", "whitened", "anchored"] = "whitened"
-    allocation: Literal["uniform", "global"] = "uniform"
+    allocation: Literal["uniform", "global"] = "global"
     share: Literal["off", "auto"] = "auto"
     refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
@@ -43,7 +43,7 @@ class CompressionConfig(BaseModel):
     def _baselines_stand_alone(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Plain and scaled SVD are there to be compared with: nothing is added to them unasked."""
         if values.get("method") in ("svd", "asvd"):
-            return {"share": "off", "refine": "off", **values}
+            return {"allocation": "uniform", "share": "off", "refine": "off", **values}
         return values
 
     @property

@@ -29,7 +29,7 @@ from neuronmm.models.portable import write_json
 from neuronmm.models.source import resolve
 from neuronmm.sweep_table import as_markdown
 
-BARE: dict[str, Any] = {"share": "off", "refine": "off"}
+BARE: dict[str, Any] = {"allocation": "uniform", "share": "off", "refine": "off"}
 """What ``compress`` adds to a method by default; in a sweep a method is its words alone."""
 
 SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}

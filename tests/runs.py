@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.sweep import BARE
 
 EVERYTHING = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast"}
 
-SMALL = {"calibration_rows": 6, "calibration_length": 12, "align": 2, "share": "off", "refine": "off"}
+SMALL = {"calibration_rows": 6, "calibration_length": 12, "align": 2, **BARE}
 
 
 def config(**changes: Any) -> CompressionConfig:

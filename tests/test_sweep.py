@@ -20,11 +20,11 @@ from neuronmm.engine import pareto
 from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.pareto import draw_sweep, front, mark_fronts
 from neuronmm.models import UserError
-from neuronmm.sweep import add_point, parse_method, sweep
+from neuronmm.sweep import BARE, add_point, parse_method, sweep
 from neuronmm.sweep_table import as_markdown
 from tiny import make_tiny
 
-BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, share="off", refine="off")
+BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, **BARE)
 POINTS = ([0.2, 0.4], ["svd", "whitened"])
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allocation",
         choices=("uniform", "global"),
-        help="ranks: one ratio for all, or by the spectra (default uniform)",
+        help="ranks: one ratio for all, or by the spectra (default global)",
     )
     parser.add_argument(
         "--share", choices=("off", "auto"), help="one A for q, k, v and for gate, up where it pays (default auto)"

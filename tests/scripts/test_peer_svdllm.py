@@ -15,7 +15,7 @@ from words import word_tokenizer
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.engine.evaluate import evaluate
-from neuronmm.sweep import sweep
+from neuronmm.sweep import BARE, sweep
 from tiny import make_tiny
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "peer_svdllm.py"
@@ -99,7 +99,7 @@ def test_the_peers_factors_become_checkpoints_that_evaluate_reads(
 
 
 def test_the_results_are_laid_beside_a_sweep(drive: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
-    base = CompressionConfig(align=2, share="off", refine="off")
+    base = CompressionConfig(align=2, **BARE)
     asked = (tmp_path / "model", tmp_path / "sweep", [0.3], ["svd"], [tmp_path / "text.txt"], base)
     ours = sweep(*asked, context=16)["points"]
     (report,) = drive("--ratios", "0.3", "--sweep", "sweep")
