@@ -19,7 +19,14 @@ from neuronmm.models.portable import write_json
 
 Point = dict[str, Any]
 
-PICTURED = ("dense", "SVD-LLM", "whitened+share", "anchored", "whitened+share+fast")
+PICTURED = (
+    "dense",
+    "SVD-LLM",
+    "whitened+global",
+    "anchored+global",
+    "whitened+share+fast",
+    "whitened+share+global+fast",
+)
 """Methods; all of them in one picture could not be told apart."""
 
 TITLES = {"mlp": "MLP", "all": "MLP and attention"}
