@@ -6,7 +6,7 @@ keeps every linear at a share of its uniform rank, because a spectrum measured o
 The loss of a linear is relative to its energy without the first direction, which no rank drops: that of massive
 activations holds up to all of a down projection's energy, and beside it the other tokens' loss would look like nothing.
 It counts by what the linear's half of its layer writes beside the residual stream: the first MLP makes the stream, one
-in the middle adds a few hundredths to its energy. Linears that share an A count as one (docs/log.md).
+in the middle adds a few hundredths to its energy. The loss of linears that share an A is the loss of each of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def allocate(
         cost = linear.kept(step) - linear.kept(rank)
         values = spectra[linear.name]
         lost = values[rank:step].sum() / values[1:].sum().clamp(min=1e-300)
-        gain = shares[linear.name] * float(lost)
+        gain = shares[linear.name] * len(linear.parts) * float(lost)
         heapq.heappush(waiting, (-gain / cost, number, step))
 
     for number, linear in enumerate(linears):
