@@ -12,6 +12,9 @@ from neuronmm.compression.calibration import SELF
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO
 from neuronmm.models.errors import UserError
 
+BARE: dict[str, Any] = {"allocation": "uniform", "share": "off", "refine": "off"}
+"""What ``compress`` adds to a method by default, left out."""
+
 
 class CompressionConfig(BaseModel):
     """One run's settings; a recipe YAML has these names.
@@ -43,7 +46,7 @@ class CompressionConfig(BaseModel):
     def _baselines_stand_alone(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Plain and scaled SVD are there to be compared with: nothing is added to them unasked."""
         if values.get("method") in ("svd", "asvd"):
-            return {"allocation": "uniform", "share": "off", "refine": "off", **values}
+            return {**BARE, **values}
         return values
 
     @property

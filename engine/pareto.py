@@ -82,7 +82,7 @@ def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
     points = result["points"]
     dense = next(point for point in points if point["name"] == "dense")
     several = len({point["targets"] for point in points if point is not dense}) > 1
-    methods = dict.fromkeys(_method(point) for point in points if point is not dense)
+    methods = dict.fromkeys(method_of(point) for point in points if point is not dense)
     colours = dict(zip(methods, itertools.cycle(_COLOURS), strict=False))
     usual, top = dense["bits"], _TOP * value(dense)
     for method, targets, bits in dict.fromkeys(map(_series, points)):
@@ -119,10 +119,10 @@ def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
 
 def _series(point: dict[str, Any]) -> tuple[str, str | None, int]:
     """What shares a colour, a marker and a line of the legend; the dense model has no targets."""
-    return _method(point), point.get("targets"), point["bits"]
+    return method_of(point), point.get("targets"), point["bits"]
 
 
-def _method(point: dict[str, Any]) -> str:
+def method_of(point: dict[str, Any]) -> str:
     """A point's words without those for its targets."""
     return "+".join(word for word in point["name"].split("+") if word not in _MARKERS)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import torch
 
-from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
 from neuronmm.engine.benchmark import benchmark
@@ -28,9 +28,6 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
 from neuronmm.models.source import resolve
 from neuronmm.sweep_table import as_markdown
-
-BARE: dict[str, Any] = {"allocation": "uniform", "share": "off", "refine": "off"}
-"""What ``compress`` adds to a method by default; in a sweep a method is its words alone."""
 
 SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}
 """What a point's speed is: see :func:`neuronmm.engine.benchmark.benchmark`."""
@@ -120,7 +117,7 @@ def sweep(
         own = {"name": name, "ratio": ratio, "settings": settings[name], "targets": config.targets}
         add_point(out, folder.name, folder, {**own, "folder": folder.name, **facts})
         progress("measuring", 1 / (1 + len(configs)))
-    points = [json.loads(kept.read_text(encoding="utf-8")) for kept in out.glob(f"*{_POINT}")]
+    points = read_points(out)
     points.sort(key=lambda point: (point["ratio"], point["name"].count("+"), point["name"]))
     costs = ["bytes", "speed"] if speed else ["bytes"]
     mark_fronts(points, costs, list(files))
@@ -162,6 +159,11 @@ def add_point(out: Path, key: str, folder: Path, facts: dict[str, Any]) -> None:
         point["accuracy"] = _accuracy(folder, exams, run["questions"])
     write_json(kept.with_suffix(".writing"), {**point, **facts})
     os.replace(kept.with_suffix(".writing"), kept)
+
+
+def read_points(out: Path) -> list[dict[str, Any]]:
+    """All points that the sweep in ``out`` keeps, the dense model's among them, in the order of their files."""
+    return [json.loads(kept.read_text(encoding="utf-8")) for kept in sorted(out.glob(f"*{_POINT}"))]
 
 
 def parse_method(text: str) -> dict[str, Any]:

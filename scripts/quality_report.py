@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from neuronmm.engine.pareto import draw_sweep, mark_fronts
+from neuronmm.engine.pareto import draw_sweep, mark_fronts, method_of
 from neuronmm.models.portable import write_json
+from neuronmm.sweep import read_points
 
 Point = dict[str, Any]
 
@@ -36,8 +37,7 @@ BEGIN, END = "<!-- Written by scripts/quality_report.py -->", "<!-- End of what 
 
 def merge(points: Iterable[Point], sweeps: Iterable[Path]) -> list[Point]:
     """The points and the sweeps' own, from the least removed to the most, at a ratio from the worst to the best."""
-    files = [kept for sweep in sweeps for kept in sorted(sweep.glob("*.point.json"))]
-    new = [json.loads(kept.read_text(encoding="utf-8")) for kept in files]
+    new = [point for sweep in sweeps for point in read_points(sweep)]
     found = {(point["name"], point["ratio"], point.get("targets")): point for point in [*points, *new]}
     return sorted(found.values(), key=lambda point: (point["ratio"], -_values(point)[0]))
 
@@ -55,18 +55,13 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
 
 
 def _row(point: Point, rivals: list[Point]) -> list[str]:
-    cells = [f"{point['ratio']:g}", _method(point), f"{point['realised_ratio']:.2%}"]
+    cells = [f"{point['ratio']:g}", method_of(point), f"{point['realised_ratio']:.2%}"]
     best = [min(values) for values in zip(*map(_values, rivals), strict=True)]
     for figures, least in zip(point["perplexity"].values(), best, strict=True):
         error = figures["standard_error"]
         cell = f"{figures['value']:.4g}" + ("" if error is None else f" +- {error:.2g}")
         cells.append(f"**{cell}**" if figures["value"] == least else cell)
     return [*cells, f"{point['seconds'] / 60:.0f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]
-
-
-def _method(point: Point) -> str:
-    """Its words, without those for the targets, which the table is of."""
-    return "+".join(word for word in point["name"].split("+") if word not in TITLES)
 
 
 def _values(point: Point) -> list[float]:
@@ -83,7 +78,7 @@ def main(folder: Path, sweeps: list[Path]) -> None:
     after = rest.partition(END)[2]
     written = tables(result["points"], result["texts"].values())
     document.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
-    shown = [point for point in result["points"] if _method(point) in PICTURED]
+    shown = [point for point in result["points"] if method_of(point) in PICTURED]
     mark_fronts(shown, result["costs"], list(result["texts"]))
     draw_sweep({**result, "points": shown}, folder / "quality.png")
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from neuronmm.compression.config import CompressionConfig
-from neuronmm.sweep import BARE
+from neuronmm.compression.config import BARE, CompressionConfig
 
 EVERYTHING = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast"}
 

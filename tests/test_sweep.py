@@ -15,12 +15,12 @@ from words import word_tokenizer
 
 from neuronmm import sweep as sweeping
 from neuronmm.cli import main
-from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.engine import pareto
 from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.pareto import draw_sweep, front, mark_fronts
 from neuronmm.models import UserError
-from neuronmm.sweep import BARE, add_point, parse_method, sweep
+from neuronmm.sweep import add_point, parse_method, sweep
 from neuronmm.sweep_table import as_markdown
 from tiny import make_tiny
 

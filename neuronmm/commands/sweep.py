@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from neuronmm.compression.config import CompressionConfig
+    from neuronmm.compression.config import BARE, CompressionConfig
     from neuronmm.progress import stage_bars
-    from neuronmm.sweep import BARE, sweep
+    from neuronmm.sweep import sweep
     from neuronmm.sweep_table import notes, tables
 
     bare = {} if args.recipe else BARE

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from words import word_tokenizer
 
-from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.engine.evaluate import evaluate
-from neuronmm.sweep import BARE, sweep
+from neuronmm.sweep import sweep
 from tiny import make_tiny
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "peer_svdllm.py"
