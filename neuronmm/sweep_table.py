@@ -55,15 +55,19 @@ def as_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def perplexity_cell(figures: dict[str, Any]) -> str:
+    """A perplexity and its standard error, which a single window does not have."""
+    error = figures["standard_error"]
+    return f"{figures['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
 def _row(result: dict[str, Any], point: dict[str, Any]) -> list[str]:
     dense = point["name"] == "dense"
     cells = [point["name"], "" if dense else f"{point['ratio']:.2f}", "" if dense else f"{point['realised_ratio']:.2%}"]
     cells.append(f"{point['bytes'] / 1e6:.1f}")
     for text in result["texts"]:
-        figures = point["perplexity"][text]
-        error = figures["standard_error"]
         mark = f" {MARK}" if f"bytes, {text}" in point["fronts"] else ""
-        cells.append(f"{figures['value']:.4g}" + ("" if error is None else f" ± {error:.2g}") + mark)
+        cells.append(perplexity_cell(point["perplexity"][text]) + mark)
     if result["tasks"]:
         cells.append(f"{point['accuracy']['value']:.1%} ± {point['accuracy']['standard_error']:.1%}")
     if "speed" in result["costs"]:

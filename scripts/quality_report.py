@@ -17,6 +17,7 @@ from typing import Any
 from neuronmm.engine.pareto import draw_sweep, mark_fronts, method_of
 from neuronmm.models.portable import write_json
 from neuronmm.sweep import read_points
+from neuronmm.sweep_table import perplexity_cell
 
 Point = dict[str, Any]
 
@@ -58,8 +59,7 @@ def _row(point: Point, rivals: list[Point]) -> list[str]:
     cells = [f"{point['ratio']:g}", method_of(point), f"{point['realised_ratio']:.2%}"]
     best = [min(values) for values in zip(*map(_values, rivals), strict=True)]
     for figures, least in zip(point["perplexity"].values(), best, strict=True):
-        error = figures["standard_error"]
-        cell = f"{figures['value']:.4g}" + ("" if error is None else f" +- {error:.2g}")
+        cell = perplexity_cell(figures)
         cells.append(f"**{cell}**" if figures["value"] == least else cell)
     return [*cells, f"{point['seconds'] / 60:.0f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]
 
