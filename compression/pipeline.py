@@ -17,6 +17,7 @@ from torch import Tensor
 from neuronmm.compression import calibration, report
 from neuronmm.compression.calibration_store import CalibrationStore
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.distillation import PASS_TOKENS
 from neuronmm.compression.eight_bit import store_int8
 from neuronmm.compression.layer import Streams, compress_layer
 from neuronmm.compression.memory import forget_peak, peak_rss
@@ -163,11 +164,15 @@ def _facts(
 
 
 def recovery_of(config: CompressionConfig, device: str) -> Recovery:
-    """How ``recover`` trains: SVD-LLM's two stages of LoRA, or the factors themselves, which learn faster."""
+    """How ``recover`` trains: SVD-LLM's two stages of LoRA, or the factors themselves, which learn faster.
+
+    A step of the factors is one pass of the model: with long rows, eight of them a step would be very few steps.
+    """
     shared = {"seed": config.seed, "autocast": multiplies_bf16(torch.device(device))}
     if config.recover == "lora":
         return Recovery(**shared)
-    return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, **shared)
+    batch = max(1, PASS_TOKENS // config.calibration_length)
+    return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, batch=batch, **shared)
 
 
 def _store(folder: Path, run: dict[str, Any], config: CompressionConfig) -> CalibrationStore:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from neuronmm.compression import distillation, recovery
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
-from neuronmm.compression.pipeline import compress
+from neuronmm.compression.pipeline import compress, recovery_of
 from neuronmm.compression.recovery import Recovery, recover
 from neuronmm.models import UserError
 from neuronmm.models.load import load_pretrained
@@ -195,3 +195,13 @@ def test_a_damaged_checkpoint_is_refused(low: Callable[..., tuple[Path, Path]]) 
     recovery.replace_tensors(folder, held)
     with pytest.raises(UserError, match="damaged"):
         recover(folder, ROWS, Recovery(), silent)
+
+
+@pytest.mark.parametrize(("recover", "length", "rows"), [("factors", 256, 4), ("factors", 1500, 1), ("lora", 1024, 8)])
+def test_a_step_of_the_factors_is_one_pass_of_the_model_and_loras_are_the_published_rows(
+    recover: str, length: int, rows: int
+) -> None:
+    settings_of_run = recovery_of(CompressionConfig.build(None, recover=recover, calibration_length=length), "cpu")
+    assert settings_of_run.batch == rows
+    if recover == "factors":
+        assert len(Lesson(make_tokens(rows, length), None).passes()) == 1
