@@ -26,8 +26,8 @@ PICTURED = (
     "SVD-LLM",
     "whitened+global",
     "anchored+global",
-    "whitened+share+fast",
     "whitened+share+global+fast",
+    "whitened+share+global+fast+factors",
 )
 """Methods; all of them in one picture could not be told apart."""
 
@@ -48,7 +48,7 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
     parts = []
     for targets, title in TITLES.items():
         own = [point for point in points if point.get("targets") == targets]
-        columns = [f"{title}, removed: asked", "method", "realised", *texts, "minutes", "GiB"]
+        columns = [f"{title}, removed: asked", "method", "realised", "MB", *texts, "minutes", "GiB"]
         rows = [_row(point, [other for other in own if other["ratio"] == point["ratio"]]) for point in own]
         lines = [columns, ["---:", "---", *["---:"] * (len(columns) - 2)], *rows]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
@@ -56,7 +56,7 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
 
 
 def _row(point: Point, rivals: list[Point]) -> list[str]:
-    cells = [f"{point['ratio']:g}", method_of(point), f"{point['realised_ratio']:.2%}"]
+    cells = [f"{point['ratio']:g}", method_of(point), f"{point['realised_ratio']:.2%}", f"{point['bytes'] / 1e6:.1f}"]
     best = [min(values) for values in zip(*map(_values, rivals), strict=True)]
     for figures, least in zip(point["perplexity"].values(), best, strict=True):
         cell = perplexity_cell(figures)

@@ -61,9 +61,9 @@ def test_a_sweeps_points_join_the_tables_and_replace_what_they_repeat(script: Mo
     assert text.startswith("Head.\n") and text.endswith("\n\nFoot.\n") and "old" not in text and "99" not in text
     rows = [line for line in text.splitlines() if line.startswith("| 0.2")]
     assert rows == [
-        "| 0.2 | whitened | 20.00% | 40 ± 1.5 | **300** | 2 | 1.00 |",
-        "| 0.2 | anchored | 20.00% | **30 ± 1.5** | 310 | 2 | 1.00 |",
-        "| 0.2 | whitened | 20.00% | **50 ± 1.5** | **60** | 2 | 1.00 |",
+        "| 0.2 | whitened | 20.00% | 0.8 | 40 ± 1.5 | **300** | 2 | 1.00 |",
+        "| 0.2 | anchored | 20.00% | 0.8 | **30 ± 1.5** | 310 | 2 | 1.00 |",
+        "| 0.2 | whitened | 20.00% | 0.8 | **50 ± 1.5** | **60** | 2 | 1.00 |",
     ]
     assert (tmp_path / "quality.png").stat().st_size > 10_000
     kept = json.loads((tmp_path / "quality.json").read_text())
