@@ -11,6 +11,7 @@ from typing import Any
 _COLOURS = ("#2f7fb8", "#c8553d", "#4f9d69", "#8e5ea2", "#d9a441", "#4aa3a2", "#7a5c43", "#c2578f")
 _MARKERS = {"mlp": "o", "all": "s", "attention": "D"}  # a point's targets
 _TOP = 10  # times the dense model's perplexity: what lies above would squeeze the rest
+_LEGEND, _HANDLE = 110, 8  # characters: of a legend's line under one panel, and the width of a label's handle
 _AXES = {"bytes": "weights, MB", "speed": "decode tokens/s, batch 1"}
 
 
@@ -66,7 +67,8 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
         for axes, cost in zip(row, costs, strict=True):
             _panel(axes, result, text, cost)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    columns = min(len(labels), 3 * len(costs))
+    longest = max(map(len, labels)) + _HANDLE
+    columns = max(1, min(len(labels), _LEGEND * len(costs) // longest))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(Path(result["model"]).name, fontsize=13, fontweight="bold")
     figure.text(0.5, 1 - 0.4 / height, "\n".join(lines), ha="center", va="top", fontsize=9, color="#555555")

@@ -241,6 +241,23 @@ def test_a_point_made_elsewhere_is_measured_and_shown_beside_the_sweeps_own(
     assert "32 bits a weight, all" in as_markdown(result)
 
 
+def test_the_legend_of_long_names_stays_inside_the_picture(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = json.loads(json.dumps(finished[1]))
+    result["costs"] = ["bytes"]
+    for start in ("whitened", "anchored", "asvd"):
+        words = {"name": f"{start}+share+global+full+factors+int8"}
+        result["points"].append({**json.loads(json.dumps(result["points"][1])), **words})
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: (save(figure, *a, **b), drawn.append(figure)))
+    draw_sweep(result, tmp_path / "sweep.png")
+    drawn[0].draw_without_rendering()
+    legend, whole = drawn[0].legends[0].get_window_extent(), drawn[0].bbox
+    assert whole.x0 <= legend.x0 and legend.x1 <= whole.x1
+
+
 def test_targets_share_a_methods_colour_and_differ_in_the_marker(finished: tuple[Path, dict[str, Any]]) -> None:
     result = json.loads(json.dumps(finished[1]))
     other = json.loads(json.dumps(result["points"][1]))
