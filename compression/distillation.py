@@ -21,6 +21,11 @@ PASS_TOKENS = 1024  # tokens whose activations are held at once, at least one ro
 _CHUNK = 256  # positions that meet the output head at once: the logits of a whole pass would dwarf the model
 
 
+def rows_a_pass(length: int) -> int:
+    """How many rows of this length run through the model at once."""
+    return max(1, PASS_TOKENS // length)
+
+
 @dataclass(frozen=True)
 class Lesson:
     """Rows of token ids [rows, length], and the dense model's final states [rows, length, hidden] or None."""
@@ -37,7 +42,7 @@ class Lesson:
 
     def passes(self) -> list[Lesson]:
         """The rows in groups of at most PASS_TOKENS tokens."""
-        together = max(1, PASS_TOKENS // self.tokens.shape[1])
+        together = rows_a_pass(self.tokens.shape[1])
         return [self.pick(part) for part in torch.arange(len(self)).split(together)]
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from neuronmm.compression import calibration, report
 from neuronmm.compression.calibration_store import CalibrationStore
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.distillation import PASS_TOKENS
+from neuronmm.compression.distillation import rows_a_pass
 from neuronmm.compression.eight_bit import store_int8
 from neuronmm.compression.layer import Streams, compress_layer
 from neuronmm.compression.memory import forget_peak, peak_rss
@@ -171,7 +171,7 @@ def recovery_of(config: CompressionConfig, device: str) -> Recovery:
     shared = {"seed": config.seed, "autocast": multiplies_bf16(torch.device(device))}
     if config.recover == "lora":
         return Recovery(**shared)
-    batch = max(1, PASS_TOKENS // config.calibration_length)
+    batch = rows_a_pass(config.calibration_length)
     return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, batch=batch, **shared)
 
 
