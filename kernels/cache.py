@@ -1,7 +1,7 @@
-"""What is kept between processes: the folder for it, and small JSON documents there.
+"""What is kept between processes: the place for it, small JSON documents there, and whole folders.
 
-A document appears whole or not at all, whoever else writes it at the same time, and carries a digest; one that is
-damaged counts as missing. Nothing depends on a document: where the folder cannot be written, all is computed anew.
+Both appear whole or not at all, whoever else writes them at the same time. A document carries a digest; one that is
+damaged counts as missing. Nothing depends on a document: where the place cannot be written, all is computed anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,24 @@ def write(name: str, document: Any) -> None:
             os.replace(partial, path)
         except OSError:
             os.unlink(partial)
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Keep what ``fill`` writes into the folder it is given as ``folder``.
+
+    Raises:
+        OSError: it cannot be written, and no other process has made ``folder`` meanwhile.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    try:
+        fill(partial)
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def digest(document: Any) -> str:

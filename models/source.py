@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from neuronmm.kernels.cache import cache_folder
+from neuronmm.kernels.cache import cache_folder, write_folder
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import make_portable
 
@@ -83,18 +81,8 @@ def _unpack_gguf(file: Path) -> Path:
     stat = file.stat()
     key = hashlib.sha256(f"{_CACHE_FORMAT}:{file}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_folder() / f"{file.stem}-{key}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{file.stem}-", dir=folder.parent))
-    try:
-        _write_gguf(file, partial)
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # a second process may have finished the same folder first
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    if not folder.is_dir():
+        write_folder(folder, lambda partial: _write_gguf(file, partial))
     return folder
 
 

@@ -45,7 +45,7 @@ def predict(
     for name, value, most in limits:
         if not 1 <= value <= most:
             raise UserError(f"--{name} {value}: must lie between 1 and {most}")
-    dense, low_rank, removed = _decoders(Path(model).expanduser(), ratio)
+    dense, low_rank, targets, removed = _decoders(Path(model).expanduser(), ratio)
     predictions = {}
     for name, decoder in (("dense", dense), ("compressed", low_rank)):
         found = simulate(decoder, core, batch, prompt_length, parallel)
@@ -57,7 +57,8 @@ def predict(
         "cores": parallel,
         "batch": batch,
         "prompt_length": prompt_length,
-        "mlp_ratio": removed,
+        "targets": targets,
+        "realised_ratio": removed,
         **predictions,
         "validation": {
             "published_kernel_latencies_mean_absolute_error": MEAN_LATENCY_ERROR,
@@ -67,8 +68,8 @@ def predict(
     }
 
 
-def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, float]:
-    """The decoder dense and compressed, and the realised ratio."""
+def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, str, float]:
+    """The decoder dense and compressed, which linears are targeted, and the realised ratio."""
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         raise UserError(f"{path}: no config.json there; give the folder of a Hugging Face checkpoint or the file")
@@ -101,11 +102,12 @@ def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, float]
         return (
             dense,
             replace(dense, ranks=_by_layer(dense, names, spec.ranks), followers=followers),
+            spec.targets,
             spec.realised_ratio,
         )
     ranks = balance(linears(targets), 0.2 if ratio is None else ratio, auto_align(linears(targets)))
     kept = {name: rank for name, rank in ranks.items() if rank is not None}
-    return dense, replace(dense, ranks=_by_layer(dense, names, kept)), realised(linears(targets), ranks)
+    return dense, replace(dense, ranks=_by_layer(dense, names, kept)), "mlp", realised(linears(targets), ranks)
 
 
 def _by_layer(dense: Decoder, names: dict[str, tuple[int, str]], values: dict[str, Any]) -> tuple[Any, ...]:

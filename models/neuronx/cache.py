@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import neuronmm.kernels
-from neuronmm.kernels.cache import cache_folder, digest
+from neuronmm.kernels.cache import cache_folder, digest, write_folder
 from neuronmm.models.neuronx import sdk
 from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import Shards
@@ -64,14 +63,5 @@ def to_cores(model: Any, name: str) -> bool:
             model.setup()
     else:
         model.to_neuron()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=name, dir=folder.parent))
-    try:
-        model.save(str(partial))
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # a second process may have been first
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    write_folder(folder, lambda partial: model.save(str(partial)))
     return False

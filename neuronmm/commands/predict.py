@@ -51,7 +51,7 @@ def _print(result: dict[str, Any]) -> None:
     cores = f"{result['cores']} {result['device']} core" + "s" * (result["cores"] > 1)
     title = f"predicted, not measured: {result['model']} on {cores}, batch {result['batch']}, "
     table = Table(title=title + f"{result['prompt_length']} prompt tokens", title_justify="left")
-    for column in ("", "dense", f"compressed ({result['mlp_ratio']:.1%} removed)", "gain"):
+    for column in ("", "dense", f"compressed ({result['realised_ratio']:.1%} of {result['targets']} removed)", "gain"):
         table.add_column(column, justify="left" if not column else "right")
     dense, low = result["dense"], result["compressed"]
     rows = (("TTFT ms", "ttft", 1e3), ("TPOT ms", "tpot", 1e3), ("weights GB a core", "weight_bytes", 1e-9))

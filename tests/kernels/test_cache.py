@@ -1,8 +1,9 @@
-"""What is kept on disk: whole documents or none, whoever writes; and the tiling solver's choices."""
+"""What is kept on disk: whole documents and folders or none, whoever writes; and the tiling solver's choices."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -82,6 +83,27 @@ def test_readers_see_whole_documents_while_processes_write(folder: Path) -> None
         seen.add(document[0])
     assert [writer.wait() for writer in writers] == [0, 0] and len(seen) > 1
     assert documents(folder) == [folder / "x.json"]
+
+
+def test_a_folder_appears_whole_or_not_at_all(folder: Path) -> None:
+    def fill(inside: Path, *, fail: bool = False, other: bool = False) -> None:
+        assert not (folder / "model").exists()
+        (inside / "a").write_text("ours")
+        if other:  # another process finishes the same folder while this one writes
+            (folder / "model").mkdir()
+            (folder / "model" / "a").write_text("theirs")
+        if fail:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        cache.write_folder(folder / "model", lambda inside: fill(inside, fail=True))
+    assert list(folder.iterdir()) == []
+    cache.write_folder(folder / "model", lambda inside: fill(inside, other=True))
+    assert documents(folder) == [folder / "model" / "a"]
+    assert (folder / "model" / "a").read_text() == "theirs"
+    shutil.rmtree(folder)
+    cache.write_folder(folder / "model", fill)
+    assert [path.read_text() for path in documents(folder)] == ["ours"]
 
 
 @pytest.mark.parametrize("problem", [LINEAR, MLP], ids=["linear", "mlp"])

@@ -91,7 +91,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "predicted, not measured" in printed and "mean absolute error" in printed
     document = json.loads(printed.splitlines()[-1])
     assert document["kind"] == "predicted"
-    assert document["mlp_ratio"] == pytest.approx(0.3, abs=0.02)
+    assert document["targets"] == "mlp" and document["realised_ratio"] == pytest.approx(0.3, abs=0.02)
     assert document["compressed"]["tpot"] < document["dense"]["tpot"]
     assert main(["tiling", "--shape", "4096,7168,4096,18432", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["blocks"]["tokens"] == 1024
@@ -109,7 +109,7 @@ def test_the_tiling_of_a_whole_mlp(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--mlp 1,2048,8192,1280,1280: must be positive numbers" in capsys.readouterr().err
 
 
-def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path) -> None:
+def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = {f"model.layers.{i}.mlp.{n}": 256 for i in range(6) for n in ("gate_proj", "up_proj", "down_proj")}
     spec = {
         "quant_method": "neuronmm", "format": 1, "ranks": ranks, "method": "svd", "targets": "mlp", "asked_ratio": 0.6,
@@ -118,13 +118,17 @@ def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIG, "quantization_config": spec}))
     found = predict_from(file)
-    assert found["mlp_ratio"] == 0.625
+    assert found["realised_ratio"] == 0.625
     assert found["compressed"]["weight_bytes"] == 2 * parameters(low(256))
     shared = {f"model.layers.{i}.mlp.up_proj": f"model.layers.{i}.mlp.gate_proj" for i in range(6)}
     file.write_text(json.dumps({**CONFIG, "quantization_config": {**spec, "shared": shared}}))
     once = predict_from(file)["compressed"]
     assert once["weight_bytes"] == found["compressed"]["weight_bytes"] - 2 * 6 * 256 * 1024
     assert once["tpot"] < found["compressed"]["tpot"]
+    file.write_text(json.dumps({**CONFIG, "quantization_config": {**spec, "targets": "all"}}))
+    assert main(["predict", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "62.5% of all" in printed and json.loads(printed.splitlines()[-1])["targets"] == "all"
 
 
 @pytest.mark.parametrize(
