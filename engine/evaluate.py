@@ -117,9 +117,9 @@ def _score(
         result.windows = windows
         result.nlls = window_nlls(host.model, windows, partial(bar.advance, task))
     for label, rows in questions.items():
-        sequences = [encode(engine.tokenizer, *pair, engine.context) for row in rows for pair in row.pairs]
-        task = bar.add_task(f"{name}: {label}", total=len(sequences))
-        scores = score(host.model, sequences, partial(bar.advance, task))
+        groups = [[encode(engine.tokenizer, *pair, engine.context) for pair in row.pairs] for row in rows]
+        task = bar.add_task(f"{name}: {label}", total=sum(map(len, groups)))
+        scores = score(host.model, groups, partial(bar.advance, task))
         for metric, correct in answer(rows, scores).items():
             result.correct[f"{label} {metric}"] = correct
     return result

@@ -12,12 +12,12 @@ _ROWS = 256  # positions that meet the output head at once: the logits of a whol
 
 
 @torch.inference_mode()
-def hidden_states(model: Any, ids: Tensor) -> Tensor:
-    """Final hidden states: ids [batch, n], padded on the right if at all -> [batch, n, hidden].
+def hidden_states(model: Any, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    """Final hidden states: ids [batch, n] -> [batch, n, hidden].
 
-    A causal model's state at a token does not depend on what follows, so right padding needs no mask.
+    Without ``positions`` [batch, n] and the additive ``mask`` [batch, 1, n, n] each row is one sequence from its start.
     """
-    return model.model(input_ids=ids, use_cache=False)[0]
+    return model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)[0]
 
 
 @torch.inference_mode()

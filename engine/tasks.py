@@ -11,12 +11,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from neuronmm.engine.packing import Pack, lay_out, pack
 from neuronmm.engine.scoring import hidden_states, negative_log_likelihood
 from neuronmm.models.errors import UserError
 
@@ -92,31 +94,38 @@ def encode(tokenizer: PreTrainedTokenizerBase, before: str, after: str, context:
     return Choice(whole[-context:], min(scored, len(whole) - 1))
 
 
-def score(model: Any, sequences: list[Choice], advance: Callable[[int], None]) -> list[float]:
-    """Summed log-likelihood (nats) of each sequence's scored tokens; similar lengths share a batch."""
-    device = model.get_input_embeddings().weight.device
-    result = [0.0] * len(sequences)
-    for batch in _batches(sequences):
-        longest = max(len(sequences[i].ids) for i in batch)
-        padded = [sequences[i].ids + [0] * (longest - len(sequences[i].ids)) for i in batch]
-        hidden = hidden_states(model, torch.tensor(padded, device=device))
-        states, targets = [], []
-        for row, i in enumerate(batch):
-            end, scored = len(sequences[i].ids), sequences[i].scored
-            states.append(hidden[row, end - scored - 1 : end - 1])
-            targets += sequences[i].ids[end - scored :]
-        nll = negative_log_likelihood(model, torch.cat(states), torch.tensor(targets, device=device)).double()
-        for i, part in zip(batch, nll.split([sequences[i].scored for i in batch]), strict=True):
-            result[i] = -part.sum().item()
-        advance(len(batch))
+def score(model: Any, groups: list[list[Choice]], advance: Callable[[int], None]) -> list[float]:
+    """Summed log-likelihood (nats) of the scored tokens of every choice, group after group.
+
+    What the choices of a group have in common at their beginning runs through the model once; rows of similar length
+    share a batch.
+    """
+    weight = model.get_input_embeddings().weight
+    choices = [choice for group in groups for choice in group]
+    rows = [row for group in groups for row in pack([choice.ids for choice in group], _BATCH_TOKENS)]
+    firsts = [0, *accumulate(len(row.paths) for row in rows)]
+    result = [0.0] * len(choices)
+    for batch in _batches(rows):
+        hidden = hidden_states(model, *lay_out([rows[i] for i in batch], weight.device, weight.dtype))
+        states, targets, counts = [], [], {}
+        for states_of_row, i in zip(hidden, batch, strict=True):
+            for index, path in enumerate(rows[i].paths, firsts[i]):
+                choice = choices[index]
+                states.append(states_of_row[path[-choice.scored - 1 : -1]])
+                targets += choice.ids[-choice.scored :]
+                counts[index] = choice.scored
+        nll = negative_log_likelihood(model, torch.cat(states), torch.tensor(targets, device=weight.device)).double()
+        for index, part in zip(counts, nll.split(list(counts.values())), strict=True):
+            result[index] = -part.sum().item()
+        advance(len(counts))
     return result
 
 
-def _batches(sequences: list[Choice]) -> Iterator[list[int]]:
-    """Indices, longest sequences first, in groups whose padded size stays within the token budget."""
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].ids))
+def _batches(rows: list[Pack]) -> Iterator[list[int]]:
+    """Indices, longest rows first, in groups whose padded size stays within the token budget."""
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     while order:
-        size = max(1, _BATCH_TOKENS // len(sequences[order[0]].ids))
+        size = max(1, _BATCH_TOKENS // len(rows[order[0]].ids))
         yield order[:size]
         order = order[size:]
 
