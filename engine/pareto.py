@@ -20,6 +20,11 @@ def cost_of(point: dict[str, Any], cost: str) -> float:
     return point["bytes"] if cost == "bytes" else -point["speed"]["tokens_per_second"]
 
 
+def is_measured(point: dict[str, Any], cost: str, text: str) -> bool:
+    """Whether a point has both; one made elsewhere, or before they were asked for, may not."""
+    return cost in point and text in point["perplexity"]
+
+
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
     """The indices of the points [(x, y)] that no other one beats, both coordinates being better when smaller.
 
@@ -40,9 +45,10 @@ def mark_fronts(points: list[dict[str, Any]], costs: list[str], texts: list[str]
         group = [point for point in points if point["bits"] == bits]
         for cost in costs:
             for text in texts:
-                pairs = [(cost_of(point, cost), point["perplexity"][text]["value"]) for point in group]
+                own = [point for point in group if is_measured(point, cost, text)]
+                pairs = [(cost_of(point, cost), point["perplexity"][text]["value"]) for point in own]
                 for index in front(pairs):
-                    group[index]["fronts"].append(f"{cost}, {text}")
+                    own[index]["fronts"].append(f"{cost}, {text}")
 
 
 def draw_sweep(result: dict[str, Any], path: Path) -> None:
@@ -88,7 +94,7 @@ def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:
     colours = dict(zip(methods, itertools.cycle(_COLOURS), strict=False))
     usual, top = dense["bits"], _TOP * value(dense)
     for method, targets, bits in dict.fromkeys(map(_series, points)):
-        own = [point for point in points if _series(point) == (method, targets, bits)]
+        own = [p for p in points if _series(p) == (method, targets, bits) and is_measured(p, cost, text)]
         colour, label = colours.get(method, "#333333"), method
         label += f", {targets}" if several and targets else ""
         label += "" if bits == usual else f" ({bits} bit)"

@@ -1,14 +1,12 @@
 """The verb ``sweep``: methods and ratios compressed and measured one after the other, and laid side by side.
 
 A *point* is a method at a ratio. All that is done stays in the sweep's folder, so an interrupted sweep goes on where it
-was, and a finished one can be given further points. The dense model is measured as the reference.
+was, and a finished one can be given further points and measures. The dense model is measured as the reference.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -17,9 +15,6 @@ import torch
 
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.compression.pipeline import compress
-from neuronmm.compression.reader import Reader
-from neuronmm.engine.benchmark import benchmark
-from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.machine import describe_machine
 from neuronmm.engine.pareto import draw_sweep, mark_fronts
 from neuronmm.engine.perplexity import read_text
@@ -27,12 +22,8 @@ from neuronmm.engine.tasks import read_task
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
 from neuronmm.models.source import resolve
+from neuronmm.sweep_points import RUN, add_point, read_points, replace_json
 from neuronmm.sweep_table import as_markdown
-
-SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}
-"""What a point's speed is: see :func:`neuronmm.engine.benchmark.benchmark`."""
-
-_POINT, _RUN = ".point.json", "run.json"
 
 
 def sweep(
@@ -66,8 +57,9 @@ def sweep(
         tasks: files of multiple-choice questions to take the accuracy on, as ``evaluate`` reads them.
         questions: only the first questions of each task.
         speed: measure tokens/s as well, each point beside the dense model.
-        resume: ``out`` exists and is to be continued; other ratios and methods than before are new points, and the
-            result has them all.
+        resume: ``out`` exists and is to be continued; other ratios and methods than before are new points, further
+            texts, tasks where there were none and speed are measured of the points that are there too, and the result
+            has them all.
         progress: told of every step: a stage's name and the further share of it that is done.
 
     Raises:
@@ -103,9 +95,12 @@ def sweep(
 
     folders = {point: out / f"{point[0]}-{point[1]:g}" for point in configs}
     waiting = [folder for folder in folders.values() if not folder.exists()]
+    others = [out / point["folder"] for point in read_points(out) if "folder" in point]
+    others = [folder for folder in others if folder.is_dir() and folder not in folders.values()]
+    steps = 1 + len(configs) + len(others)
 
     add_point(out, "dense", dense, {"name": "dense", "ratio": 0.0})
-    progress("measuring", 1 / (1 + len(configs)))
+    progress("measuring", 1 / steps)
     for (name, ratio), config in configs.items():
         folder = folders[name, ratio]
         if folder in waiting:
@@ -116,7 +111,10 @@ def sweep(
         facts = {key: report[key] for key in ("realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")}
         own = {"name": name, "ratio": ratio, "settings": settings[name], "targets": config.targets}
         add_point(out, folder.name, folder, {**own, "folder": folder.name, **facts})
-        progress("measuring", 1 / (1 + len(configs)))
+        progress("measuring", 1 / steps)
+    for folder in others:
+        add_point(out, folder.name, folder, {})
+        progress("measuring", 1 / steps)
     points = read_points(out)
     points.sort(key=lambda point: (point["ratio"], point["name"].count("+"), point["name"]))
     costs = ["bytes", "speed"] if speed else ["bytes"]
@@ -134,36 +132,6 @@ def sweep(
     (out / "sweep.md").write_text(as_markdown(result), encoding="utf-8")
     draw_sweep(result, out / "sweep.png")
     return result
-
-
-def add_point(out: Path, key: str, folder: Path, facts: dict[str, Any]) -> None:
-    """Measure the checkpoint in ``folder`` as all of the sweep in ``out`` are, and keep it there under ``key``.
-
-    What was measured once stays. A later :func:`sweep` with ``resume`` shows the point, so one made elsewhere can be
-    laid beside the sweep's own.
-
-    Args:
-        out: the sweep's folder.
-        key: a file's name, the point's own.
-        folder: the checkpoint.
-        facts: what is known of it: ``name``, ``ratio``, and but for the dense model ``targets``, ``realised_ratio``,
-            ``model_ratio``, ``seconds`` and ``peak_rss_bytes``; any figure given here is not taken from the checkpoint.
-    """
-    kept = out / f"{key}{_POINT}"
-    if kept.is_file():
-        return
-    run = json.loads((out / _RUN).read_text(encoding="utf-8"))
-    texts = {name: Path(file) for name, file in run["texts"].items()}
-    point = _measure(folder, Path(run["model"]), texts, run["context"], run["limit"], run["speed"])
-    if exams := [Path(exam) for exam in run["tasks"].values()]:
-        point["accuracy"] = _accuracy(folder, exams, run["questions"])
-    write_json(kept.with_suffix(".writing"), {**point, **facts})
-    os.replace(kept.with_suffix(".writing"), kept)
-
-
-def read_points(out: Path) -> list[dict[str, Any]]:
-    """All points that the sweep in ``out`` keeps, the dense model's among them, in the order of their files."""
-    return [json.loads(kept.read_text(encoding="utf-8")) for kept in sorted(out.glob(f"*{_POINT}"))]
 
 
 def parse_method(text: str) -> dict[str, Any]:
@@ -195,8 +163,8 @@ def parse_method(text: str) -> dict[str, Any]:
 
 
 def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
-    """Make the sweep's folder, or check that it is one of the same settings."""
-    plan = out / _RUN
+    """Make the sweep's folder, or check that it is one of the same settings; measures may have been added to them."""
+    plan = out / RUN
     if not out.exists():
         out.mkdir(parents=True)
         write_json(plan, run)
@@ -207,49 +175,18 @@ def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
         before = json.loads(plan.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         raise UserError(f"{out}: is not the folder of a sweep ({plan.name} is unreadable); give another -o") from None
-    for key, value in json.loads(json.dumps(run)).items():
+    run = json.loads(json.dumps(run))
+    comparable = {**run, "texts": {name: file for name, file in run["texts"].items() if name in before["texts"]}}
+    if not before["tasks"]:
+        comparable.update(tasks={}, questions=before["questions"])
+    if not before["speed"]:
+        comparable.update(speed=False)
+    for key, value in comparable.items():
         if before.get(key) != value:
-            raise UserError(f"{out}: was started with another {key} ({before.get(key)!r}, now {value!r})")
+            raise UserError(f"{out}: was started with another {key} ({before.get(key)!r}, now {run[key]!r})")
+    if run != before:
+        replace_json(plan, run)
 
 
 def _part(progress: Callable[[str, float], None], parts: int) -> Callable[[str, float], None]:
     return lambda stage, share: progress(stage, share / parts)
-
-
-def _measure(
-    folder: Path, dense: Path, texts: dict[str, Path], context: int | None, limit: int | None, speed: bool
-) -> dict[str, Any]:
-    """Size, perplexities and speed of one checkpoint."""
-    reader = Reader(folder)
-    sizes = {name: reader.nbytes(name) for name in reader.names}
-    narrowest = min(size // math.prod(reader.shape(name)) for name, size in sizes.items())
-    point: dict[str, Any] = {"bytes": sum(sizes.values()), "bits": 8 * narrowest, "perplexity": {}}
-    for name, file in texts.items():
-        done = evaluate(folder, text=file, context=context, limit=limit)
-        point["perplexity"][name] = done["results"][0]["models"]["model"]
-        point["dtype"] = done["models"]["model"]["dtype"]
-    if speed:
-        (found,) = benchmark(folder, None if folder == dense else dense, **SPEED)["points"]
-        own = found["variants"]["dense" if folder == dense else "fused"]
-        beside = found["variants"]["dense"]["decode_tokens_per_second"]
-        point["speed"] = {
-            "tokens_per_second": own["decode_tokens_per_second"],
-            "slowest": 1 / own["tpot"]["max"],
-            "fastest": 1 / own["tpot"]["min"],
-            "dense_beside": beside,
-            "speed_up": own["decode_tokens_per_second"] / beside,
-        }
-    return point
-
-
-def _accuracy(folder: Path, tasks: list[Path], questions: int | None) -> dict[str, Any]:
-    """The length-normalised accuracy of each task by name, and their mean with its standard error."""
-    results = evaluate(folder, tasks=tasks, limit=questions)["results"]
-    found = {
-        result["measure"].removesuffix(" acc_norm"): result["models"]["model"]
-        for result in results
-        if result["measure"].endswith(" acc_norm")
-    }
-    errors = [figures["standard_error"] or 0.0 for figures in found.values()]
-    mean = sum(figures["value"] for figures in found.values()) / len(found)
-    return {"value": mean, "standard_error": math.hypot(*errors) / len(found), "tasks": found}

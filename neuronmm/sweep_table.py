@@ -61,20 +61,24 @@ def perplexity_cell(figures: dict[str, Any]) -> str:
     return f"{figures['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
+def _spread(speed: dict[str, float]) -> str:
+    return f"{speed['tokens_per_second']:.1f} ({speed['slowest']:.1f} to {speed['fastest']:.1f})"
+
+
 def _row(result: dict[str, Any], point: dict[str, Any]) -> list[str]:
     dense = point["name"] == "dense"
     cells = [point["name"], "" if dense else f"{point['ratio']:.2f}", "" if dense else f"{point['realised_ratio']:.2%}"]
     cells.append(f"{point['bytes'] / 1e6:.1f}")
     for text in result["texts"]:
         mark = f" {MARK}" if f"bytes, {text}" in point["fronts"] else ""
-        cells.append(perplexity_cell(point["perplexity"][text]) + mark)
+        cells.append(perplexity_cell(point["perplexity"][text]) + mark if text in point["perplexity"] else "")
     if result["tasks"]:
-        cells.append(f"{point['accuracy']['value']:.1%} ± {point['accuracy']['standard_error']:.1%}")
+        accuracy = point.get("accuracy")
+        cells.append(f"{accuracy['value']:.1%} ± {accuracy['standard_error']:.1%}" if accuracy else "")
     if "speed" in result["costs"]:
-        speed = point["speed"]
+        speed = point.get("speed")
         mark = f" {MARK}" if all(f"speed, {text}" in point["fronts"] for text in result["texts"]) else ""
-        spread = f"({speed['slowest']:.1f} to {speed['fastest']:.1f})"
-        cells += [f"{speed['tokens_per_second']:.1f} {spread}{mark}", f"{speed['speed_up']:.2f}"]
+        cells += [f"{_spread(speed)}{mark}", f"{speed['speed_up']:.2f}"] if speed else ["", ""]
     if dense:
         return [*cells, "", ""]
     return [*cells, f"{point['seconds'] / 60:.1f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from neuronmm.engine.pareto import draw_sweep, mark_fronts, method_of
 from neuronmm.models.portable import write_json
-from neuronmm.sweep import read_points
+from neuronmm.sweep_points import read_points
 from neuronmm.sweep_table import perplexity_cell
 
 Point = dict[str, Any]

@@ -14,13 +14,15 @@ from matplotlib.figure import Figure
 from words import word_tokenizer
 
 from neuronmm import sweep as sweeping
+from neuronmm import sweep_points
 from neuronmm.cli import main
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.engine import pareto
 from neuronmm.engine.evaluate import evaluate
 from neuronmm.engine.pareto import draw_sweep, front, mark_fronts
 from neuronmm.models import UserError
-from neuronmm.sweep import add_point, parse_method, sweep
+from neuronmm.sweep import parse_method, sweep
+from neuronmm.sweep_points import add_point
 from neuronmm.sweep_table import as_markdown
 from tiny import make_tiny
 
@@ -171,6 +173,42 @@ def test_a_bad_request_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match=message):
         sweep(out=tmp_path / "out", base=BASE, **asked)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_sweep_is_given_measures(
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    sweep(model, out, [0.2, 0.4], ["svd"], texts[:1], BASE, context=30)
+    facts = {"targets": "mlp", "realised_ratio": 0.4, "model_ratio": 0.3, "seconds": 1.0, "peak_rss_bytes": 1}
+    add_point(out, "peer", finished[0] / "svd-0.4", {"name": "peer", "ratio": 0.4, **facts})
+    monkeypatch.setattr(sweeping, "compress", lambda *a, **k: pytest.fail("compressed again"))
+    measured: list[str] = []
+
+    def count(folder: Path, **options: Any) -> dict[str, Any]:
+        measured.append(Path(options["text"]).stem if "text" in options else "tasks")
+        return evaluate(folder, **options)
+
+    monkeypatch.setattr(sweep_points, "evaluate", count)
+    added: dict[str, Any] = {"context": 30, "tasks": tasks, "questions": 7, "speed": True, "resume": True}
+    shares: list[float] = []
+    result = sweep(model, out, [0.4], ["svd"], texts, BASE, **added, progress=lambda stage, share: shares.append(share))
+    assert sorted(measured) == ["tasks"] * 3 + ["text2"] * 3 and sum(shares) == pytest.approx(1)
+    own = [point for point in result["points"] if point["name"] != "peer"]
+    expected = [point for point in finished[1]["points"] if point["name"] != "whitened"]
+    for point, other in zip(own, expected, strict=True):
+        assert (point["perplexity"], point["accuracy"]) == (other["perplexity"], other["accuracy"])
+        assert point["speed"]["tokens_per_second"] > 0
+    assert json.loads((out / "run.json").read_text())["speed"] is True
+    (peer,) = [point for point in result["points"] if point["name"] == "peer"]
+    assert "speed" not in peer and list(peer["perplexity"]) == ["text1"]
+    assert not any("text2" in place or "speed" in place for place in peer["fronts"])
+    rows = [line for line in (out / "sweep.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == 5 and len({row.count("|") for row in rows}) == 1
+    for fewer in ({"texts": texts[:1]}, {"tasks": tasks[:1]}, {"speed": False}):
+        with pytest.raises(UserError, match=f"another {next(iter(fewer))}"):
+            sweep(model, out, [0.4], ["svd"], **{"texts": texts, "base": BASE, **added, **fewer})
 
 
 def test_a_folder_of_other_settings_is_refused(

@@ -8,8 +8,9 @@ examples:
 A method is one word or several joined by +, each the value of a setting of compress: svd, whitened, and so on. The
 dense model is the reference. -o is a folder with every compressed checkpoint, sweep.json, sweep.md and the picture
 sweep.png: perplexity against bytes and, with --speed, against measured tokens/s, the points that no other one beats
-joined by a line. An interrupted sweep goes on with --resume; other ratios and methods than before are added to it.
-Nothing else should run on the machine with --speed. The last line of stdout is one JSON document.
+joined by a line. An interrupted sweep goes on with --resume; other ratios and methods than before are added to it, and
+--speed, --tasks and further texts are measured of all its points. Nothing else should run on the machine with --speed.
+The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
