@@ -176,10 +176,13 @@ def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
     except (OSError, json.JSONDecodeError):
         raise UserError(f"{out}: is not the folder of a sweep ({plan.name} is unreadable); give another -o") from None
     run = json.loads(json.dumps(run))
-    comparable = {**run, "texts": {name: file for name, file in run["texts"].items() if name in before["texts"]}}
-    if not before["tasks"]:
+    comparable = {
+        **run,
+        "texts": {name: file for name, file in run["texts"].items() if name in before.get("texts", ())},
+    }
+    if before.get("tasks") == {}:
         comparable.update(tasks={}, questions=before["questions"])
-    if not before["speed"]:
+    if before.get("speed") is False:
         comparable.update(speed=False)
     for key, value in comparable.items():
         if before.get(key) != value:
