@@ -58,7 +58,7 @@ def lay_out(rows: list[Pack], device: torch.device, dtype: torch.dtype) -> tuple
 
     branches = padded([row.branches for row in rows])
     seen = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
-    # Nothing is seen from its left, so padding, which is all to the right, is seen by nobody.
+    # No token sees what stands to its right, so padding, which stands to the right of all, is seen by none.
     seen &= torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
     return padded([row.ids for row in rows]), padded([row.positions for row in rows]), mask[:, None]

@@ -176,10 +176,8 @@ def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
     except (OSError, json.JSONDecodeError):
         raise UserError(f"{out}: is not the folder of a sweep ({plan.name} is unreadable); give another -o") from None
     run = json.loads(json.dumps(run))
-    comparable = {
-        **run,
-        "texts": {name: file for name, file in run["texts"].items() if name in before.get("texts", ())},
-    }
+    known = {name: file for name, file in run["texts"].items() if name in before.get("texts", ())}
+    comparable = {**run, "texts": known}
     if before.get("tasks") == {}:
         comparable.update(tasks={}, questions=before["questions"])
     if before.get("speed") is False:
