@@ -6,7 +6,7 @@ keeps every linear at a share of its uniform rank, because a spectrum measured o
 The loss of a linear is relative to its energy without the first direction, which no rank drops: that of massive
 activations holds up to all of a down projection's energy, and beside it the other tokens' loss would look like nothing.
 It counts by what the linear's half of its layer writes beside the residual stream: the first MLP makes the stream, one
-in the middle adds a few hundredths to its energy. The loss of linears that share an A is the loss of each of them.
+in the middle adds a few hundredths to its energy. Linears that share an A lose the sum of what each of them loses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,24 @@ FLOOR = 0.5
 """Least share of a linear's uniform rank that it keeps."""
 
 
+def energy(spectrum: Tensor) -> float:
+    """The energy of a linear's outputs without the first direction, from its whitened eigenvalues, largest first."""
+    return float(spectrum[1:].sum())
+
+
+def relative(spectrum: Tensor, whole: float) -> Tensor:
+    """What each rank takes off the loss, as a share of the energy ``whole``; a dead linear loses nothing."""
+    return spectrum / max(whole, 1e-300)
+
+
 def allocate(
-    linears: Sequence[Linear], spectra: Mapping[str, Tensor], shares: Mapping[str, float], ratio: float, align: int
+    linears: Sequence[Linear], losses: Mapping[str, Tensor], shares: Mapping[str, float], ratio: float, align: int
 ) -> dict[str, int | None]:
     """The rank of each linear, a multiple of ``align``, or None where it stays dense.
 
     Args:
         linears: the targeted linears, in the order of the model's layers.
-        spectra: each one's whitened eigenvalues, largest first, by name.
+        losses: what each rank takes off each one's relative loss, largest first, by name.
         shares: what each one's half of its layer writes, as a share of the residual stream's energy, by name.
         ratio: share of their parameters to remove.
         align: the tile, in ranks.
@@ -50,9 +60,7 @@ def allocate(
             return
         step = rank + align if rank + align < linear.break_even else None
         cost = linear.kept(step) - linear.kept(rank)
-        values = spectra[linear.name]
-        lost = values[rank:step].sum() / values[1:].sum().clamp(min=1e-300)
-        gain = shares[linear.name] * len(linear.parts) * float(lost)
+        gain = shares[linear.name] * float(losses[linear.name][rank:step].sum())
         heapq.heappush(waiting, (-gain / cost, number, step))
 
     for number, linear in enumerate(linears):
@@ -70,15 +78,15 @@ def allocate(
     return ranks
 
 
-def sharing_pays(apart: Sequence[Linear], spectra: Mapping[str, Tensor], together: Tensor, ratio: float) -> bool:
+def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[str, Tensor], together: Tensor) -> bool:
     """Whether linears of one input lose less with one A than with their own, at equal parameters.
 
     Args:
-        apart: the linears.
-        spectra: each one's whitened eigenvalues, largest first, by name.
-        together: those of their weights on top of each other.
-        ratio: share of their parameters to remove.
+        joint: the linears as one.
+        ranks: what each one gets with an A of its own, by name.
+        apart: what each rank takes off each one's relative loss then, largest first, by name.
+        together: what each rank takes off the sum of their relative losses with one A.
     """
-    joint = Linear.sharing(apart)
-    lost = sum(float(spectra[linear.name][int(linear.break_even * (1 - ratio)) :].sum()) for linear in apart)
-    return float(together[int(joint.break_even * (1 - ratio)) :].sum()) < lost
+    rank = sum(linear.kept(ranks[linear.name]) for linear in joint.members) // joint.kept(1)
+    factorised = [linear.name for linear in joint.members if ranks[linear.name] is not None]
+    return float(together[rank:].sum()) < sum(float(apart[name][ranks[name] :].sum()) for name in factorised)

@@ -43,7 +43,7 @@ def swap(layer: nn.Module, linear: Linear, factors: Factors, inside: str, dtype:
     """
     leader: LowRankLinear | None = None
     row = 0
-    for part in linear.parts:
+    for part, scale in linear.scaled_parts:
         name = part.name.removeprefix(inside)
         dense = layer.get_submodule(name)
         assert isinstance(dense, nn.Linear)
@@ -58,7 +58,7 @@ def swap(layer: nn.Module, linear: Linear, factors: Factors, inside: str, dtype:
         if leader is None:
             made.A.weight = _parameter(factors.A, dtype)
             leader = made
-        made.B.weight = _parameter(factors.B[row : row + part.out_features], dtype)
+        made.B.weight = _parameter(factors.B[row : row + part.out_features] / scale, dtype)
         made.B.bias = dense.bias
         row += part.out_features
         layer.set_submodule(name, made)
@@ -69,8 +69,10 @@ def _parameter(factor: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 
 def weight_of(layer: nn.Module, linear: Linear, inside: str) -> Tensor:
-    """The weight of ``linear`` [out, in]: of several parts, on top of each other."""
-    return torch.cat([layer.get_parameter(f"{part.name.removeprefix(inside)}.weight") for part in linear.parts])
+    """The weight of ``linear`` [out, in]: of several parts, scaled, on top of each other."""
+    return torch.cat(
+        [scale * layer.get_parameter(f"{part.name.removeprefix(inside)}.weight") for part, scale in linear.scaled_parts]
+    )
 
 
 def moments_of(

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from neuronmm.compression import allocation
+from neuronmm.compression.allocation import allocate, energy, relative, sharing_pays
 from neuronmm.compression.block import weight_of
 from neuronmm.compression.calibration_store import CalibrationStore, stored_moments
 from neuronmm.compression.config import CompressionConfig
@@ -22,7 +22,7 @@ from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, SAME_INPUT, TARGETS
 
-_JOINT = "together:"  # in front of a leader's name: the spectrum of all linears of its input
+_JOINT = "together:"  # in front of a leader's name: what each rank of one A takes off its linears' relative losses
 _SHARE = "share:"  # in front of a linear's name: its half's share of the residual stream
 
 
@@ -74,25 +74,41 @@ def needs_spectra(config: CompressionConfig) -> bool:
 def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[str, Tensor] | None = None) -> Plan:
     """Decide. ``spectra``, from :func:`measure`, is needed where :func:`needs_spectra` says so.
 
+    Linears of one input share an A where it loses less than what they lose at the ranks they have without it: beside
+    values that the allocation leaves dense, at little cost, one A for queries, keys and values is a loss.
+
     Raises:
         UserError: the ratio is out of range, or the tile so wide that no matrix can be compressed.
     """
     align = auto_align(linears) if config.align == "auto" else config.align
-    balance(linears, config.ratio, align)  # refuses what is impossible before anything long begins
-    spectra = dict(spectra or {})
-    if config.share == "auto" and spectra:
+    even = balance(linears, config.ratio, align)  # refuses what is impossible before anything long begins
+    if not spectra:
+        return Plan(linears, even, align)
+    losses = {linear.name: relative(spectra[linear.name], energy(spectra[linear.name])) for linear in linears}
+    ranks = _ranks(linears, losses, spectra, config, align)
+    if config.share == "auto":
         for group in _groups(linears):
-            together = spectra.pop(_JOINT + group[0].name)
-            if allocation.sharing_pays(group, spectra, together, config.ratio):
-                spectra[group[0].name] = together
+            joint, together = _as_one(group, spectra), spectra[_JOINT + group[0].name]
+            if sharing_pays(joint, ranks, losses, together):
+                losses[joint.name] = together
                 place = linears.index(group[0])
-                linears = [*linears[:place], Linear.sharing(group), *linears[place + len(group) :]]
-    if config.allocation == "global" and spectra:
-        shares = {linear.name: float(spectra[_SHARE + linear.name]) for linear in linears}
-        ranks = allocation.allocate(linears, spectra, shares, config.ratio, align)
-    else:
-        ranks = balance(linears, config.ratio, align)
+                linears = [*linears[:place], joint, *linears[place + len(group) :]]
+        ranks = _ranks(linears, losses, spectra, config, align)
     return Plan(linears, ranks, align)
+
+
+def _ranks(
+    linears: list[Linear], losses: dict[str, Tensor], spectra: dict[str, Tensor], config: CompressionConfig, align: int
+) -> dict[str, int | None]:
+    if config.allocation == "uniform":
+        return balance(linears, config.ratio, align)
+    shares = {linear.name: float(spectra[_SHARE + linear.name]) for linear in linears}
+    return allocate(linears, losses, shares, config.ratio, align)
+
+
+def _as_one(group: Sequence[Linear], spectra: dict[str, Tensor]) -> Linear:
+    """Linears of one input with one A."""
+    return Linear.sharing(group, [energy(spectra[linear.name]) for linear in group])
 
 
 def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
@@ -118,7 +134,7 @@ def measure(
 ) -> dict[str, Tensor]:
     """What the plan depends on: of every linear the whitened spectrum and its half's share of the residual stream.
 
-    Of linears of one input the spectrum together as well, all over the dense model's own run.
+    Of linears of one input also what one A for all would lose. All over the dense model's own run.
 
     After every layer the work so far is kept in the workspace, for a resumed run. A store that has every layer's
     moments saves the run.
@@ -127,7 +143,6 @@ def measure(
         UserError: weights or activations hold NaN or infinity.
     """
     groups = _groups(linears) if config.share == "auto" else []
-    joint = [Linear.sharing(group) for group in groups]
     first = workspace.latest("spectra")
     state = workspace.load(f"spectra-{first:05d}") or {}
     progress("measuring spectra", first / len(model))
@@ -137,16 +152,19 @@ def measure(
         rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
     for index in range(first, len(model)):
         inside = f"{LAYERS}.{index}."
-        together = [linear for linear in joint if linear.name.startswith(inside)]
-        apart = [linear for linear in linears if linear.name.startswith(inside)]
-        names = [linear.name.removeprefix(inside) for linear in apart]
+        names = [linear.name.removeprefix(inside) for linear in linears if linear.name.startswith(inside)]
         with model.layer(index) as layer:
             moments, hidden = stored_moments(layer, index, hidden, rotary, names, config.damping, store)
             try:
-                for linear, key in [(one, one.name) for one in apart] + [(one, _JOINT + one.name) for one in together]:
+                for linear in (one for one in linears if one.name.startswith(inside)):
                     known = moments[linear.name.removeprefix(inside)]
-                    state[key] = spectrum(weight_of(layer, linear, inside), known).cpu()
+                    state[linear.name] = spectrum(weight_of(layer, linear, inside), known).cpu()
                     state[_SHARE + linear.name] = known.share.to("cpu", copy=True)
+                for group in (one for one in groups if one[0].name.startswith(inside)):
+                    joint, loudest = _as_one(group, state), max(energy(state[linear.name]) for linear in group)
+                    known = moments[joint.name.removeprefix(inside)]
+                    values = spectrum(weight_of(layer, joint, inside), known).cpu()
+                    state[_JOINT + joint.name] = relative(values, loudest)
             except ValueError as error:
                 raise UserError(
                     f"{model.reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"

@@ -17,30 +17,45 @@ MIN_RATIO, MAX_RATIO = 0.05, 0.6
 TILE = 128
 """Width of Trainium's tensor engine: the tile ranks are aligned to where matrices are large enough."""
 
+MAX_SCALE = 1e3
+"""Most that a linear is scaled by beside those it shares an A with: one that is dead needs no part of it."""
+
 
 @dataclass(frozen=True)
 class Linear:
     """A targeted linear: its full name and its weight's shape [out, in].
 
     With ``members`` it stands for several linears of one input that share one A, the leader first: its name is the
-    leader's, its weight theirs on top of each other.
+    leader's, its weight theirs on top of each other, each times its one of ``scales``.
     """
 
     name: str
     out_features: int
     in_features: int
     members: tuple[Linear, ...] = ()
+    scales: tuple[float, ...] = ()
 
     @classmethod
-    def sharing(cls, members: Sequence[Linear]) -> Linear:
-        """Linears of one input as one."""
-        leader = members[0]
-        return cls(leader.name, sum(member.out_features for member in members), leader.in_features, tuple(members))
+    def sharing(cls, members: Sequence[Linear], energies: Sequence[float]) -> Linear:
+        """Linears of one input as one, scaled to the largest of their ``energies``.
+
+        What is lost of each then counts relative to its own energy. Without scales the A would be the loudest one's:
+        queries have up to hundreds of times the energy of values.
+        """
+        leader, most = members[0], max(energies)
+        scales = [(most / max(energy, most / MAX_SCALE**2)) ** 0.5 if most > 0 else 1.0 for energy in energies]
+        out_features = sum(member.out_features for member in members)
+        return cls(leader.name, out_features, leader.in_features, tuple(members), tuple(scales))
 
     @property
     def parts(self) -> tuple[Linear, ...]:
         """The linears of the model that this one stands for."""
         return self.members or (self,)
+
+    @property
+    def scaled_parts(self) -> list[tuple[Linear, float]]:
+        """Each of them with what its weight is multiplied by while the factors are made."""
+        return list(zip(self.parts, self.scales or (1.0,), strict=True))
 
     @property
     def dense(self) -> int:

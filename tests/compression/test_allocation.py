@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuronmm.compression.allocation import FLOOR, allocate, sharing_pays
-from neuronmm.compression.ranks import Linear, balance, realised
+from neuronmm.compression.allocation import FLOOR, allocate, energy, relative, sharing_pays
+from neuronmm.compression.ranks import MAX_SCALE, Linear, balance, realised
 
 
 def linears(layers: int, hidden: int, wide: int) -> list[Linear]:
@@ -74,9 +74,13 @@ def test_a_massive_activation_takes_no_rank_from_the_tokens_beside_it() -> None:
     """One direction a million times the others' energy, which any rank keeps, changes nothing."""
     targets = linears(3, 64, 128)
     spectra = {linear.name: falling(linear, 0.5 + 0.3 * number) for number, linear in enumerate(targets)}
-    ranks = allocate(targets, spectra, alike(targets), 0.3, 2)
     massive = {name: torch.cat([1e6 * values[:1], values[1:]]) for name, values in spectra.items() if "down" in name}
-    assert allocate(targets, {**spectra, **massive}, alike(targets), 0.3, 2) == ranks
+
+    def ranks(spectra: dict[str, torch.Tensor]) -> dict[str, int | None]:
+        losses = {name: relative(values, energy(values)) for name, values in spectra.items()}
+        return allocate(targets, losses, alike(targets), 0.3, 2)
+
+    assert ranks({**spectra, **massive}) == ranks(spectra)
 
 
 def test_of_equal_spectra_the_one_that_writes_more_of_the_stream_gets_more() -> None:
@@ -93,17 +97,6 @@ def test_of_equal_spectra_the_one_that_writes_more_of_the_stream_gets_more() -> 
         assert more == pytest.approx(2 * less, abs=2)
 
 
-def test_linears_that_share_an_a_count_as_many() -> None:
-    """Two of one spectrum, as one of it: their A serves both, so a rank of theirs is the better buy."""
-    pair = Linear.sharing([Linear("a", 64, 64), Linear("b", 64, 64)])
-    alone = Linear("c", 64, 64)
-    spectra = {linear.name: falling(linear, 1.0)[:64] for linear in (pair, alone)}
-    ranks = allocate([pair, alone], spectra, alike([pair, alone]), 0.4, 1)
-    assert ranks[pair.name] is not None and ranks[alone.name] is not None
-    # Gains per parameter: 2 / (3 x 64 rank) for the pair, 1 / (2 x 64 rank) for the one alone.
-    assert ranks[pair.name] == pytest.approx(4 / 3 * ranks[alone.name], abs=2)
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(same: bool) -> None:
     """Two weights that read one subspace have a common A for nothing; two that read different ones have not."""
@@ -111,10 +104,24 @@ def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(same: bool) ->
     basis = torch.linalg.qr(torch.randn(32, 32, generator=generator)).Q
     spaces = (basis[:, :12], basis[:, :12] if same else basis[:, 12:24])
     weights = [torch.randn(48, 12, generator=generator) @ space.T for space in spaces]
-    apart = [Linear("a", 48, 32), Linear("b", 48, 32)]
-    spectra = {
+    joint = Linear.sharing([Linear("a", 48, 32), Linear("b", 48, 32)], [1.0, 1.0])
+    apart = {
         linear.name: torch.linalg.svdvals(weight.double()).square()
-        for linear, weight in zip(apart, weights, strict=True)
+        for linear, weight in zip(joint.members, weights, strict=True)
     }
     together = torch.linalg.svdvals(torch.cat(weights).double()).square()
-    assert sharing_pays(apart, spectra, together, 0.45) is same
+    assert sharing_pays(joint, {"a": 10, "b": 10}, apart, together) is same
+    assert not sharing_pays(joint, {"a": None, "b": None}, apart, together)
+
+
+@settings(deadline=None)
+@given(energies=st.lists(st.floats(0, 1e12), min_size=1, max_size=4))
+def test_what_shares_an_a_is_scaled_to_the_loudest_and_silence_stays_silent(energies: list[float]) -> None:
+    members = [Linear(str(number), 3, 5) for number in range(len(energies))]
+    joint = Linear.sharing(members, energies)
+    assert [part for part, _ in joint.scaled_parts] == members
+    for energy_, scale in zip(energies, joint.scales, strict=True):
+        assert 1 <= scale <= MAX_SCALE * (1 + 1e-12)
+        if energy_ * MAX_SCALE**2 > max(energies):
+            assert energy_ * scale**2 == pytest.approx(max(energies))
+    assert Linear("alone", 3, 5).scaled_parts == [(Linear("alone", 3, 5), 1.0)]

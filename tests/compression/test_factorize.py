@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from brute import least
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from neuronmm.compression.factorize import factorize
+from neuronmm.compression.allocation import energy, relative
+from neuronmm.compression.block import swap, weight_of
+from neuronmm.compression.factorize import factorize, spectrum
 from neuronmm.compression.moments import Moments
+from neuronmm.compression.ranks import Linear
 
 SIZES = st.tuples(st.integers(2, 40), st.integers(2, 40), st.integers(1, 60))
 
@@ -139,3 +145,32 @@ def test_bad_numbers_are_refused(of_inputs: bool) -> None:
     for rank in (0, 7):
         with pytest.raises(ValueError, match="impossible"):
             factorize(weight, rank)
+
+
+def test_one_a_for_all_loses_the_sum_of_their_relative_losses_and_keeps_the_quiet_ones() -> None:
+    """Queries a hundred times as large as the values: without scales the values get what the queries leave."""
+    layer = nn.Module()
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(16, 200, generator=generator, dtype=torch.float64) * torch.linspace(1, 3, 16)[:, None]
+    for name, size, scale in (("q", 24, 100.0), ("v", 8, 1.0)):
+        linear = nn.Linear(16, size, bias=False)
+        linear.weight = nn.Parameter(scale * torch.randn(size, 16, generator=generator), requires_grad=False)
+        layer.add_module(name, linear)
+    members = [Linear("q", 24, 16), Linear("v", 8, 16)]
+    moments = gather(layer.get_parameter("q.weight"), inputs, 1e-9, of_inputs=True)
+    energies = [energy(spectrum(layer.get_parameter(f"{member.name}.weight"), moments)) for member in members]
+    joint = Linear.sharing(members, energies)
+    stacked = weight_of(layer, joint, "")
+    losses = relative(spectrum(stacked, moments), max(energies))
+
+    def lost(linear: Linear) -> list[float]:
+        made = copy.deepcopy(layer)
+        swap(made, linear, factorize(weight_of(layer, linear, ""), 8, moments), "", torch.float32)
+        gaps = [(made.get_submodule(m.name)(x) - layer.get_submodule(m.name)(x)).square().sum() for m in members]
+        return [float(gap) / whole for gap, whole in zip(gaps, energies, strict=True)]
+
+    x = inputs.T.float()
+    fair, loud = lost(joint), lost(replace(joint, scales=(1.0, 1.0)))
+    assert sum(fair) == pytest.approx(float(losses[8:].sum()), rel=1e-4)
+    assert sum(fair) < 0.9 * sum(loud)
+    assert fair[1] < 0.5 * loud[1]

@@ -88,3 +88,26 @@ def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Pat
     model = load_pretrained(out, torch.float32)
     mlp = model.model.layers[0].mlp
     assert mlp.up_proj.A is mlp.gate_proj.A
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+def test_an_a_is_shared_where_it_pays_at_the_ranks_that_are_given(
+    allocation: str, dense: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With one rank for all a gate that needs every rank gains from the up that needs few; else it stays dense."""
+    source, out = dense(), tmp_path / "out"
+
+    def unlike(state: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for name, weight in state.items():
+            if name.endswith(("up_proj.weight", "down_proj.weight")):
+                rows, columns = weight.shape
+                left, right = (torch.randn(size, 3, generator=generator) for size in (rows, columns))
+                state[name] = left @ right.T / 10
+
+    edit_tensors(source, unlike)
+    compress(source, out, config(share="auto", ratio=0.3, allocation=allocation))
+    spec = json.loads((out / "config.json").read_text())["quantization_config"]
+    gates = [f"{LAYERS}.{index}.mlp.gate_proj" for index in range(2)]
+    assert list(spec["shared"].values()) == (gates if allocation == "uniform" else [])
+    assert [gate in spec["ranks"] for gate in gates] == [allocation == "uniform"] * 2
