@@ -61,8 +61,12 @@ def perplexity_cell(figures: dict[str, Any]) -> str:
     return f"{figures['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
-def _spread(speed: dict[str, float]) -> str:
-    return f"{speed['tokens_per_second']:.1f} ({speed['slowest']:.1f} to {speed['fastest']:.1f})"
+def speed_cells(speed: dict[str, float] | None) -> list[str]:
+    """Tokens/s, median (min to max), and how many times the dense model's; empty where it was not measured."""
+    if speed is None:
+        return ["", ""]
+    spread = f"{speed['tokens_per_second']:.1f} ({speed['slowest']:.1f} to {speed['fastest']:.1f})"
+    return [spread, f"{speed['speed_up']:.2f}"]
 
 
 def _row(result: dict[str, Any], point: dict[str, Any]) -> list[str]:
@@ -76,9 +80,9 @@ def _row(result: dict[str, Any], point: dict[str, Any]) -> list[str]:
         accuracy = point.get("accuracy")
         cells.append(f"{accuracy['value']:.1%} ± {accuracy['standard_error']:.1%}" if accuracy else "")
     if "speed" in result["costs"]:
-        speed = point.get("speed")
+        rate, gain = speed_cells(point.get("speed"))
         mark = f" {MARK}" if all(f"speed, {text}" in point["fronts"] for text in result["texts"]) else ""
-        cells += [f"{_spread(speed)}{mark}", f"{speed['speed_up']:.2f}"] if speed else ["", ""]
+        cells += [rate + mark, gain]
     if dense:
         return [*cells, "", ""]
     return [*cells, f"{point['seconds'] / 60:.1f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]

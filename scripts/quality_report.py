@@ -17,7 +17,7 @@ from typing import Any
 from neuronmm.engine.pareto import draw_sweep, mark_fronts, method_of
 from neuronmm.models.portable import write_json
 from neuronmm.sweep_points import read_points
-from neuronmm.sweep_table import perplexity_cell
+from neuronmm.sweep_table import perplexity_cell, speed_cells
 
 Point = dict[str, Any]
 
@@ -49,6 +49,7 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
     for targets, title in TITLES.items():
         own = [point for point in points if point.get("targets") == targets]
         columns = [f"{title}, removed: asked", "method", "realised", "MB", *texts, "minutes", "GiB"]
+        columns += ["tokens/s", "x dense"]
         rows = [_row(point, [other for other in own if other["ratio"] == point["ratio"]]) for point in own]
         lines = [columns, ["---:", "---", *["---:"] * (len(columns) - 2)], *rows]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
@@ -61,7 +62,8 @@ def _row(point: Point, rivals: list[Point]) -> list[str]:
     for figures, least in zip(point["perplexity"].values(), best, strict=True):
         cell = perplexity_cell(figures)
         cells.append(f"**{cell}**" if figures["value"] == least else cell)
-    return [*cells, f"{point['seconds'] / 60:.0f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]
+    cells += [f"{point['seconds'] / 60:.0f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]
+    return [*cells, *speed_cells(point.get("speed"))]
 
 
 def _values(point: Point) -> list[float]:
@@ -73,6 +75,7 @@ def main(folder: Path, sweeps: list[Path]) -> None:
     data, document = folder / "quality.json", folder / "quality.md"
     result = json.loads(data.read_text(encoding="utf-8"))
     result["points"] = merge(result["points"], sweeps)
+    result["costs"] = ["bytes", *(["speed"] if any("speed" in point for point in result["points"]) else [])]
     write_json(data, result)
     before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]

@@ -45,6 +45,7 @@ def test_a_sweeps_points_join_the_tables_and_replace_what_they_repeat(script: Mo
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     new = [point("whitened", 0.2, 40, 300), point("anchored", 0.2, 30, 310), point("whitened+all", 0.2, 50, 60, "all")]
+    new[1]["speed"] = {"tokens_per_second": 50.0, "slowest": 45.0, "fastest": 52.0, "speed_up": 1.25}
     for index, one in enumerate(new):
         (sweep / f"{index}.point.json").write_text(json.dumps(one))
     dense = {key: value for key, value in point("dense", 0.0, 10, 20).items() if key != "targets"}
@@ -61,12 +62,13 @@ def test_a_sweeps_points_join_the_tables_and_replace_what_they_repeat(script: Mo
     assert text.startswith("Head.\n") and text.endswith("\n\nFoot.\n") and "old" not in text and "99" not in text
     rows = [line for line in text.splitlines() if line.startswith("| 0.2")]
     assert rows == [
-        "| 0.2 | whitened | 20.00% | 0.8 | 40 ± 1.5 | **300** | 2 | 1.00 |",
-        "| 0.2 | anchored | 20.00% | 0.8 | **30 ± 1.5** | 310 | 2 | 1.00 |",
-        "| 0.2 | whitened | 20.00% | 0.8 | **50 ± 1.5** | **60** | 2 | 1.00 |",
+        "| 0.2 | whitened | 20.00% | 0.8 | 40 ± 1.5 | **300** | 2 | 1.00 |  |  |",
+        "| 0.2 | anchored | 20.00% | 0.8 | **30 ± 1.5** | 310 | 2 | 1.00 | 50.0 (45.0 to 52.0) | 1.25 |",
+        "| 0.2 | whitened | 20.00% | 0.8 | **50 ± 1.5** | **60** | 2 | 1.00 |  |  |",
     ]
     assert (tmp_path / "quality.png").stat().st_size > 10_000
     kept = json.loads((tmp_path / "quality.json").read_text())
+    assert kept["costs"] == ["bytes", "speed"]
     assert [one["name"] for one in kept["points"]] == ["dense", "whitened+all", "whitened", "anchored"]
 
 
