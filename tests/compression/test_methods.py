@@ -10,8 +10,9 @@ import pytest
 import torch
 from runs import EVERYTHING, config, edit_tensors, tensors
 
-from neuronmm.compression import streaming
+from neuronmm.compression import plan, streaming
 from neuronmm.compression.pipeline import compress
+from neuronmm.compression.ranks import Linear
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import load_pretrained
 
@@ -111,3 +112,22 @@ def test_an_a_is_shared_where_it_pays_at_the_ranks_that_are_given(
     gates = [f"{LAYERS}.{index}.mlp.gate_proj" for index in range(2)]
     assert list(spec["shared"].values()) == (gates if allocation == "uniform" else [])
     assert [gate in spec["ranks"] for gate in gates] == [allocation == "uniform"] * 2
+
+
+def test_what_one_a_would_lose_is_weighed_as_what_they_lose_apart(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any rank both lose all there is: the relative energies' sum, with one A as with their own."""
+    seen = list[str]()
+
+    def compare(
+        joint: Linear, ranks: dict[str, int | None], apart: dict[str, torch.Tensor], together: torch.Tensor
+    ) -> bool:
+        seen.append(joint.name)
+        everything = sum(float(apart[member.name].sum()) for member in joint.members)
+        assert float(together.sum()) == pytest.approx(everything, rel=1e-5)
+        return True
+
+    monkeypatch.setattr(plan, "sharing_pays", compare)
+    compress(dense("qwen2"), tmp_path / "out", config(share="auto", targets="all", ratio=0.3))
+    assert len(seen) == 4  # queries and gate, in two layers
