@@ -84,11 +84,13 @@ def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[st
     even = balance(linears, config.ratio, align)  # refuses what is impossible before anything long begins
     if not spectra:
         return Plan(linears, even, align)
-    losses = {linear.name: relative(spectra[linear.name], energy(spectra[linear.name])) for linear in linears}
+    energies = {linear.name: energy(spectra[linear.name]) for linear in linears}
+    losses = {name: relative(spectra[name], whole) for name, whole in energies.items()}
     ranks = _ranks(linears, losses, spectra, config, align)
     if config.share == "auto":
         for group in _groups(linears):
-            joint, together = _as_one(group, spectra), spectra[_JOINT + group[0].name]
+            joint = Linear.sharing(group, [energies[linear.name] for linear in group])
+            together = spectra[_JOINT + joint.name]
             if sharing_pays(joint, ranks, losses, together):
                 losses[joint.name] = together
                 place = linears.index(group[0])
@@ -104,11 +106,6 @@ def _ranks(
         return balance(linears, config.ratio, align)
     shares = {linear.name: float(spectra[_SHARE + linear.name]) for linear in linears}
     return allocate(linears, losses, shares, config.ratio, align)
-
-
-def _as_one(group: Sequence[Linear], spectra: dict[str, Tensor]) -> Linear:
-    """Linears of one input with one A."""
-    return Linear.sharing(group, [energy(spectra[linear.name]) for linear in group])
 
 
 def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
@@ -142,7 +139,6 @@ def measure(
     Raises:
         UserError: weights or activations hold NaN or infinity.
     """
-    groups = _groups(linears) if config.share == "auto" else []
     first = workspace.latest("spectra")
     state = workspace.load(f"spectra-{first:05d}") or {}
     progress("measuring spectra", first / len(model))
@@ -152,19 +148,21 @@ def measure(
         rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
     for index in range(first, len(model)):
         inside = f"{LAYERS}.{index}."
-        names = [linear.name.removeprefix(inside) for linear in linears if linear.name.startswith(inside)]
+        apart = [linear for linear in linears if linear.name.startswith(inside)]
+        names = [linear.name.removeprefix(inside) for linear in apart]
         with model.layer(index) as layer:
             moments, hidden = stored_moments(layer, index, hidden, rotary, names, config.damping, store)
             try:
-                for linear in (one for one in linears if one.name.startswith(inside)):
+                for linear in apart:
                     known = moments[linear.name.removeprefix(inside)]
                     state[linear.name] = spectrum(weight_of(layer, linear, inside), known).cpu()
                     state[_SHARE + linear.name] = known.share.to("cpu", copy=True)
-                for group in (one for one in groups if one[0].name.startswith(inside)):
-                    joint, loudest = _as_one(group, state), max(energy(state[linear.name]) for linear in group)
+                for group in _groups(apart) if config.share == "auto" else []:
+                    energies = [energy(state[linear.name]) for linear in group]
+                    joint = Linear.sharing(group, energies)
                     known = moments[joint.name.removeprefix(inside)]
                     values = spectrum(weight_of(layer, joint, inside), known).cpu()
-                    state[_JOINT + joint.name] = relative(values, loudest)
+                    state[_JOINT + joint.name] = relative(values, max(energies))
             except ValueError as error:
                 raise UserError(
                     f"{model.reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"

@@ -6,6 +6,9 @@ from typing import Any
 
 MARK = "*"
 
+SPEED_COLUMNS = ["tokens/s", "x dense"]
+"""What :func:`speed_cells` fills."""
+
 
 def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, columns, rows) for each precision and choice of targets; the dense model leads those of its precision.
@@ -14,7 +17,7 @@ def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
     """
     columns = ["method", "asked", "removed", "MB", *(f"perplexity, {text}" for text in result["texts"])]
     columns += ["accuracy"] if result["tasks"] else []
-    columns += ["tokens/s", "x dense"] if "speed" in result["costs"] else []
+    columns += SPEED_COLUMNS if "speed" in result["costs"] else []
     columns += ["minutes", "GiB"]
     found = []
     kinds = {(-point["bits"], point["targets"]) for point in result["points"] if point["name"] != "dense"}

@@ -17,7 +17,7 @@ from typing import Any
 from neuronmm.engine.pareto import draw_sweep, mark_fronts, method_of
 from neuronmm.models.portable import write_json
 from neuronmm.sweep_points import read_points
-from neuronmm.sweep_table import perplexity_cell, speed_cells
+from neuronmm.sweep_table import SPEED_COLUMNS, perplexity_cell, speed_cells
 
 Point = dict[str, Any]
 
@@ -48,8 +48,7 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
     parts = []
     for targets, title in TITLES.items():
         own = [point for point in points if point.get("targets") == targets]
-        columns = [f"{title}, removed: asked", "method", "realised", "MB", *texts, "minutes", "GiB"]
-        columns += ["tokens/s", "x dense"]
+        columns = [f"{title}, removed: asked", "method", "realised", "MB", *texts, "minutes", "GiB", *SPEED_COLUMNS]
         rows = [_row(point, [other for other in own if other["ratio"] == point["ratio"]]) for point in own]
         lines = [columns, ["---:", "---", *["---:"] * (len(columns) - 2)], *rows]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
@@ -75,7 +74,7 @@ def main(folder: Path, sweeps: list[Path]) -> None:
     data, document = folder / "quality.json", folder / "quality.md"
     result = json.loads(data.read_text(encoding="utf-8"))
     result["points"] = merge(result["points"], sweeps)
-    result["costs"] = ["bytes", *(["speed"] if any("speed" in point for point in result["points"]) else [])]
+    result["costs"] = ["bytes", "speed"] if any("speed" in point for point in result["points"]) else ["bytes"]
     write_json(data, result)
     before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
