@@ -97,6 +97,17 @@ def test_of_equal_spectra_the_one_that_writes_more_of_the_stream_gets_more() -> 
         assert more == pytest.approx(2 * less, abs=2)
 
 
+def test_linears_that_share_an_a_count_as_many() -> None:
+    """Two of one spectrum, as one of it: their A serves both, so a rank of theirs is the better buy."""
+    pair = Linear.sharing([Linear("a", 64, 64), Linear("b", 64, 64)], [1.0, 1.0])
+    alone = Linear("c", 64, 64)
+    losses = {pair.name: 2 * falling(alone, 1.0), alone.name: falling(alone, 1.0)}
+    ranks = allocate([pair, alone], losses, alike([pair, alone]), 0.4, 1)
+    assert ranks[pair.name] is not None and ranks[alone.name] is not None
+    # Gains per parameter: 2 / (3 x 64 rank) for the pair, 1 / (2 x 64 rank) for the one alone.
+    assert ranks[pair.name] == pytest.approx(4 / 3 * ranks[alone.name], abs=2)
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(same: bool) -> None:
     """Two weights that read one subspace have a common A for nothing; two that read different ones have not."""
