@@ -76,10 +76,13 @@ def compress(
     reader = Reader(folder)
     linears = targeted(reader, settings["num_hidden_layers"], config.targets)
     plan = make_plan(linears, config)
-    _check_disk(out, reader.total_bytes())
     total = sum(_size(reader, name) for name in reader.names)
+    trained = 0  # LoRA's adapters are next to nothing
+    if config.recover == "factors":
+        trained = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
+    _check_disk(out, 2 * reader.total_bytes() + 16 * trained)
     if config.recover != "off":
-        _check_memory(total, sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears))
+        _check_memory(total, trained)
     run = {"model": str(folder), "bytes": reader.total_bytes(), "version": version("neuronmm"), "device": device}
     run |= config.model_dump()
     workspace = Workspace(out, run, resume, force)
@@ -107,13 +110,20 @@ def compress(
         if config.recover != "off":
             assert rows is not None
             done["recovery"] = recover(
-                finished, rows, recovery_of(config, device), progress, dense=folder, device=device
+                finished,
+                rows,
+                recovery_of(config, device),
+                progress,
+                dense=folder,
+                device=device,
+                work=workspace.folder,
             )
         if config.factors == "int8":
             store_int8(finished)
         done["bytes"] = {"dense": reader.total_bytes(), "compressed": Reader(finished).total_bytes()}
-        # A resumed run counts the layers that it found done; those of this run lie within its own time.
+        # A resumed run counts the layers and passes that it found done; those of this run lie within its own time.
         before = sum(layer["seconds"] for layer in layers[:found])
+        before += done["recovery"]["resumed_seconds"] if done["recovery"] else 0.0
         done["seconds"] = before + time.perf_counter() - began + (common.seconds if common is not None else 0.0)
         done["peak_rss_bytes"] = max(peak_rss(), *(layer["peak_rss_bytes"] for layer in layers))
         return {"compression_report.json": report.as_json(done), "compression_report.md": report.as_markdown(done)}
@@ -186,13 +196,11 @@ def _size(reader: Reader, name: str) -> int:
 
 
 def _check_disk(out: Path, needed: int) -> None:
-    """Parts and final shards lie on the disk together for a moment: twice the (at most dense) size."""
+    """Parts and final shards lie on the disk together, twice the (at most dense) size, and recovery's state."""
     parent = next(folder for folder in out.parents if folder.exists())
     free = shutil.disk_usage(parent).free
-    if free < 2 * needed:
-        raise UserError(
-            f"{parent}: {free / 1e9:.1f} GB free, about {2 * needed / 1e9:.1f} GB needed; free some or move -o"
-        )
+    if free < needed:
+        raise UserError(f"{parent}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed; free some or move -o")
 
 
 def _check_memory(parameters: int, trained: int) -> None:

@@ -62,12 +62,13 @@ def recover(
     *,
     dense: Path | None = None,
     device: str = "cpu",
+    work: Path | None = None,
 ) -> dict[str, Any]:
     """Train the factors of the checkpoint in ``folder`` on ``rows`` [rows, length] and write them back.
 
     The weights on disk change only at the very end, when the loss on rows that were held out has fallen: an
     interruption, or training that does not help, leaves the checkpoint as it was. Each shard is replaced atomically.
-    The same arguments give the same bytes on the same machine.
+    The same arguments give the same bytes on the same machine, interrupted or not.
 
     Args:
         folder: a compressed checkpoint, complete; its factors are replaced, everything else in it stays.
@@ -76,6 +77,8 @@ def recover(
         progress: told of every step: a stage's name and the further share of it that is done.
         dense: the checkpoint it was made from, to distil from; None trains on the rows' own next tokens.
         device: where to train.
+        work: a folder for each stage's state after each pass; a run that finds one there, of the same arguments, goes
+            on from it. The files stay: who gives the folder removes it.
 
     Returns:
         Plain values for the report: losses (nats a token, on the held-out rows) before and after, as they are on disk.
@@ -102,11 +105,13 @@ def recover(
         torch.manual_seed(settings.seed)  # of the adapters' first values
         for stage in stages:
             advance = _share(progress, "recovering", len(stages))
-            report.append(_run_stage(model, stage, training, held_out, settings, generator, advance))
+            file = None if work is None else work / f"recovery-{stage}.safetensors"
+            report.append(_run_stage(model, stage, training, held_out, settings, generator, advance, file))
     factors = _stored(model, folder)
     after = evaluate(model, held_out)
     if after < before:
         replace_tensors(folder, factors)
+    resumed = sum(stage["resumed_seconds"] for stage in report)
     return {
         "kind": "measured",
         **settings.model_dump(),
@@ -116,7 +121,8 @@ def recover(
         "loss_after": after,
         "kept": after < before,
         "stages": report,
-        "seconds": time.perf_counter() - began,
+        "seconds": resumed + time.perf_counter() - began,
+        "resumed_seconds": resumed,
         "peak_rss_bytes": peak_rss(),
     }
 
@@ -129,6 +135,7 @@ def _run_stage(
     settings: Recovery,
     generator: torch.Generator,
     advance: Callable[[float], None],
+    file: Path | None,
 ) -> dict[str, Any]:
     """Train the factors that ``stage`` names (their letters), leave the best state merged, and say how it went."""
     if settings.rank:
@@ -139,7 +146,6 @@ def _run_stage(
         parameters = [p for name, p in model.named_parameters() if name.endswith(tuple(f".{f}.weight" for f in stage))]
         for parameter in parameters:
             parameter.requires_grad_()
-    began = time.perf_counter()
     course = Course(settings.epochs, settings.learning_rate, 0.1, (0.9, 0.999))
 
     def backward(rows: Tensor) -> None:
@@ -148,18 +154,21 @@ def _run_stage(
             loss_sum(model, part, 1 / batch.predictions, settings.autocast)
 
     rows = torch.arange(len(training))
-    losses = train(
-        parameters, course, rows, settings.batch, generator, backward, lambda: evaluate(model, held_out), advance
-    )
+
+    def validate() -> float:
+        return evaluate(model, held_out)
+
+    done = train(parameters, course, rows, settings.batch, generator, backward, validate, advance, file=file)
     if settings.rank:
         adapted.merge_and_unload()
     model.requires_grad_(False)
     return {
         "factors": stage,
         "trained_parameters": sum(p.numel() for p in parameters),
-        "losses": losses,
-        "steps": (len(losses) - 1) * math.ceil(len(rows) / settings.batch),
-        "seconds": time.perf_counter() - began,
+        "losses": done.losses,
+        "steps": (len(done.losses) - 1) * math.ceil(len(rows) / settings.batch),
+        "seconds": done.seconds,
+        "resumed_seconds": done.resumed_seconds,
     }
 
 

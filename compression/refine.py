@@ -80,9 +80,10 @@ def refine(
     def keep(parameter: Tensor) -> Tensor:
         return parameter.to(dtype if parameter.dim() == 2 else parameter.dtype, copy=True)
 
-    losses = train(
-        trained, course, training, a_step, generator, lambda rows: loss_of(rows).backward(), validate, advance, keep
-    )
+    def backward(rows: Tensor) -> None:
+        loss_of(rows).backward()
+
+    losses = train(trained, course, training, a_step, generator, backward, validate, advance, keep=keep).losses
     for parameter in trained:
         parameter.requires_grad_(False)
     return {"loss_before": losses[0], "loss_after": min(losses), "epochs": len(losses) - 1}

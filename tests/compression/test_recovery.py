@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,6 +174,43 @@ def test_an_interruption_leaves_the_checkpoint_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         recover(folder, ROWS, Recovery(**QUICK), stop, dense=source)
     assert contents(folder) == before
+
+
+def passes_of(case: dict[str, Any]) -> int:
+    """Over the rows, in all stages."""
+    return QUICK["epochs"] * (2 if Recovery(**case).two_stage else 1)
+
+
+@pytest.mark.parametrize(("case", "passes"), [(c, n + 1) for c in CASES for n in range(passes_of(c))], ids=str)
+def test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(
+    low: Callable[..., tuple[Path, Path]], case: dict[str, Any], passes: int, tmp_path: Path
+) -> None:
+    source, folder = low()
+    whole, work, settings = tmp_path / "whole", tmp_path / "work", Recovery(**QUICK, **case)
+    shutil.copytree(folder, whole)
+    work.mkdir()
+    wanted = recover(whole, ROWS, settings, silent, dense=source)
+    step, steps = Mock(wraps=loss_sum), math.ceil(28 / QUICK["batch"])
+
+    def interrupted(*arguments: Any) -> float:
+        if step.call_count == passes * steps:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(recovery, "loss_sum", interrupted)
+        patched.setattr(recovery, "replace_tensors", Mock(side_effect=KeyboardInterrupt))  # after the very last pass
+        recover(folder, ROWS, settings, silent, dense=source, work=work)
+    step.reset_mock()
+    shares: list[float] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recovery, "loss_sum", step)
+        done = recover(folder, ROWS, settings, lambda name, share: shares.append(share), dense=source, work=work)
+    assert step.call_count == (passes_of(case) - passes) * steps
+    assert sum(shares) == pytest.approx(2), "the dense model's and the recovery's"
+    assert contents(folder) == contents(whole)
+    assert [stage["losses"] for stage in done["stages"]] == [stage["losses"] for stage in wanted["stages"]]
+    assert 0 < done["resumed_seconds"] < done["seconds"]
 
 
 def test_training_that_does_not_help_changes_nothing(low: Callable[..., tuple[Path, Path]]) -> None:
