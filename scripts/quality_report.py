@@ -3,7 +3,8 @@
 python scripts/quality_report.py docs/results SWEEP...
 
 The points of the sweeps (folders of ``neuronmm sweep``) are added to quality.json; one of the same method,
-ratio and targets takes the place of the one before.
+ratio and targets takes the place of the one before. Where their perplexities are the same it is the same model, and
+what else had been measured of it stays.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ BEGIN, END = "<!-- Written by scripts/quality_report.py -->", "<!-- End of what 
 
 def merge(points: Iterable[Point], sweeps: Iterable[Path]) -> list[Point]:
     """The points and the sweeps' own, from the least removed to the most, at a ratio from the worst to the best."""
-    new = [point for sweep in sweeps for point in read_points(sweep)]
-    found = {(point["name"], point["ratio"], point.get("targets")): point for point in [*points, *new]}
+    found: dict[tuple[Any, ...], Point] = {}
+    for point in [*points, *(new for sweep in sweeps for new in read_points(sweep))]:
+        key = point["name"], point["ratio"], point.get("targets")
+        before = found.get(key, point)
+        found[key] = {**before, **point} if before["perplexity"] == point["perplexity"] else point
     return sorted(found.values(), key=lambda point: (point["ratio"], -_values(point)[0]))
 
 

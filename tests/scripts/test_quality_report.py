@@ -72,6 +72,14 @@ def test_a_sweeps_points_join_the_tables_and_replace_what_they_repeat(script: Mo
     assert [one["name"] for one in kept["points"]] == ["dense", "whitened+all", "whitened", "anchored"]
 
 
+def test_what_was_measured_of_a_model_stays_with_it_and_goes_with_it(script: ModuleType, tmp_path: Path) -> None:
+    fast = {**point("whitened", 0.2, 40, 300), "speed": {"tokens_per_second": 50.0}}
+    same, other = {**point("whitened", 0.2, 40, 300), "seconds": 60.0}, point("whitened", 0.2, 41, 300)
+    for found, wanted in ((same, {**fast, "seconds": 60.0}), (other, other)):
+        (tmp_path / "0.point.json").write_text(json.dumps(found))
+        assert script.merge([fast], [tmp_path]) == [wanted]
+
+
 def test_the_document_shows_what_the_data_holds(script: ModuleType) -> None:
     result = json.loads((DOCUMENT / "quality.json").read_text(encoding="utf-8"))
     written = (DOCUMENT / "quality.md").read_text(encoding="utf-8").partition(script.BEGIN)[2].partition(script.END)[0]
