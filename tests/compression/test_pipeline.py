@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from neuronmm.compression import pipeline, workspace
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.pipeline import compress
+from neuronmm.compression.reader import Reader
 from neuronmm.models import FAMILIES, LowRankLinear, UserError
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import load_pretrained, load_tokenizer
@@ -237,12 +238,18 @@ def test_what_cannot_be_compressed_is_refused(
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 
 
-def test_recovery_that_would_not_fit_in_memory_is_refused_at_once(
+def test_recovery_that_would_not_fit_in_memory_or_on_the_disk_is_refused_at_once(
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    source, usage = dense(), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(pipeline.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(UserError, match="memory available"):
-        compress(dense(), tmp_path / "out", config(recover="factors"))
+        compress(source, tmp_path / "out", config(recover="factors"))
+    free = 2 * Reader(source).total_bytes()  # what every run needs: the state of the factors' training comes on top
+    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage._replace(free=free))
+    for recover, missing in (("factors", "GB free"), ("lora", "memory available")):
+        with pytest.raises(UserError, match=missing):
+            compress(source, tmp_path / "out", config(recover=recover))
     assert not (tmp_path / "out.partial").exists()
 
 
