@@ -80,7 +80,7 @@ def compress(
     trained = 0  # LoRA's adapters are next to nothing
     if config.recover == "factors":
         trained = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
-    _check_disk(out, 2 * reader.total_bytes() + 16 * trained)
+    _check_disk(out, reader.total_bytes(), trained, config)
     if config.recover != "off":
         _check_memory(total, trained)
     run = {"model": str(folder), "bytes": reader.total_bytes(), "version": version("neuronmm"), "device": device}
@@ -195,8 +195,14 @@ def _size(reader: Reader, name: str) -> int:
     return int(torch.Size(reader.shape(name)).numel())
 
 
-def _check_disk(out: Path, needed: int) -> None:
-    """Parts and final shards lie on the disk together, twice the (at most dense) size, and recovery's state."""
+def _check_disk(out: Path, dense: int, trained: int, config: CompressionConfig) -> None:
+    """Parts and final shards lie on the disk together, twice the (at most ``dense``) bytes, and recovery's state.
+
+    What is replaced is written anew beside the old: the state after each pass, the shards when all has been trained.
+    """
+    state = 16 * trained
+    replaced = dense if config.recover != "off" or config.factors == "int8" else 0
+    needed = 2 * dense + state + max(state, replaced)
     parent = next(folder for folder in out.parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:

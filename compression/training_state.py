@@ -41,6 +41,8 @@ def save(
 ) -> None:
     """Write all that the passes to come depend on: 16 bytes a trained parameter, complete or not at all.
 
+    A state that is there already is replaced once the new one is complete: until then both are on the disk.
+
     Raises:
         UserError: the disk is full or refuses the file.
     """
