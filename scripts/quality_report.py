@@ -32,6 +32,9 @@ PICTURED = (
 )
 """Methods; all of them in one picture could not be told apart."""
 
+PEER, DESTROYED = "SVD-LLM", ("svd", "asvd")
+"""Whose excess over the dense model the others' is divided by, and whose would only be a very large number."""
+
 TITLES = {"mlp": "MLP", "all": "MLP and attention"}
 
 BEGIN, END = "<!-- Written by scripts/quality_report.py -->", "<!-- End of what it wrote -->"
@@ -47,6 +50,12 @@ def merge(points: Iterable[Point], sweeps: Iterable[Path]) -> list[Point]:
     return sorted(found.values(), key=lambda point: (point["ratio"], -_values(point)[0]))
 
 
+def content(points: list[Point], texts: list[str]) -> str:
+    """All that stands between the marks; ``texts`` names the columns."""
+    lead = f"What is left of the excess perplexity over dense that {PEER}'s own code has, {' / '.join(texts)}:"
+    return "\n\n".join([lead, shares(points), "All that was measured:", tables(points, texts)])
+
+
 def tables(points: list[Point], texts: Iterable[str]) -> str:
     """A table for each choice of targets; ``texts`` names the columns. The best perplexities of a ratio are bold."""
     parts = []
@@ -57,6 +66,28 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
         lines = [columns, ["---:", "---", *["---:"] * (len(columns) - 2)], *rows]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
     return "\n\n".join(parts)
+
+
+def shares(points: list[Point]) -> str:
+    """A table for each choice of targets: what each method leaves of :data:`PEER`'s excess over the dense model, %."""
+    dense = next(_values(point) for point in points if point["name"] == "dense")
+    parts = []
+    for targets, title in TITLES.items():
+        own = {
+            (point["ratio"], method_of(point)): _values(point) for point in points if point.get("targets") == targets
+        }
+        ratios = sorted({ratio for ratio, method in own if method == PEER})
+        methods = sorted({method for _, method in own} - {PEER, *DESTROYED}, key=lambda name: (name.count("+"), name))
+        rows = [[method, *(_share(own.get((r, method)), own[r, PEER], dense) for r in ratios)] for method in methods]
+        lines = [[title, *(f"{ratio:g}" for ratio in ratios)], ["---", *["---:"] * len(ratios)], *rows]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts)
+
+
+def _share(values: list[float] | None, peer: list[float], dense: list[float]) -> str:
+    if values is None:
+        return ""
+    return " / ".join(f"{(own - d) / (beside - d):.0%}" for own, beside, d in zip(values, peer, dense, strict=True))
 
 
 def _row(point: Point, rivals: list[Point]) -> list[str]:
@@ -82,7 +113,7 @@ def main(folder: Path, sweeps: list[Path]) -> None:
     write_json(data, result)
     before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    written = tables(result["points"], result["texts"].values())
+    written = content(result["points"], list(result["texts"].values()))
     document.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
     shown = [point for point in result["points"] if method_of(point) in PICTURED]
     mark_fronts(shown, result["costs"], list(result["texts"]))

@@ -23,12 +23,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return quality_report
 
 
-def point(name: str, ratio: float, wiki: float, c4: float, targets: str = "mlp") -> dict[str, Any]:
-    """One of a sweep's folder."""
+def point(name: str, ratio: float, wiki: float, c4: float, targets: str | None = "mlp") -> dict[str, Any]:
+    """One of a sweep's folder; the dense model's has no targets."""
     return {
         "name": name,
         "ratio": ratio,
-        "targets": targets,
+        **({"targets": targets} if targets else {}),
         "realised_ratio": ratio,
         "bytes": int(1e6 * (1 - ratio)),
         "bits": 16,
@@ -48,7 +48,7 @@ def test_a_sweeps_points_join_the_tables_and_replace_what_they_repeat(script: Mo
     new[1]["speed"] = {"tokens_per_second": 50.0, "slowest": 45.0, "fastest": 52.0, "speed_up": 1.25}
     for index, one in enumerate(new):
         (sweep / f"{index}.point.json").write_text(json.dumps(one))
-    dense = {key: value for key, value in point("dense", 0.0, 10, 20).items() if key != "targets"}
+    dense = point("dense", 0.0, 10, 20, targets=None)
     result = {
         "model": "tiny",
         "texts": {"wiki": "Wiki", "c4": "C4"},
@@ -80,7 +80,27 @@ def test_what_was_measured_of_a_model_stays_with_it_and_goes_with_it(script: Mod
         assert script.merge([fast], [tmp_path]) == [wanted]
 
 
+def test_the_excess_over_dense_is_given_as_a_share_of_the_peers(script: ModuleType) -> None:
+    points = [
+        point("dense", 0.0, 10, 20, targets=None),
+        *(point("SVD-LLM", ratio, 50, 220) for ratio in (0.2, 0.3)),
+        point("whitened+global", 0.3, 20, 120),
+        point("whitened", 0.2, 40, 420),
+        point("svd", 0.2, 1e6, 1e6),
+        point("SVD-LLM+all", 0.2, 30, 30, "all"),
+        point("whitened+all", 0.2, 12, 21, "all"),
+    ]
+    assert [line for line in script.shares(points).splitlines() if "--" not in line] == [
+        "| MLP | 0.2 | 0.3 |",
+        "| whitened | 75% / 200% |  |",
+        "| whitened+global |  | 25% / 50% |",
+        "",
+        "| MLP and attention | 0.2 |",
+        "| whitened | 10% / 10% |",
+    ]
+
+
 def test_the_document_shows_what_the_data_holds(script: ModuleType) -> None:
     result = json.loads((DOCUMENT / "quality.json").read_text(encoding="utf-8"))
     written = (DOCUMENT / "quality.md").read_text(encoding="utf-8").partition(script.BEGIN)[2].partition(script.END)[0]
-    assert written.strip() == script.tables(result["points"], result["texts"].values())
+    assert written.strip() == script.content(result["points"], list(result["texts"].values()))
