@@ -1,9 +1,10 @@
 """Recovery: a finished low-rank checkpoint's factors trained end to end, by LoRA or directly, and written back.
 
 LoRA adapters go on the ``A`` and ``B`` linears (peft), are trained, and are merged: ``A <- A + Q_a P_a`` and
-``B <- B + Q_b P_b`` keep rank, bytes and format as they were. SVD-LLM (arXiv 2403.07378) trains first the adapters of
-``B`` and then those of ``A``, which keeps the gradient of one factor from being blurred by the other's changes. With
-``rank`` 0 the factors are trained themselves, without adapters.
+``B <- B + Q_b P_b`` keep rank, bytes and format as they were; changes smaller than a step of the factors' dtype are
+kept on average (:mod:`neuronmm.compression.rounding`). SVD-LLM (arXiv 2403.07378) trains first the adapters of ``B``
+and then those of ``A``, which keeps the gradient of one factor from being blurred by the other's changes. With ``rank``
+0 the factors are trained themselves, without adapters.
 
 The loss is that of :mod:`neuronmm.compression.distillation`: with the dense model at hand the KL divergence from its
 next-token distributions, without it the cross entropy of the rows' own next tokens.
@@ -29,6 +30,7 @@ from neuronmm.compression.distillation import Lesson, dense_states, evaluate, lo
 from neuronmm.compression.memory import peak_rss
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.refine import split_rows
+from neuronmm.compression.rounding import round_stochastically
 from neuronmm.compression.training import Course, train
 from neuronmm.compression.workspace import replace_tensors
 from neuronmm.models.errors import UserError
@@ -107,7 +109,7 @@ def recover(
             advance = _share(progress, "recovering", len(stages))
             file = None if work is None else work / f"recovery-{stage}.safetensors"
             report.append(_run_stage(model, stage, training, held_out, settings, generator, advance, file))
-    factors = _stored(model, folder)
+    factors = _stored(model, folder, settings.seed)
     after = evaluate(model, held_out)
     if after < before:
         replace_tensors(folder, factors)
@@ -177,11 +179,11 @@ def _share(progress: Callable[[str, float], None], name: str, parts: int) -> Cal
 
 
 @torch.no_grad()
-def _stored(model: Any, folder: Path) -> dict[str, Tensor]:
+def _stored(model: Any, folder: Path, seed: int) -> dict[str, Tensor]:
     """The factors in the dtype the checkpoint has them in, and the model given exactly these values."""
-    reader, factors = Reader(folder), {}
+    reader, factors, generator = Reader(folder), {}, torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith((".A.weight", ".B.weight")):
-            factors[name] = parameter.to("cpu", reader[name].dtype, copy=True)
+            factors[name] = round_stochastically(parameter, reader[name].dtype, generator)
             parameter.copy_(factors[name])
     return factors
