@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from neuronmm.engine.figures import MILLI, with_range
+
 
 def print_neuron_benchmark(result: dict[str, Any], console: Console) -> None:
     """Print the figures as one table; an emulation's own times stand in a table of their own."""
@@ -52,4 +54,4 @@ def _milliseconds(time: Any) -> str:
     """A time, or the spread of several."""
     if isinstance(time, float):
         return f"{time * 1e3:.2f}"
-    return f"{time['median'] * 1e3:.2f} ({time['min'] * 1e3:.2f} to {time['max'] * 1e3:.2f})"
+    return with_range(time, ".2f", MILLI)

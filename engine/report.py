@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from neuronmm.engine.figures import MILLI, with_error, with_range
 from neuronmm.engine.neuron_report import print_neuron_benchmark
 from neuronmm.engine.picture import draw_benchmark
 
@@ -32,8 +33,7 @@ def print_benchmark(result: dict[str, Any]) -> None:
         kernels = variant["kernels"]
         console.print(f"{name}: {megabytes:.1f} MB of weights a token{factors}; kernels: {kernels}; {loaded}")
     console.print(
-        f"read bandwidth {bandwidth['median'] / 1e9:.1f} GB/s "
-        f"({bandwidth['min'] / 1e9:.1f} to {bandwidth['max'] / 1e9:.1f}) over {bandwidth['buffer_bytes'] / 1e6:.0f} MB"
+        f"read bandwidth {with_range(bandwidth, '.1f', 1e9)} GB/s over {bandwidth['buffer_bytes'] / 1e6:.0f} MB"
     )
     table = Table(title=f"measured: {result['runs']} runs of {result['new_tokens']} tokens, median (min to max)")
     for column in ("batch", "prompt", "variant", "factors"):
@@ -58,8 +58,8 @@ def print_benchmark(result: dict[str, Any]) -> None:
                 str(point["prompt_length"]),
                 name,
                 ", ".join(result["variants"][name]["factor_bytes"]) or "none",
-                _spread(figures["ttft"]),
-                _spread(figures["tpot"]),
+                with_range(figures["ttft"], ".1f", MILLI),
+                with_range(figures["tpot"], ".1f", MILLI),
                 f"{figures['tpot']['p90'] * 1e3:.1f}",
                 f"{figures['decode_tokens_per_second']:.1f}",
                 f"{figures['limit_tokens_per_second']:.0f}",
@@ -94,9 +94,9 @@ def print_evaluation(result: dict[str, Any]) -> None:
     if len(names) > 1:
         table.add_column("paired difference", justify="right")
     for row in result["results"]:
-        cells = [_estimate(row["models"][name]) for name in names]
+        cells = [with_error(row["models"][name]) for name in names]
         if len(names) > 1:
-            cells.append(_estimate(row["difference"], sign="+"))
+            cells.append(with_error(row["difference"], sign="+"))
         table.add_row(row["measure"], *cells)
     for name, model in result["models"].items():
         console.print(f"{name}: {model['path']}, {model['dtype']}")
@@ -118,12 +118,3 @@ def _compression(result: dict[str, Any]) -> str:
     return f", {block['method']} on {block['targets']}: ratio asked {block['asked_ratio']:.3g}, realised " + (
         f"{block['realised_ratio']:.3f} of the targets, {block['model_ratio']:.3f} of the model"
     )
-
-
-def _spread(figures: dict[str, float]) -> str:
-    return f"{figures['median'] * 1e3:.1f} ({figures['min'] * 1e3:.1f} to {figures['max'] * 1e3:.1f})"
-
-
-def _estimate(figures: dict[str, Any], sign: str = "") -> str:
-    error = figures["standard_error"]
-    return f"{figures['value']:{sign}.4g}" + ("" if error is None else f" ± {error:.2g}")

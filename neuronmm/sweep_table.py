@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronmm.engine.figures import with_error, with_range
+
 MARK = "*"
 
 SPEED_COLUMNS = ["tokens/s", "x dense"]
@@ -58,18 +60,12 @@ def as_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def perplexity_cell(figures: dict[str, Any]) -> str:
-    """A perplexity and its standard error, which a single window does not have."""
-    error = figures["standard_error"]
-    return f"{figures['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
-
-
 def speed_cells(speed: dict[str, float] | None) -> list[str]:
     """Tokens/s, median (min to max), and how many times the dense model's; empty where it was not measured."""
     if speed is None:
         return ["", ""]
-    spread = f"{speed['tokens_per_second']:.1f} ({speed['slowest']:.1f} to {speed['fastest']:.1f})"
-    return [spread, f"{speed['speed_up']:.2f}"]
+    figures = {"median": speed["tokens_per_second"], "min": speed["slowest"], "max": speed["fastest"]}
+    return [with_range(figures, ".1f"), f"{speed['speed_up']:.2f}"]
 
 
 def _row(result: dict[str, Any], point: dict[str, Any]) -> list[str]:
@@ -78,7 +74,7 @@ def _row(result: dict[str, Any], point: dict[str, Any]) -> list[str]:
     cells.append(f"{point['bytes'] / 1e6:.1f}")
     for text in result["texts"]:
         mark = f" {MARK}" if f"bytes, {text}" in point["fronts"] else ""
-        cells.append(perplexity_cell(point["perplexity"][text]) + mark if text in point["perplexity"] else "")
+        cells.append(with_error(point["perplexity"][text]) + mark if text in point["perplexity"] else "")
     if result["tasks"]:
         accuracy = point.get("accuracy")
         cells.append(f"{accuracy['value']:.1%} ± {accuracy['standard_error']:.1%}" if accuracy else "")

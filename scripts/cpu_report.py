@@ -6,12 +6,13 @@ python scripts/cpu_report.py out/bench_cpu.jsonl docs/results/cpu.md
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from neuronmm.engine.figures import with_range
+from neuronmm.engine.statistics import summarise
 
 Line = dict[str, Any]
 
@@ -27,13 +28,6 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
-def spread(values: Iterable[float], form: str) -> str:
-    """Median and range."""
-    ordered = sorted(values)
-    middle, low, high = (f"{value:{form}}" for value in (statistics.median(ordered), ordered[0], ordered[-1]))
-    return f"{middle} ({low} to {high})"
-
-
 def tables(lines: list[Line]) -> str:
     """One table for every model, context and batch, and one with what each engine is."""
     facts = {(line["model"], line["engine"]): line for line in lines if "round" not in line}
@@ -43,6 +37,10 @@ def tables(lines: list[Line]) -> str:
             points[line["model"], line["context"], line["batch"]].append(line)
     text = [_point(*point, measured, facts) for point, measured in sorted(points.items())]
     return "\n\n".join([*text, _engines(facts)])
+
+
+def _spread(values: list[float], form: str) -> str:
+    return with_range(summarise(values), form)
 
 
 def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[tuple[str, str], Line]) -> str:
@@ -56,7 +54,7 @@ def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[
     rows = [
         f"### {model}, {context} tokens of context, batch {batch}",
         "",
-        f"{' or '.join(map(str, counts))} rounds; read bandwidth {spread(probes, '.1f')} GB/s. "
+        f"{' or '.join(map(str, counts))} rounds; read bandwidth {_spread(probes, '.1f')} GB/s. "
         "Median (range) over the rounds.",
         "",
         "| engine | decode tokens/s | of the limit | over dense, same round | ideal by bytes | TTFT ms | MB a step |",
@@ -65,13 +63,14 @@ def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[
 
     for name, found in engines.items():
         limits = [(line["before"] + line["after"]) / 2 / nbytes[name] for line in found]
+        shares = [1 / line["step"] / limit for line, limit in zip(found, limits, strict=True)]
         paired = [by_round[line["round"]] / line["step"] for line in found if line["round"] in by_round]
         cells = [
-            spread((batch / line["step"] for line in found), ".1f"),
-            spread((1 / line["step"] / limit for line, limit in zip(found, limits, strict=True)), ".2f"),
-            spread(paired, ".2f") if paired else "",
+            _spread([batch / line["step"] for line in found], ".1f"),
+            _spread(shares, ".2f"),
+            _spread(paired, ".2f") if paired else "",
             f"{nbytes['dense'] / nbytes[name]:.2f}" if by_round else "",
-            spread((1e3 * line["ttft"] for line in found), ".0f"),
+            _spread([1e3 * line["ttft"] for line in found], ".0f"),
             f"{nbytes[name] / 1e6:.0f}",
         ]
         rows.append(f"| {name} | {' | '.join(cells)} |")

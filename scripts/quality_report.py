@@ -15,10 +15,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from neuronmm.engine.figures import with_error
 from neuronmm.engine.pareto import draw_sweep, mark_fronts, method_of
 from neuronmm.models.portable import write_json
 from neuronmm.sweep_points import read_points
-from neuronmm.sweep_table import SPEED_COLUMNS, perplexity_cell, speed_cells
+from neuronmm.sweep_table import SPEED_COLUMNS, speed_cells
 
 Point = dict[str, Any]
 
@@ -94,7 +95,7 @@ def _row(point: Point, rivals: list[Point]) -> list[str]:
     cells = [f"{point['ratio']:g}", method_of(point), f"{point['realised_ratio']:.2%}", f"{point['bytes'] / 1e6:.1f}"]
     best = [min(values) for values in zip(*map(_values, rivals), strict=True)]
     for figures, least in zip(point["perplexity"].values(), best, strict=True):
-        cell = perplexity_cell(figures)
+        cell = with_error(figures)
         cells.append(f"**{cell}**" if figures["value"] == least else cell)
     cells += [f"{point['seconds'] / 60:.0f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]
     return [*cells, *speed_cells(point.get("speed"))]
