@@ -111,7 +111,8 @@ def recover(
             report.append(_run_stage(model, stage, training, held_out, settings, generator, advance, file))
     factors = _stored(model, folder, settings.seed)
     after = evaluate(model, held_out)
-    if after < before:
+    kept = after < before
+    if kept:
         replace_tensors(folder, factors)
     resumed = sum(stage["resumed_seconds"] for stage in report)
     return {
@@ -120,8 +121,8 @@ def recover(
         "objective": "next token" if dense is None else "distillation",
         "rows": {"trained": len(training), "held_out": len(held_out), "length": rows.shape[1]},
         "loss_before": before,
-        "loss_after": after,
-        "kept": after < before,
+        "loss_after": after if kept else before,
+        "kept": kept,
         "stages": report,
         "seconds": resumed + time.perf_counter() - began,
         "resumed_seconds": resumed,

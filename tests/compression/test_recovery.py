@@ -222,6 +222,18 @@ def test_training_that_does_not_help_changes_nothing(low: Callable[..., tuple[Pa
     assert [len(stage["losses"]) for stage in done["stages"]] == [3, 3], "stops after two epochs without gain"
 
 
+def test_factors_that_are_worse_once_rounded_are_not_stored(
+    low: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = low()
+    before = contents(folder)
+    monkeypatch.setattr(recovery, "round_stochastically", lambda values, dtype, generator: -10 * values.to(dtype))
+    done = recover(folder, ROWS, Recovery(**QUICK, rank=2, two_stage=False), silent, dense=source)
+    assert min(done["stages"][0]["losses"]) < done["loss_before"], "nothing was trained, so nothing is tested"
+    assert not done["kept"] and done["loss_after"] == done["loss_before"]
+    assert contents(folder) == before
+
+
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[:, :1], ROWS[:0]], ids=["one row", "one token", "none"])
 def test_too_little_text_is_refused(low: Callable[..., tuple[Path, Path]], rows: Tensor) -> None:
     with pytest.raises(UserError, match="two or more rows of two or more tokens"):
