@@ -38,7 +38,9 @@ def test_each_value_becomes_one_of_its_neighbours_and_their_mean_is_the_value(
     assert len(found) == 2 and low < value < high
     assert torch.nextafter(found.min().to(dtype), torch.tensor(torch.inf, dtype=dtype)) == found.max()
     share = (value - low) / (high - low)
-    assert float((rounded == high).float().mean()) == pytest.approx(share, abs=5 * (share * (1 - share) / TIMES) ** 0.5)
+    # Five standard errors, and some counts more where one of the two is so rare that they are not normal.
+    spread = 5 * (share * (1 - share) / TIMES) ** 0.5 + 10 / TIMES
+    assert float((rounded == high).float().mean()) == pytest.approx(share, abs=spread)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
