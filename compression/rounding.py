@@ -25,7 +25,8 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Ge
     """
     values = values.detach().cpu()
     near = values.to(dtype, copy=True)
-    error = values - near.to(values.dtype)
+    held = near.to(values.dtype)
+    error = values - held
     other = torch.nextafter(near, torch.where(error > 0, math.inf, -math.inf).to(dtype))
-    step = other.to(values.dtype) - near.to(values.dtype)
+    step = other.to(values.dtype) - held
     return torch.where(torch.rand(values.shape, generator=generator) * step.abs() < error.abs(), other, near)

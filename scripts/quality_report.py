@@ -64,8 +64,7 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
         own = [point for point in points if point.get("targets") == targets]
         columns = [f"{title}, removed: asked", "method", "realised", "MB", *texts, "minutes", "GiB", *SPEED_COLUMNS]
         rows = [_row(point, [other for other in own if other["ratio"] == point["ratio"]]) for point in own]
-        lines = [columns, ["---:", "---", *["---:"] * (len(columns) - 2)], *rows]
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append(_table(columns, 1, rows))
     return "\n\n".join(parts)
 
 
@@ -80,9 +79,14 @@ def shares(points: list[Point]) -> str:
         ratios = sorted({ratio for ratio, method in own if method == PEER})
         methods = sorted({method for _, method in own} - {PEER, *DESTROYED}, key=lambda name: (name.count("+"), name))
         rows = [[method, *(_share(own.get((r, method)), own[r, PEER], dense) for r in ratios)] for method in methods]
-        lines = [[title, *(f"{ratio:g}" for ratio in ratios)], ["---", *["---:"] * len(ratios)], *rows]
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append(_table([title, *(f"{ratio:g}" for ratio in ratios)], 0, rows))
     return "\n\n".join(parts)
+
+
+def _table(columns: list[str], words: int, rows: list[list[str]]) -> str:
+    """Markdown; the column numbered ``words`` holds words, the others figures, which stand on the right."""
+    sides = ["---" if index == words else "---:" for index in range(len(columns))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, sides, *rows])
 
 
 def _share(values: list[float] | None, peer: list[float], dense: list[float]) -> str:

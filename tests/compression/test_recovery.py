@@ -222,6 +222,14 @@ def test_training_that_does_not_help_changes_nothing(low: Callable[..., tuple[Pa
     assert [len(stage["losses"]) for stage in done["stages"]] == [3, 3], "stops after two epochs without gain"
 
 
+def test_small_steps_keep_their_gain_in_bf16(low: Callable[..., tuple[Path, Path]]) -> None:
+    source, folder = low(dtype=torch.bfloat16)
+    done = recover(folder, ROWS, Recovery(rank=4, learning_rate=3e-5, epochs=2, batch=8), silent, dense=source)
+    trained = done["loss_before"] - min(done["stages"][-1]["losses"])
+    stored = done["loss_before"] - done["loss_after"]
+    assert stored > 0.6 * trained > 0, "to the nearest it would be a quarter"
+
+
 def test_factors_that_are_worse_once_rounded_are_not_stored(
     low: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
