@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from neuronmm.compression.progress import Progress
+from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import quiet
+from neuronmm.models.families import LAYERS
+from neuronmm.models.load import load_tokenizer, quiet
 
 SELF = "self"
 _CACHE_BYTES = 1 << 30  # KV cache of the rows sampled together
@@ -34,6 +37,19 @@ class Rows:
     count: int
     length: int
     seed: int
+
+
+def make_rows(folder: Path, source: str, rows: Rows, device: str, progress: Progress) -> Tensor:
+    """The calibration tokens [rows, length] for the dense checkpoint in ``folder``, from the file ``source`` or SELF.
+
+    Raises:
+        UserError: the file or the checkpoint cannot be used.
+    """
+    tokenizer = load_tokenizer(folder)
+    if source != SELF:
+        return from_file(Path(source), tokenizer, rows)
+    model = StreamedModel(folder, Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype, device)
+    return from_model(model, tokenizer, rows, lambda share: progress("sampling text", share))
 
 
 def from_file(path: Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from neuronmm.compression.calibration import SELF
+from neuronmm.compression.calibration import SELF, Rows
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO
 from neuronmm.models.errors import UserError
 
@@ -54,6 +54,11 @@ class CompressionConfig(BaseModel):
         """Whether anything is fitted to calibration text: all but plain SVD at uniform ranks."""
         fitted = (self.allocation == "global", self.share == "auto", self.refine != "off", self.recover != "off")
         return self.method != "svd" or any(fitted)
+
+    @property
+    def rows(self) -> Rows:
+        """How much calibration text."""
+        return Rows(self.calibration_rows, self.calibration_length, self.seed)
 
     @property
     def streams(self) -> tuple[str, ...]:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from torch import Tensor
 
-from neuronmm.compression import calibration, report
+from neuronmm.compression import report
+from neuronmm.compression.calibration import make_rows
 from neuronmm.compression.calibration_store import CalibrationStore
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.distillation import rows_a_pass
-from neuronmm.compression.eight_bit import store_int8
+from neuronmm.compression.last_steps import check_device, check_room, last_steps
 from neuronmm.compression.layer import Streams, compress_layer
 from neuronmm.compression.memory import forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, make_plan, measure, needs_spectra, targeted
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.ranks import realised
 from neuronmm.compression.reader import Reader
-from neuronmm.compression.recovery import Recovery, recover
-from neuronmm.compression.refine import multiplies_bf16
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, family_of
-from neuronmm.models.load import load_tokenizer
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
@@ -64,8 +59,7 @@ def compress(
     """
     began = time.perf_counter()
     forget_peak()
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {device}: torch sees no CUDA GPU; install a CUDA build of torch, or use cpu")
+    check_device(device)
     config = config or CompressionConfig()
     out = Path(out).expanduser().absolute()
     folder = resolve(model)
@@ -76,14 +70,11 @@ def compress(
     reader = Reader(folder)
     linears = targeted(reader, settings["num_hidden_layers"], config.targets)
     plan = make_plan(linears, config)
-    total = sum(_size(reader, name) for name in reader.names)
-    trained = 0  # LoRA's adapters are next to nothing
-    if config.recover == "factors":
-        trained = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
-    _check_disk(out, reader.total_bytes(), trained, config)
-    if config.recover != "off":
-        _check_memory(total, trained)
-    run = {"model": str(folder), "bytes": reader.total_bytes(), "version": version("neuronmm"), "device": device}
+    total = sum(map(reader.parameters, reader.names))
+    factors = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
+    size = reader.total_bytes()
+    check_room(out, 2 * size, size, total, factors, config)  # parts and final shards lie there together
+    run = {"model": str(folder), "bytes": size, "version": version("neuronmm"), "device": device}
     run |= config.model_dump()
     workspace = Workspace(out, run, resume, force)
 
@@ -92,7 +83,7 @@ def compress(
     if config.needs_text:
         kept = workspace.load("calibration")  # a resumed run's
         if kept is None:
-            make = partial(_calibration_tokens, folder, config, progress, device)
+            make = partial(make_rows, folder, config.calibration, config.rows, device, progress)
             kept = {"tokens": make() if common is None else common.tokens(make)}
             workspace.save("calibration", kept)
         rows = kept["tokens"]
@@ -106,31 +97,23 @@ def compress(
     spec = _spec(config, plan, rows, total)
     done = {"kind": "measured", "model": str(model), **_facts(config, spec, plan, total, layers)}
 
-    def texts(finished: Path) -> dict[str, str]:
-        if config.recover != "off":
-            assert rows is not None
-            done["recovery"] = recover(
-                finished,
-                rows,
-                recovery_of(config, device),
-                progress,
-                dense=folder,
-                device=device,
-                work=workspace.folder,
-            )
-        if config.factors == "int8":
-            store_int8(finished)
-        done["bytes"] = {"dense": reader.total_bytes(), "compressed": Reader(finished).total_bytes()}
-        # A resumed run counts the layers and passes that it found done; those of this run lie within its own time.
-        before = sum(layer["seconds"] for layer in layers[:found])
-        before += done["recovery"]["resumed_seconds"] if done["recovery"] else 0.0
-        done["seconds"] = before + time.perf_counter() - began + (common.seconds if common is not None else 0.0)
-        done["peak_rss_bytes"] = max(peak_rss(), *(layer["peak_rss_bytes"] for layer in layers))
-        return {"compression_report.json": report.as_json(done), "compression_report.md": report.as_markdown(done)}
-
     others = [name for name in reader.names if not name.startswith(f"{LAYERS}.")]
     compressed = {**settings, "quantization_config": spec.model_dump()}
-    workspace.finish(reader, others, settings["num_hidden_layers"], compressed, texts)
+
+    def fill(final: Path) -> None:
+        workspace.assemble(final, reader, others, len(layers), compressed)
+        work = workspace.folder
+        recovery = last_steps(final, rows, config, progress, dense=folder, device=device, work=work)
+        # A resumed run counts the layers and passes that it found done; those of this run lie within its own time.
+        before = sum(layer["seconds"] for layer in layers[:found])
+        before += recovery["resumed_seconds"] if recovery else 0.0
+        done["recovery"] = recovery
+        done["bytes"] = {"dense": size, "compressed": Reader(final).total_bytes()}
+        done["seconds"] = before + time.perf_counter() - began + (common.seconds if common is not None else 0.0)
+        done["peak_rss_bytes"] = max(peak_rss(), *(layer["peak_rss_bytes"] for layer in layers))
+        report.write(done, final)
+
+    workspace.finish(fill)
     return done
 
 
@@ -173,65 +156,10 @@ def _facts(
     }
 
 
-def recovery_of(config: CompressionConfig, device: str) -> Recovery:
-    """How ``recover`` trains: SVD-LLM's two stages of LoRA, or the factors themselves, which learn faster.
-
-    A step of the factors is one pass of the model: with long rows, eight of them a step would be very few steps.
-    """
-    shared = {"seed": config.seed, "autocast": multiplies_bf16(torch.device(device))}
-    if config.recover == "lora":
-        return Recovery(**shared)
-    batch = rows_a_pass(config.calibration_length)
-    return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, batch=batch, **shared)
-
-
 def _store(folder: Path, run: dict[str, Any], config: CompressionConfig) -> CalibrationStore:
     """The store of runs that agree with this one in all that calibration tokens and moments depend on."""
     keys = ("model", "bytes", "version", "device", "calibration", "calibration_rows", "calibration_length", "seed")
     return CalibrationStore(folder, {key: run[key] for key in keys}, config.targets)
-
-
-def _size(reader: Reader, name: str) -> int:
-    return int(torch.Size(reader.shape(name)).numel())
-
-
-def _check_disk(out: Path, dense: int, trained: int, config: CompressionConfig) -> None:
-    """Parts and final shards lie on the disk together, twice the (at most ``dense``) bytes, and recovery's state.
-
-    What is replaced is written anew beside the old: the state after each pass, the shards when all has been trained.
-    """
-    state = 16 * trained
-    replaced = dense if config.recover != "off" or config.factors == "int8" else 0
-    needed = 2 * dense + state + max(state, replaced)
-    parent = next(folder for folder in out.parents if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise UserError(f"{parent}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed; free some or move -o")
-
-
-def _check_memory(parameters: int, trained: int) -> None:
-    """Recovery holds the model in float32, and the factors' gradients, moments and best state."""
-    needed, free = 4 * parameters + 16 * trained, psutil.virtual_memory().available
-    if free < needed:
-        raise UserError(
-            f"recover: {free / 1e9:.1f} GB of memory available, about {needed / 1e9:.1f} GB needed; refine trains "
-            "block by block instead"
-        )
-
-
-def _calibration_tokens(folder: Path, config: CompressionConfig, progress: Progress, device: str = "cpu") -> Tensor:
-    """The calibration tokens [rows, length] of a dense checkpoint: read from a file, or sampled from the model.
-
-    Raises:
-        UserError: the calibration file or the checkpoint cannot be used.
-    """
-    tokenizer = load_tokenizer(folder)
-    rows = calibration.Rows(config.calibration_rows, config.calibration_length, config.seed)
-    if config.calibration != calibration.SELF:
-        return calibration.from_file(Path(config.calibration), tokenizer, rows)
-    dtype = Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype
-    model = StreamedModel(folder, dtype, device)
-    return calibration.from_model(model, tokenizer, rows, lambda share: progress("sampling text", share))
 
 
 @torch.no_grad()

@@ -54,6 +54,10 @@ class Reader:
         """The shape of a tensor, read from the shard's header."""
         return self._shard(name).get_slice(name).get_shape()
 
+    def parameters(self, name: str) -> int:
+        """How many numbers a tensor holds."""
+        return math.prod(self.shape(name))
+
     def nbytes(self, name: str) -> int:
         """The size of a tensor in bytes, read from the shard's header."""
         part = self._shard(name).get_slice(name)

@@ -56,7 +56,7 @@ class Recovery(BaseModel):
     seed: int = 0
 
 
-def recover(
+def train_factors(
     folder: Path,
     rows: Tensor,
     settings: Recovery,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, TypedDict
+
+from neuronmm.models.errors import UserError
+from neuronmm.models.portable import write_json
 
 
 class Matrix(TypedDict):
@@ -23,9 +27,27 @@ class Matrix(TypedDict):
     relative_error: float
 
 
-def as_json(report: dict[str, Any]) -> str:
-    """The document kept as compression_report.json."""
-    return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+REPORT = "compression_report.json"
+"""The document that lies in a compressed checkpoint's folder, beside the table for people."""
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """Keep the report in the checkpoint's folder."""
+    write_json(folder / REPORT, report)
+    (folder / "compression_report.md").write_text(as_markdown(report), encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The report in a checkpoint's folder.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    try:
+        report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None
+    return report
 
 
 def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -67,7 +89,7 @@ def _method(report: dict[str, Any]) -> str:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The table kept as compression_report.md: the headline, then a line a matrix."""
+    """The table for people: the headline, then a line a matrix."""
     lines = ["# Compression report", ""]
     lines += [f"- {what}: {value}" for what, value in summary(report)]
     lines += ["", "| linear | out x in | rank | removed | relative error |", "|---|---|---:|---:|---:|"]

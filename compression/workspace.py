@@ -20,7 +20,7 @@ from neuronmm.models.load import weight_files
 from neuronmm.models.portable import make_portable, write_json
 
 _SHARD_BYTES = 2_000_000_000
-_COPIED = (
+_BESIDE = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
     "generation_config.json",
 )  # fmt: skip
@@ -102,35 +102,12 @@ class Workspace:
     def _part(self, index: int) -> Path:
         return self.folder / f"layer-{index:05d}.safetensors"
 
-    def finish(
-        self,
-        source: Reader,
-        others: list[str],
-        layers: int,
-        config: dict[str, Any],
-        texts: Callable[[Path], dict[str, str]],
-    ) -> None:
-        """Assemble the checkpoint and move it to OUT.
-
-        Args:
-            source: the dense checkpoint; its tokenizer and generation files are copied.
-            others: the tensors outside the decoder layers, copied as they are.
-            layers: number of layer parts.
-            config: the new config.json.
-            texts: called with the folder when it is a loadable checkpoint; may rewrite its weights, and makes further
-                files, by name.
-        """
+    def finish(self, fill: Callable[[Path], None]) -> None:
+        """Let ``fill`` make the checkpoint in an empty folder, move that to OUT, and remove what led to it."""
         final = self.folder / "final"
         shutil.rmtree(final, ignore_errors=True)
         final.mkdir()
-        write_json(final / "config.json", config)
-        self._write_shards(final, source, others, layers)
-        for pattern in _COPIED:
-            for file in source.folder.glob(pattern):
-                shutil.copyfile(file, final / file.name)
-        make_portable(final)
-        for name, text in texts(final).items():
-            (final / name).write_text(text, encoding="utf-8")
+        fill(final)
         old = self.out.with_name(self.out.name + ".replaced")
         if self.out.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -138,6 +115,21 @@ class Workspace:
         os.replace(final, self.out)
         shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(self.folder)
+
+    def assemble(self, final: Path, source: Reader, others: list[str], layers: int, config: dict[str, Any]) -> None:
+        """Make a loadable checkpoint of the layers' parts.
+
+        Args:
+            final: the folder to make it in.
+            source: the dense checkpoint; its tokenizer and generation files are copied.
+            others: the tensors outside the decoder layers, copied as they are.
+            layers: number of layer parts.
+            config: the new config.json.
+        """
+        write_json(final / "config.json", config)
+        self._write_shards(final, source, others, layers)
+        _copy_beside(source.folder, final)
+        make_portable(final)
 
     def _write_shards(self, final: Path, source: Reader, others: list[str], layers: int) -> None:
         """Safetensors shards of at most 2 GB with an index, or one file where everything fits."""
@@ -166,6 +158,21 @@ class Workspace:
         if len(shards) > 1:
             index_content = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
             write_json(final / "model.safetensors.index.json", index_content)
+
+
+def copy_checkpoint(source: Path, final: Path) -> None:
+    """Copy a checkpoint's weights, config.json, tokenizer and generation files, and nothing else that lies there."""
+    for file in {*weight_files(source).values(), *source.glob("model.safetensors.index.json")}:
+        shutil.copyfile(file, final / file.name)
+    shutil.copyfile(source / "config.json", final / "config.json")
+    _copy_beside(source, final)
+    make_portable(final)
+
+
+def _copy_beside(source: Path, final: Path) -> None:
+    for pattern in _BESIDE:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, final / file.name)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from neuronmm.models.hf import register as _register
 
 __version__ = version("neuronmm")
-__all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict"]
+__all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict", "recover"]
 
 _HOMES = {
     "benchmark": "neuronmm.engine.benchmark",
@@ -21,6 +21,7 @@ _HOMES = {
     "load": "neuronmm.engine.engine",
     "patch": "neuronmm.models.patch",
     "predict": "neuronmm.prediction",
+    "recover": "neuronmm.compression.recover",
 }
 
 _register()

@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import import_module
 
-COMMANDS = ("compress", "generate", "benchmark", "evaluate", "sweep", "predict", "tiling")
+COMMANDS = ("compress", "recover", "generate", "benchmark", "evaluate", "sweep", "predict", "tiling")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ import torch
 
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.compression.pipeline import compress
+from neuronmm.compression.report import read as read_report
 from neuronmm.engine.machine import describe_machine
 from neuronmm.engine.pareto import draw_sweep, mark_fronts
 from neuronmm.engine.perplexity import read_text
@@ -107,7 +108,7 @@ def sweep(
             partial = folder.with_name(folder.name + ".partial").exists()
             part = _part(progress, len(waiting))
             compress(dense, folder, config, resume=partial, store=out / "calibration", progress=part)
-        report = json.loads((folder / "compression_report.json").read_text(encoding="utf-8"))
+        report = read_report(folder)
         facts = {key: report[key] for key in ("realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")}
         own = {"name": name, "ratio": ratio, "settings": settings[name], "targets": config.targets}
         add_point(out, folder.name, folder, {**own, "folder": folder.name, **facts})

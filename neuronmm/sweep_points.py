@@ -65,7 +65,7 @@ def _measured(known: dict[str, Any], folder: Path, run: dict[str, Any]) -> dict[
         reader = Reader(folder)
         sizes = {name: reader.nbytes(name) for name in reader.names}
         point.setdefault("bytes", sum(sizes.values()))
-        point["bits"] = 8 * min(size // math.prod(reader.shape(name)) for name, size in sizes.items())
+        point["bits"] = 8 * min(size // reader.parameters(name) for name, size in sizes.items())
     perplexity = point["perplexity"] = dict(known.get("perplexity", {}))
     for name, file in run["texts"].items():
         if name not in perplexity:

@@ -90,6 +90,7 @@ def test_a_wrong_command_line_would_not_parse() -> None:
 
 MISSING = {
     "compress": ["compress", "./nowhere", "-o", "out"],
+    "recover": ["recover", "./nowhere", "-o", "out"],
     "generate": ["generate", "./nowhere", "--prompt", "Hi"],
     "benchmark": ["benchmark", "./nowhere"],
     "evaluate": ["evaluate", "./nowhere", "--text", "nowhere.txt"],
@@ -119,6 +120,8 @@ BAD_INPUT = [
     ["compress", "{model}", "-o", "{out}", "--recipe", "nowhere.yaml"],
     ["compress", "{model}", "-o", "{model}"],
     ["compress", "{other}", "-o", "{out}"],
+    ["recover", "{model}", "-o", "{out}"],
+    ["recover", "{other}", "-o", "{out}"],
     ["generate", "{other}", "--prompt", "Hi"],
     ["generate", "{model}", "--prompt", "Hi"],
     ["generate", "{model}", "--prompt", "Hi", "--backend", "abacus"],

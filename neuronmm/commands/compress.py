@@ -10,9 +10,10 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from functools import partial
 from pathlib import Path
+
+from neuronmm.checkpoint_run import add_run_arguments, run_and_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,21 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text or .jsonl file, or text sampled from the model itself (default self)",
     )
     parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings from a file; options given here win")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON document instead of a table")
+    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from neuronmm.compression.config import CompressionConfig
     from neuronmm.compression.pipeline import compress
-    from neuronmm.compression.report import summary
     from neuronmm.models import UserError
-    from neuronmm.progress import stage_bars
 
     align: str | int | None = args.align
     if isinstance(align, str) and align != "auto":
@@ -97,27 +90,4 @@ def run(args: argparse.Namespace) -> None:
         align=align,
         calibration=args.calibration,
     )
-    try:
-        with stage_bars() as progress:
-            report = compress(
-                args.model,
-                args.out,
-                config,
-                resume=args.resume,
-                force=args.force,
-                device=args.device,
-                progress=progress,
-            )
-    except KeyboardInterrupt:
-        print(
-            f"interrupted; the work so far is in {args.out}.partial: repeat the command with --resume", file=sys.stderr
-        )
-        raise
-    if args.json:
-        print(json.dumps(report))
-        return
-    table = Table(title=f"{args.out}", show_header=False, title_justify="left")
-    for what, value in summary(report):
-        table.add_row(what, value)
-    table.add_row("every matrix", f"{args.out}/compression_report.md")
-    Console().print(table)
+    run_and_report(args, partial(compress, args.model, args.out, config))

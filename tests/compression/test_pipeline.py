@@ -14,7 +14,7 @@ import torch
 from runs import EVERYTHING, config, edit_tensors, tensors
 from safetensors import SafetensorError
 
-from neuronmm.compression import pipeline, workspace
+from neuronmm.compression import last_steps, pipeline, workspace
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
@@ -232,7 +232,7 @@ def test_what_cannot_be_compressed_is_refused(
         compress(source, out, config(calibration=str(tmp_path / "absent.txt")))
     with monkeypatch.context() as patched:
         usage = shutil.disk_usage(tmp_path)
-        patched.setattr(pipeline.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        patched.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=1000))
         with pytest.raises(UserError, match="GB free"):
             compress(source, out, config())
     assert not out.exists() and not (tmp_path / "out.partial").exists()
@@ -242,11 +242,11 @@ def test_recovery_that_would_not_fit_in_memory_or_on_the_disk_is_refused_at_once
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, usage = dense(), shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(pipeline.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(last_steps.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(UserError, match="memory available"):
         compress(source, tmp_path / "out", config(recover="factors"))
     free = 3 * Reader(source).total_bytes()  # enough for LoRA: the state of the factors' training comes on top
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage._replace(free=free))
+    monkeypatch.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=free))
     for recover, missing in (("factors", "GB free"), ("lora", "memory available")):
         with pytest.raises(UserError, match=missing):
             compress(source, tmp_path / "out", config(recover=recover))

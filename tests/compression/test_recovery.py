@@ -21,8 +21,9 @@ from torch.nn.functional import cross_entropy
 from neuronmm.compression import distillation, recovery
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
-from neuronmm.compression.pipeline import compress, recovery_of
-from neuronmm.compression.recovery import Recovery, recover
+from neuronmm.compression.last_steps import recovery_of
+from neuronmm.compression.pipeline import compress
+from neuronmm.compression.recovery import Recovery, train_factors
 from neuronmm.models import UserError
 from neuronmm.models.load import load_pretrained
 from tiny import load_plain, make_tiny, make_tokens
@@ -107,7 +108,7 @@ def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
 
     # Random rows cannot be told from their past, so without a teacher there is only one row, repeated, to learn.
     rows = ROWS if distil else ROWS[:1].expand(32, -1)
-    done = recover(folder, rows, Recovery(**QUICK, **case), progress, dense=source if distil else None)
+    done = train_factors(folder, rows, Recovery(**QUICK, **case), progress, dense=source if distil else None)
     assert done["kept"] and done["loss_after"] < 0.98 * done["loss_before"]
     assert shares == pytest.approx({"recovering": 1, **({"dense model": 1} if distil else {})})
     assert json.loads(json.dumps(done)) == done
@@ -134,7 +135,7 @@ def test_the_same_run_gives_the_same_bytes(low: Callable[..., tuple[Path, Path]]
         copy.mkdir()
         for name, data in contents(folder).items():
             (copy / name).write_bytes(data)
-        recover(copy, ROWS, Recovery(**QUICK, rank=2, seed=seed), silent, dense=source)
+        train_factors(copy, ROWS, Recovery(**QUICK, rank=2, seed=seed), silent, dense=source)
         found.append(contents(copy))
     assert found[0] == found[1] != found[2]
 
@@ -145,7 +146,7 @@ def test_a_shared_a_is_trained_once_and_stays_shared(low: Callable[..., tuple[Pa
     shared = json.loads((folder / "config.json").read_text())["quantization_config"]["shared"]
     assert shared, "nothing is shared, so nothing is tested"
     before = tensors(folder)
-    done = recover(folder, ROWS, Recovery(**QUICK, rank=rank), silent, dense=source)
+    done = train_factors(folder, ROWS, Recovery(**QUICK, rank=rank), silent, dense=source)
     after = tensors(folder)
     assert done["kept"] and after.keys() == before.keys()
     changed = {name for name in after if not torch.equal(after[name], before[name])}
@@ -172,7 +173,7 @@ def test_an_interruption_leaves_the_checkpoint_as_it_was(
     if where == "replacing":
         monkeypatch.setattr("neuronmm.compression.workspace.shutil.copymode", refuse)
     with pytest.raises(KeyboardInterrupt):
-        recover(folder, ROWS, Recovery(**QUICK), stop, dense=source)
+        train_factors(folder, ROWS, Recovery(**QUICK), stop, dense=source)
     assert contents(folder) == before
 
 
@@ -189,7 +190,7 @@ def test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(
     whole, work, settings = tmp_path / "whole", tmp_path / "work", Recovery(**QUICK, **case)
     shutil.copytree(folder, whole)
     work.mkdir()
-    wanted = recover(whole, ROWS, settings, silent, dense=source)
+    wanted = train_factors(whole, ROWS, settings, silent, dense=source)
     step, steps = Mock(wraps=loss_sum), math.ceil(28 / QUICK["batch"])
 
     def interrupted(*arguments: Any) -> float:
@@ -200,12 +201,12 @@ def test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(
     with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(recovery, "loss_sum", interrupted)
         patched.setattr(recovery, "replace_tensors", Mock(side_effect=KeyboardInterrupt))  # after the very last pass
-        recover(folder, ROWS, settings, silent, dense=source, work=work)
+        train_factors(folder, ROWS, settings, silent, dense=source, work=work)
     step.reset_mock()
     shares: list[float] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(recovery, "loss_sum", step)
-        done = recover(folder, ROWS, settings, lambda name, share: shares.append(share), dense=source, work=work)
+        done = train_factors(folder, ROWS, settings, lambda name, share: shares.append(share), dense=source, work=work)
     assert step.call_count == (passes_of(case) - passes) * steps
     assert sum(shares) == pytest.approx(2), "the dense model's and the recovery's"
     assert contents(folder) == contents(whole)
@@ -216,7 +217,7 @@ def test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(
 def test_training_that_does_not_help_changes_nothing(low: Callable[..., tuple[Path, Path]]) -> None:
     source, folder = low()
     before = contents(folder)
-    done = recover(folder, ROWS, Recovery(rank=0, learning_rate=100.0, epochs=9), silent, dense=source)
+    done = train_factors(folder, ROWS, Recovery(rank=0, learning_rate=100.0, epochs=9), silent, dense=source)
     assert contents(folder) == before
     assert not done["kept"] and done["loss_after"] == done["loss_before"]
     assert [len(stage["losses"]) for stage in done["stages"]] == [3, 3], "stops after two epochs without gain"
@@ -224,7 +225,7 @@ def test_training_that_does_not_help_changes_nothing(low: Callable[..., tuple[Pa
 
 def test_small_steps_keep_their_gain_in_bf16(low: Callable[..., tuple[Path, Path]]) -> None:
     source, folder = low(dtype=torch.bfloat16)
-    done = recover(folder, ROWS, Recovery(rank=4, learning_rate=3e-5, epochs=2, batch=8), silent, dense=source)
+    done = train_factors(folder, ROWS, Recovery(rank=4, learning_rate=3e-5, epochs=2, batch=8), silent, dense=source)
     trained = done["loss_before"] - min(done["stages"][-1]["losses"])
     stored = done["loss_before"] - done["loss_after"]
     assert stored > 0.6 * trained > 0, "to the nearest it would be a quarter"
@@ -236,7 +237,7 @@ def test_factors_that_are_worse_once_rounded_are_not_stored(
     source, folder = low()
     before = contents(folder)
     monkeypatch.setattr(recovery, "round_stochastically", lambda values, dtype, generator: -10 * values.to(dtype))
-    done = recover(folder, ROWS, Recovery(**QUICK, rank=2, two_stage=False), silent, dense=source)
+    done = train_factors(folder, ROWS, Recovery(**QUICK, rank=2, two_stage=False), silent, dense=source)
     assert min(done["stages"][0]["losses"]) < done["loss_before"], "nothing was trained, so nothing is tested"
     assert not done["kept"] and done["loss_after"] == done["loss_before"]
     assert contents(folder) == before
@@ -245,7 +246,7 @@ def test_factors_that_are_worse_once_rounded_are_not_stored(
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[:, :1], ROWS[:0]], ids=["one row", "one token", "none"])
 def test_too_little_text_is_refused(low: Callable[..., tuple[Path, Path]], rows: Tensor) -> None:
     with pytest.raises(UserError, match="two or more rows of two or more tokens"):
-        recover(low()[1], rows, Recovery(), silent)
+        train_factors(low()[1], rows, Recovery(), silent)
 
 
 def test_a_damaged_checkpoint_is_refused(low: Callable[..., tuple[Path, Path]]) -> None:
@@ -254,7 +255,7 @@ def test_a_damaged_checkpoint_is_refused(low: Callable[..., tuple[Path, Path]]) 
     held["model.layers.0.mlp.up_proj.A.weight"][0, 0] = torch.nan
     recovery.replace_tensors(folder, held)
     with pytest.raises(UserError, match="damaged"):
-        recover(folder, ROWS, Recovery(), silent)
+        train_factors(folder, ROWS, Recovery(), silent)
 
 
 @pytest.mark.parametrize(("recover", "length", "rows"), [("factors", 256, 4), ("factors", 1500, 1), ("lora", 1024, 8)])

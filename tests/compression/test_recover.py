@@ -1,0 +1,189 @@
+"""The verb recover: what compress would have written with the setting recover; interruption, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from runs import config
+
+from neuronmm import cli
+from neuronmm.compression import last_steps, recovery
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.distillation import loss_sum
+from neuronmm.compression.last_steps import recovery_of
+from neuronmm.compression.pipeline import compress
+from neuronmm.compression.recover import recover
+from neuronmm.compression.recovery import Recovery
+from neuronmm.models import UserError
+
+TIMES = ("seconds", "resumed_seconds", "peak_rss_bytes")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The checkpoint's files: all but the reports, which hold times."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith("compression_report")}
+
+
+def without_times(report: Any) -> Any:
+    if isinstance(report, list):
+        return [without_times(value) for value in report]
+    if not isinstance(report, dict):
+        return report
+    return {key: without_times(value) for key, value in report.items() if key not in TIMES}
+
+
+@pytest.fixture(autouse=True)
+def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the usual rate so few steps would change nothing."""
+
+    def faster(settings: CompressionConfig, device: str) -> Recovery:
+        return recovery_of(settings, device).model_copy(update={"learning_rate": 3e-3})
+
+    monkeypatch.setattr(last_steps, "recovery_of", faster)
+
+
+@pytest.fixture
+def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Path:
+    """A compressed checkpoint of several shards."""
+    source = dense(dtype=torch.bfloat16, max_shard_size="20KB")
+    compress(source, tmp_path / "low", config(method="whitened", calibration=str(text), calibration_rows=24))
+    return tmp_path / "low"
+
+
+@pytest.mark.parametrize("source", ["self", "text"])
+@pytest.mark.parametrize("stored", ["model", "int8"])
+@pytest.mark.parametrize("train", ["factors", "lora"])
+def test_it_writes_what_compress_would_have_written(
+    train: Any, stored: Any, source: str, dense: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    usual = {"method": "whitened", "targets": "all", "share": "auto", "calibration_rows": 24, "seed": 3}
+    usual["calibration"] = str(text) if source == "text" else source
+    model = dense(tied=stored == "int8", dtype=torch.bfloat16, max_shard_size="20KB")
+    whole, low, out = tmp_path / "whole", tmp_path / "low", tmp_path / "out"
+    wanted = compress(model, whole, config(**usual, recover=train, factors=stored))
+    compress(model, low, config(**usual))
+    before = contents(low)
+    (low / "pytorch_model.bin").touch()
+    (low / "modeling_own.py").touch()
+    report = recover(low, out, train, factors=stored)
+    assert contents(out) == contents(whole), "and neither pickles nor code"
+    assert wanted["recovery"]["kept"], "nothing was changed, so nothing is tested"
+    assert json.loads((out / "compression_report.json").read_text()) == report
+    assert without_times(report) == without_times(wanted)
+    assert {name: data for name, data in contents(low).items() if name in before} == before
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_time_and_the_memory_are_of_both_runs(low: Path, tmp_path: Path) -> None:
+    file = low / "compression_report.json"
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps({**before, "seconds": 1e6, "peak_rss_bytes": 1 << 60}))
+    report = recover(low, tmp_path / "out")
+    assert 1e6 < report["seconds"] < 1e6 + 1000 and report["peak_rss_bytes"] == 1 << 60
+    assert before["bytes"] == report["bytes"], "the dense model's and the compressed one's"
+    table = (tmp_path / "out" / "compression_report.md").read_text()
+    assert "recovery of the factors" in table and "nats a token from the dense model" in table
+
+
+def test_the_text_can_be_another(low: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(" ".join(f"w{3 + i % 61}" for i in range(500)))
+    recover(low, tmp_path / "same")
+    report = recover(low, tmp_path / "out", calibration=str(other), calibration_rows=9, calibration_length=7)
+    assert report["recovery"]["text"] == str(other)
+    assert report["recovery"]["rows"] == {"trained": 7, "held_out": 2, "length": 7}
+    assert report["calibration"] == json.loads((low / "compression_report.json").read_text())["calibration"]
+    assert contents(tmp_path / "out") != contents(tmp_path / "same")
+
+
+@pytest.mark.parametrize("steps", range(3))
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    steps: int, low: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    wanted = recover(low, whole)
+    step = Mock(wraps=loss_sum)
+
+    def interrupted(*arguments: Any) -> float:
+        if step.call_count == steps:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(recovery, "loss_sum", interrupted)
+        patched.setattr(recovery, "replace_tensors", Mock(side_effect=KeyboardInterrupt))  # after the very last pass
+        recover(low, out)
+    assert not out.exists() and (tmp_path / "out.partial").exists()
+    with pytest.raises(UserError, match="--resume continues it"):
+        recover(low, out)
+    with pytest.raises(UserError, match="another recover"):
+        recover(low, out, "lora", resume=True)
+    step.reset_mock()
+    monkeypatch.setattr(recovery, "loss_sum", step)
+    report = recover(low, out, resume=True)
+    assert contents(out) == contents(whole) and step.call_count == 2 - steps
+    assert without_times(report) == without_times(wanted)
+    assert report["seconds"] > report["recovery"]["resumed_seconds"]
+
+
+def test_an_existing_out_stays_until_its_replacement_is_complete(
+    low: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(low)
+    with pytest.raises(UserError, match="exists already"):
+        recover(low, low)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(recovery, "replace_tensors", Mock(side_effect=KeyboardInterrupt))
+        recover(low, low, force=True)
+    assert contents(low) == before
+    recover(low, low, force=True)
+    assert contents(low) != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.txt", "dense-llama", "low"]
+
+
+def test_what_cannot_be_recovered_is_refused(low: Path, text: Path, tmp_path: Path) -> None:
+    model, out = tmp_path / "dense-llama", tmp_path / "out"
+
+    def refused(folder: Path, match: str, **more: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            recover(folder, out, **more)
+        assert not out.exists() and not (tmp_path / "out.partial").exists()
+
+    refused(model, "is not compressed")
+    refused(low, "is compressed or quantised itself; give the dense model with --dense", dense=low)
+    refused(low, "no such calibration file", calibration=str(tmp_path / "absent.txt"))
+    refused(low, "calibration_length = 1", calibration_length=1)
+    int8, again, smaller = tmp_path / "int8", tmp_path / "again", tmp_path / "smaller"
+    compress(model, int8, config(method="svd", factors="int8"))
+    refused(int8, "int8 factors cannot be trained")
+    recover(low, again)
+    refused(again, "recovered already")
+    shutil.copytree(model, smaller)
+    content = json.loads((model / "config.json").read_text())
+    (smaller / "config.json").write_text(json.dumps({**content, "vocab_size": 60}))
+    refused(low, r"is not what .* was made from \(vocab_size 60, not 64\)", dense=smaller)
+    shutil.move(model, tmp_path / "elsewhere")
+    refused(low, "dense-llama.*; give the dense model with --dense")
+    recover(low, out, dense=tmp_path / "elsewhere")
+    shutil.rmtree(out)
+    (low / "compression_report.json").unlink()
+    refused(low, "compression_report.json: missing or unreadable")
+
+
+def test_the_command_writes_it_and_prints_the_report(
+    low: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["recover", str(low), "-o", str(out), "--train", "lora", "--factors", "int8", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((out / "compression_report.json").read_text())
+    assert report["recover"] == "lora" and report["factors"] == "int8"
+    assert cli.main(["recover", str(low), "-o", str(tmp_path / "table")]) == 0
+    assert "whitened + recovery of the factors" in capsys.readouterr().out
