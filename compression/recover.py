@@ -68,7 +68,7 @@ def recover(
     folder = resolve(model)
     spec = _spec_of(folder)
     done = report.read(folder)
-    if done["recovery"]:
+    if done["recovery"] and done["recovery"]["kept"]:
         raise UserError(f"{folder}: its factors were recovered already; start from the checkpoint before that")
     source = _dense_of(folder, done["model"], dense)
     text = spec.calibration or {}

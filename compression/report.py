@@ -41,11 +41,12 @@ def read(folder: Path) -> dict[str, Any]:
     """The report in a checkpoint's folder.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is none, or it is not one that this version could have written.
     """
     try:
         report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        as_markdown(report)
+    except (OSError, ValueError, TypeError, LookupError):
         raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None
     return report
 
@@ -71,7 +72,8 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
         *([("block error", f"{loss['before']:.4f} -> {loss['after']:.4f} of the hidden states' power, by refinement, "
                            "on held-out rows")] if (loss := report["block_loss"]) else []),
         *([("recovery", f"{found['loss_before']:.4f} -> {found['loss_after']:.4f} nats a token from the dense model, "
-                        "on held-out rows")] if (found := report["recovery"]) else []),
+                        f"on held-out rows{'' if found['kept'] else ': no gain, the factors are as they were'}")]
+          if (found := report["recovery"]) else []),
         ("time, peak memory", f"{report['seconds']:.0f} s, {report['peak_rss_bytes'] / 2**30:.2f} GiB resident"),
     ]  # fmt: skip
 

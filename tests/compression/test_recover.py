@@ -133,6 +133,21 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     assert report["seconds"] > report["recovery"]["resumed_seconds"]
 
 
+def test_training_without_gain_is_said_and_can_be_tried_again(
+    low: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(recovery, "round_stochastically", lambda values, dtype, generator: -10 * values.to(dtype))
+        recover(low, out)
+    assert contents(out) == contents(low)
+    assert "on held-out rows: no gain" in (out / "compression_report.md").read_text()
+    recover(out, tmp_path / "again")
+    recover(low, tmp_path / "first")
+    assert contents(tmp_path / "again") == contents(tmp_path / "first")
+    assert "no gain" not in (tmp_path / "again" / "compression_report.md").read_text()
+
+
 def test_an_existing_out_stays_until_its_replacement_is_complete(
     low: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,10 +184,14 @@ def test_what_cannot_be_recovered_is_refused(low: Path, text: Path, tmp_path: Pa
     content = json.loads((model / "config.json").read_text())
     (smaller / "config.json").write_text(json.dumps({**content, "vocab_size": 60}))
     refused(low, r"is not what .* was made from \(vocab_size 60, not 64\)", dense=smaller)
+    report = json.loads((low / "compression_report.json").read_text())
     shutil.move(model, tmp_path / "elsewhere")
     refused(low, "dense-llama.*; give the dense model with --dense")
     recover(low, out, dense=tmp_path / "elsewhere")
     shutil.rmtree(out)
+    for content in ("{}", "[]", "no JSON", json.dumps({**report, "matrices": [1]}), json.dumps({**report, "bytes": 1})):
+        (low / "compression_report.json").write_text(content)
+        refused(low, "compression_report.json: missing or unreadable")
     (low / "compression_report.json").unlink()
     refused(low, "compression_report.json: missing or unreadable")
 
