@@ -75,9 +75,9 @@ def recover(
     config = CompressionConfig.build(
         recover=train,
         factors=factors,
-        calibration=calibration or text.get("source"),
-        calibration_rows=calibration_rows or text.get("rows"),
-        calibration_length=calibration_length or text.get("length"),
+        calibration=text.get("source") if calibration is None else calibration,
+        calibration_rows=text.get("rows") if calibration_rows is None else calibration_rows,
+        calibration_length=text.get("length") if calibration_length is None else calibration_length,
         seed=text.get("seed"),
     )
     reader = Reader(folder)
@@ -125,7 +125,9 @@ def _dense_of(folder: Path, recorded: str, given: str | Path | None) -> Path:
     try:
         dense = resolve(recorded if given is None else given)
     except UserError as error:
-        raise error if given is not None else UserError(f"{error}; {_GIVE}") from None
+        if given is not None:
+            raise
+        raise UserError(f"{error}; {_GIVE}") from None
     settings, own = read_config(dense), read_config(folder)
     if "quantization_config" in settings:
         raise UserError(f"{dense}: is compressed or quantised itself; {_GIVE}")

@@ -175,6 +175,7 @@ def test_what_cannot_be_recovered_is_refused(low: Path, text: Path, tmp_path: Pa
     refused(low, "is compressed or quantised itself; give the dense model with --dense", dense=low)
     refused(low, "no such calibration file", calibration=str(tmp_path / "absent.txt"))
     refused(low, "calibration_length = 1", calibration_length=1)
+    refused(low, "calibration_rows = 0", calibration_rows=0)
     int8, again, smaller = tmp_path / "int8", tmp_path / "again", tmp_path / "smaller"
     compress(model, int8, config(method="svd", factors="int8"))
     refused(int8, "int8 factors cannot be trained")
