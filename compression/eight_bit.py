@@ -10,6 +10,7 @@ from torch import Tensor
 from neuronmm.compression.workspace import rewrite_shards
 from neuronmm.kernels import quantise
 from neuronmm.models.load import weight_files
+from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.portable import write_json
 
 
@@ -26,7 +27,7 @@ def store_int8(folder: Path) -> None:
     def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         nonlocal total
         file = files[next(iter(tensors))].name
-        for name in [name for name in tensors if name.endswith((".A.weight", ".B.weight"))]:
+        for name in [name for name in tensors if name.endswith(FACTORS)]:
             tensors[name], tensors[f"{name}_scale"] = quantise(tensors[name])
         where.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())

@@ -81,12 +81,8 @@ def compress(
     rows: Tensor | None = None
     common = _store(store, run, config) if store is not None and config.needs_text else None
     if config.needs_text:
-        kept = workspace.load("calibration")  # a resumed run's
-        if kept is None:
-            make = partial(make_rows, folder, config.calibration, config.rows, device, progress)
-            kept = {"tokens": make() if common is None else common.tokens(make)}
-            workspace.save("calibration", kept)
-        rows = kept["tokens"]
+        make = partial(make_rows, folder, config.calibration, config.rows, device, progress)
+        rows = workspace.tokens(make if common is None else partial(common.tokens, make))
     found = workspace.layers_done()
     streamed = StreamedModel(folder, torch.float32, device)
     if rows is not None and needs_spectra(config):

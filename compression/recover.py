@@ -6,6 +6,7 @@ What ``compress`` does with the setting ``recover``, done later: same text, same
 from __future__ import annotations
 
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from neuronmm.compression.reader import Reader
 from neuronmm.compression.workspace import Workspace, copy_checkpoint
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import check_factors
+from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
@@ -83,20 +85,17 @@ def recover(
     reader = Reader(folder)
     size = reader.total_bytes()
     counts = {name: reader.parameters(name) for name in reader.names}
-    trained = sum(count for name, count in counts.items() if name.endswith((".A.weight", ".B.weight")))
+    trained = sum(count for name, count in counts.items() if name.endswith(FACTORS))
     check_room(out, size, size, sum(counts.values()), trained, config)
     run = {"verb": "recover", "model": str(folder), "bytes": size, "dense": str(source)}
     run |= {"version": version("neuronmm"), "device": device, **config.model_dump()}
     workspace = Workspace(out, run, resume, force)
-    kept = workspace.load("calibration")  # a resumed run's
-    if kept is None:
-        kept = {"tokens": make_rows(source, config.calibration, config.rows, device, progress)}
-        workspace.save("calibration", kept)
+    rows = workspace.tokens(partial(make_rows, source, config.calibration, config.rows, device, progress))
 
     def fill(final: Path) -> None:
         copy_checkpoint(folder, final)
         work = workspace.folder
-        done["recovery"] = last_steps(final, kept["tokens"], config, progress, dense=source, device=device, work=work)
+        done["recovery"] = last_steps(final, rows, config, progress, dense=source, device=device, work=work)
         done["bytes"]["compressed"] = Reader(final).total_bytes()
         done["seconds"] += done["recovery"]["resumed_seconds"] + time.perf_counter() - began
         done["peak_rss_bytes"] = max(peak_rss(), done["peak_rss_bytes"])

@@ -35,6 +35,7 @@ from neuronmm.compression.training import Course, train
 from neuronmm.compression.workspace import replace_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_pretrained
+from neuronmm.models.lowrank import FACTORS
 
 
 class Recovery(BaseModel):
@@ -184,7 +185,7 @@ def _stored(model: Any, folder: Path, seed: int) -> dict[str, Tensor]:
     """The factors in the dtype the checkpoint has them in, and the model given exactly these values."""
     reader, factors, generator = Reader(folder), {}, torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith((".A.weight", ".B.weight")):
+        if name.endswith(FACTORS):
             factors[name] = round_stochastically(parameter, reader[name].dtype, generator)
             parameter.copy_(factors[name])
     return factors

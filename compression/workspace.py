@@ -71,6 +71,14 @@ class Workspace:
         path = self.folder / f"{name}.safetensors"
         return load_file(path) if path.is_file() else None
 
+    def tokens(self, make: Callable[[], Tensor]) -> Tensor:
+        """The calibration tokens [rows, length]: an interrupted run's, or what ``make`` gives, which is kept."""
+        kept = self.load("calibration")
+        if kept is None:
+            kept = {"tokens": make()}
+            self.save("calibration", kept)
+        return kept["tokens"]
+
     def drop(self, name: str) -> None:
         """Remove ``name``.safetensors if it is there."""
         (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
@@ -128,8 +136,7 @@ class Workspace:
         """
         write_json(final / "config.json", config)
         self._write_shards(final, source, others, layers)
-        _copy_beside(source.folder, final)
-        make_portable(final)
+        _complete(source.folder, final)
 
     def _write_shards(self, final: Path, source: Reader, others: list[str], layers: int) -> None:
         """Safetensors shards of at most 2 GB with an index, or one file where everything fits."""
@@ -165,14 +172,15 @@ def copy_checkpoint(source: Path, final: Path) -> None:
     for file in {*weight_files(source).values(), *source.glob("model.safetensors.index.json")}:
         shutil.copyfile(file, final / file.name)
     shutil.copyfile(source / "config.json", final / "config.json")
-    _copy_beside(source, final)
-    make_portable(final)
+    _complete(source, final)
 
 
-def _copy_beside(source: Path, final: Path) -> None:
+def _complete(source: Path, final: Path) -> None:
+    """Give a checkpoint with weights and config.json what else it has from ``source``, readable by old and new."""
     for pattern in _BESIDE:
         for file in source.glob(pattern):
             shutil.copyfile(file, final / file.name)
+    make_portable(final)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from neuronmm.kernels import Int8, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.models.int8_linear import Int8Linear
 
+FACTORS = (".A.weight", ".B.weight")
+"""How the names of the factors end, and no other tensor's."""
+
 
 class LowRankLinear(nn.Module):
     """``y = B (A x) + bias`` in place of an ``nn.Linear``.
