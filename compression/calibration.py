@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel, run_layer
+from neuronmm.kernels.products import fast_products
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_tokenizer, quiet
@@ -136,7 +137,8 @@ def from_model(
         members = range(first, min(first + together, rows.count))
         openings = [starts[index % len(starts)][: rows.length] for index in members]
         share = len(openings) / rows.count / rows.length
-        done.append(_sample(model, openings, rows.length, generator, partial(advance, share)))
+        with fast_products(model.device):
+            done.append(_sample(model, openings, rows.length, generator, partial(advance, share)))
     return torch.cat(done)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from neuronmm.compression.block import Rotary, batches
 from neuronmm.compression.streaming import run_layer
 from neuronmm.compression.training import Course, train
+from neuronmm.kernels.products import multiplies_bf16
 from neuronmm.models.lowrank import LowRankLinear
 
 COURSES = {"fast": Course(3, 1e-3, 0.05, (0.9, 0.95)), "full": Course(8, 1e-3, 0.05, (0.9, 0.95))}
@@ -107,16 +108,3 @@ def _trained(layer: nn.Module) -> Iterator[nn.Parameter]:
     for module in layer.modules():
         if isinstance(module, LowRankLinear):
             yield from (factor.get_parameter("weight") for factor in module.children())
-
-
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are faster than float32 ones there; without the instructions they are far slower.
-
-    AMD's AVX-512 multiplies bf16 at twice the rate of float32, Intel's at half of it: there it takes AMX (docs/log.md).
-    """
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    if capabilities.get("amx_bf16") or capabilities.get("bf16"):
-        return True
-    return bool(capabilities.get("avx512_bf16")) and "Intel" not in str(capabilities.get("cpu_name"))

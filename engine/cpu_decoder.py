@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, core
 from neuronmm.kernels.cpu.step import DecodeStep, LayerWeights, LinearWeights, ModelWeights
+from neuronmm.kernels.products import has_amx
 from neuronmm.models.lowrank import LowRankLinear
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -18,7 +19,7 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class CpuDecoder(TorchDecoder):
-    """The torch decoder with its steps in C++, prefill only in bf16 on a processor with a bf16 dot product.
+    """The torch decoder with its steps in C++, prefill only in bf16 and where torch has no faster GEMM.
 
     The logits of ``decode`` are float32.
 
@@ -36,8 +37,8 @@ class CpuDecoder(TorchDecoder):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether prefill runs in the core, too; else in torch."""
-        return self._whole_step.reads_prompts
+        """Whether prefill runs in the core, too; else in torch, whose GEMMs use AMX, by its rate the faster."""
+        return self._whole_step.reads_prompts and not has_amx()
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

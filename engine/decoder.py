@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from neuronmm.engine.kv_cache import KVCache
+from neuronmm.kernels.products import fast_products
 
 
 class Decoder(Protocol):
@@ -73,7 +74,8 @@ class TorchDecoder:
             # A padding position sees at least itself: a softmax over nothing would be NaN.
             diagonal = torch.eye(length, dtype=torch.bool, device=input_ids.device)
             mask = (causal & self.cache.valid[:, None, None, :length]) | diagonal
-        return self._step(input_ids, positions, mask)
+        with fast_products(input_ids.device):
+            return self._step(input_ids, positions, mask)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from neuronmm.kernels.products import fast_products
+
 _ROWS = 256  # positions that meet the output head at once: the logits of a whole window would dwarf the model
 
 
@@ -17,11 +19,13 @@ def hidden_states(model: Any, ids: Tensor, positions: Tensor | None = None, mask
 
     Without ``positions`` [batch, n] and the additive ``mask`` [batch, 1, n, n] each row is one sequence from its start.
     """
-    return model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)[0]
+    with fast_products(ids.device):
+        return model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)[0]
 
 
 @torch.inference_mode()
 def negative_log_likelihood(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
     """-log p(target | state) in nats and fp32: hidden [n, hidden], targets [n] -> [n]."""
     pairs = zip(hidden.split(_ROWS), targets.split(_ROWS), strict=True)
-    return torch.cat([cross_entropy(model.lm_head(h).float(), t, reduction="none") for h, t in pairs])
+    with fast_products(hidden.device):
+        return torch.cat([cross_entropy(model.lm_head(h).float(), t, reduction="none") for h, t in pairs])

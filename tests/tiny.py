@@ -27,20 +27,32 @@ LEADERS = {
 
 
 def make_tiny(
-    model_type: str = "llama", *, tied: bool = False, dtype: torch.dtype = torch.float32, vocabulary: int = 64
+    model_type: str = "llama",
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    vocabulary: int = 64,
+    **shape: int,
 ) -> PreTrainedModel:
-    """A random two-layer model in eval mode; the weights are large enough for greedy tokens to differ by prompt."""
+    """A random two-layer model in eval mode; the weights are large enough for greedy tokens to differ by prompt.
+
+    ``shape`` takes the place of the configuration's sizes.
+    """
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYER_COUNT,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        **shape,
+    }
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYER_COUNT,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
+        **sizes,
         max_position_embeddings=128,
         initializer_range=0.3,
         tie_word_embeddings=tied,

@@ -57,7 +57,7 @@ struct Model {
 
 }  // namespace neuronmm
 
-// "avx512", "avx2" or "portable": what this processor runs. Setting it (for tests) takes a name, null for the best;
+// "avx512bf16", "avx2", ...: what this processor runs. Setting it (for tests) takes a name, null for the best;
 // the result is 0, or -1 where the processor or the build lacks it.
 NEURONMM_EXPORT const char* neuronmm_isa();
 NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
@@ -74,8 +74,8 @@ NEURONMM_EXPORT void neuronmm_low_rank_swiglu(const neuronmm::Linear* gate, cons
                                               const neuronmm::Linear* down, const void* x, int32_t type,
                                               int32_t batch, void* y, int32_t threads);
 
-// Whether neuronmm_step takes several tokens a row of this model: the processor has a bf16 dot product, no matrix is fp32
-// and the cache is bf16.
+// Whether neuronmm_step takes several tokens a row of this model: the processor has AVX2 or more, no matrix is fp32 and the
+// cache is bf16.
 NEURONMM_EXPORT int neuronmm_reads_prompts(const neuronmm::Model* model);
 
 // `count` tokens a row: tokens [batch, count] are written to the slots from `slot` on of the cache, of which row i begins

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cstring>
 #include <initializer_list>
+#include <utility>
 
 #include "kernels.h"
 
@@ -13,16 +14,29 @@ bool runs(const Kernels* kernels) {
 #if defined(__x86_64__)
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (kernels == kernels_avx512bf16()) return avx512 && __builtin_cpu_supports("avx512bf16");
+    if (kernels == kernels_avx512bf16() || kernels == kernels_avx512bf16_fp32())
+        return avx512 && __builtin_cpu_supports("avx512bf16");
     if (kernels == kernels_avx512()) return avx512;
     if (kernels == kernels_avx2()) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
     return true;
 }
 
+// Whether the bf16 dot product multiplies at half of fp32's rate: that of Intel's cores, where AMD's has twice fp32's. A
+// single row waits for memory and gains by it everywhere; many rows do not.
+bool slow_dot_product() {
+#if defined(__x86_64__)
+    return __builtin_cpu_is("intel");
+#else
+    return false;
+#endif
+}
+
 // The best this processor runs, or the named one; null if there is none.
 const Kernels* find(const char* name) {
-    for (const Kernels* kernels : {kernels_avx512bf16(), kernels_avx512(), kernels_avx2(), kernels_portable()})
+    const Kernels *dot = kernels_avx512bf16(), *fp32 = kernels_avx512bf16_fp32();
+    if (slow_dot_product()) std::swap(dot, fp32);
+    for (const Kernels* kernels : {dot, fp32, kernels_avx512(), kernels_avx2(), kernels_portable()})
         if (runs(kernels) && (!name || !std::strcmp(name, kernels->name))) return kernels;
     return nullptr;
 }

@@ -34,7 +34,7 @@ struct Kernels {
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);
     // The same as `rows` and `weighted_sum` for any number of rows of x, in bf16, of bf16 and int8 matrices: y[b] = m . x[b]
-    // and y[b] = x[b] . m. Of an odd number of columns in x another follows, zero. Null where the instructions lack.
+    // and y[b] = x[b] . m. Of an odd number of columns in x another follows, zero. Null where other libraries do better.
     void (*gemm)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
                  const float* bias, bool add);
     void (*mix)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);
@@ -42,6 +42,7 @@ struct Kernels {
 
 // One each per translation unit; null where it was not built for.
 const Kernels* kernels_avx512bf16();
+const Kernels* kernels_avx512bf16_fp32();  // the same but for `gemm` and `mix`, in fp32
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_portable();

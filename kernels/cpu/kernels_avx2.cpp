@@ -4,9 +4,12 @@
 #if defined(__x86_64__)
 #define NEURONMM_LANES 8
 #include "kernels_impl.h"
+#include "transpose_impl.h"
+#include "gemm_impl.h"
+#include "gemm_float_impl.h"
 
 const neuronmm::Kernels* neuronmm::kernels_avx2() {
-    static constexpr Kernels kernels = table("avx2");
+    static constexpr Kernels kernels = table("avx2", gemm_by<FloatProduct>, mix_by<FloatProduct>);
     return &kernels;
 }
 #else

@@ -4,11 +4,21 @@
 #if defined(__x86_64__)
 #define NEURONMM_LANES 16
 #include "kernels_impl.h"
+#include "transpose_impl.h"
+#include "gemm_impl.h"
+#include "gemm_dot_impl.h"
+#include "gemm_float_impl.h"
 
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16() {
-    static constexpr Kernels kernels = table("avx512bf16");
+    static constexpr Kernels kernels = table("avx512bf16", gemm_by<DotProduct>, mix_by<DotProduct>);
+    return &kernels;
+}
+
+const neuronmm::Kernels* neuronmm::kernels_avx512bf16_fp32() {
+    static constexpr Kernels kernels = table("avx512bf16+fp32", gemm_by<FloatProduct>, mix_by<FloatProduct>);
     return &kernels;
 }
 #else
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16() { return nullptr; }
+const neuronmm::Kernels* neuronmm::kernels_avx512bf16_fp32() { return nullptr; }
 #endif

@@ -20,9 +20,7 @@
 #endif
 
 #include "kernels.h"
-#if defined(__AVX512BF16__)
-#include "gemm_impl.h"
-#endif
+#include "spare.h"
 
 namespace neuronmm {
 namespace {
@@ -348,12 +346,8 @@ void narrow(const float* from, int type, int n, void* to) {
     convert(from, n, static_cast<uint16_t*>(to));
 }
 
-#if !defined(__AVX512BF16__)
-constexpr decltype(Kernels::gemm) gemm = nullptr;
-constexpr decltype(Kernels::mix) mix = nullptr;
-#endif
-
-constexpr Kernels table(const char* name) {
+// `gemm` and `mix` may be null.
+constexpr Kernels table(const char* name, decltype(Kernels::gemm) gemm, decltype(Kernels::mix) mix) {
     return {name, prepare, rows, swiglu, softmax, weighted_sum, rms_norm, rotate, widen, narrow, gemm, mix};
 }
 

@@ -3,6 +3,6 @@
 #include "kernels_impl.h"
 
 const neuronmm::Kernels* neuronmm::kernels_portable() {
-    static constexpr Kernels kernels = table("portable");
+    static constexpr Kernels kernels = table("portable", nullptr, nullptr);
     return &kernels;
 }

@@ -97,7 +97,10 @@ def require() -> ctypes.CDLL:
 
 
 def isa() -> str | None:
-    """The instruction set in use: ``avx512``, ``avx2`` or ``portable``; None without the core."""
+    """The instruction set in use: ``avx512bf16``, ``avx512``, ``avx2`` or ``portable``; None without the core.
+
+    ``avx512bf16+fp32`` is the first with prompts in fp32, which Intel's cores multiply faster.
+    """
     library = core()
     return None if library is None else library.neuronmm_isa().decode()
 

@@ -129,7 +129,7 @@ class DecodeStep:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether it takes several tokens a row: a processor with a bf16 dot product, no fp32 matrix, a bf16 cache."""
+        """Whether it takes several tokens a row: a processor with AVX2 or more, no fp32 matrix, a bf16 cache."""
         return bool(self._library.neuronmm_reads_prompts(ctypes.byref(self._model)))
 
     def __call__(self, token_ids: Tensor, slot: int, starts: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from neuronmm.compression.block import advance, moments_of, swap, unshared, weight_of
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.ranks import Linear
-from neuronmm.compression.refine import multiplies_bf16, refine
+from neuronmm.compression.refine import refine
 from neuronmm.compression.training import Course
 from neuronmm.models import LowRankLinear
 from neuronmm.models.families import TARGETS
@@ -91,20 +91,3 @@ def test_one_row_is_enough_and_bad_numbers_are_refused(case) -> None:
         refine(
             compressed, hidden * float("nan"), targets, rotary, course(1, 1e-3), 0, torch.float32, lambda share: None
         )
-
-
-@pytest.mark.parametrize(
-    ("found", "bf16"),
-    [
-        ({}, False),
-        ({"avx512_bf16": True, "cpu_name": "AMD EPYC 9R14"}, True),
-        ({"avx512_bf16": True, "cpu_name": "Intel Xeon"}, False),
-        ({"avx512_bf16": True, "amx_bf16": True, "cpu_name": "Intel Xeon"}, True),
-        ({"bf16": True, "cpu_name": "Neoverse V1"}, True),
-    ],
-)
-def test_products_are_in_bf16_only_where_that_is_faster(
-    found: dict[str, object], bf16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
-    assert multiplies_bf16(torch.device("cpu")) is bf16

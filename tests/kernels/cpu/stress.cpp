@@ -82,7 +82,7 @@ bool close(const std::vector<float>& a, const std::vector<float>& b) {
 std::vector<float> decode(Type type, Type cache, int batch, int rank, bool shared, int threads) {
     random_bits.seed(11);
     Memory memory;
-    const int hidden = 37, heads = 6, kv_heads = 2, head_dim = 10, intermediate = 75, vocab = 53, max_len = 21;
+    const int hidden = 37, heads = 6, kv_heads = 2, head_dim = 10, intermediate = 275, vocab = 53, max_len = 21;
     const int q_size = heads * head_dim, kv_size = kv_heads * head_dim;
     std::vector<Layer> layers;
     for (int i = 0; i < 2; i++) {
@@ -211,7 +211,7 @@ int main() {
             std::printf("items: threads %d\n", threads);
             failures++;
         }
-    for (const char* isa : {"avx512bf16", "avx512", "avx2", "portable"}) {
+    for (const char* isa : {"avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable"}) {
         if (neuronmm_set_isa(isa)) {
             std::printf("%s: not on this processor\n", isa);
             continue;

@@ -17,7 +17,7 @@ from neuronmm.kernels.ops import Op, choose
 from rule import POOL, draws
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-ISAS = ("avx512bf16", "avx512", "avx2", "portable")
+ISAS = ("avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable")
 SIZES = st.integers(1, 130)
 
 

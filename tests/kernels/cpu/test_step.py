@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, core
+from neuronmm.kernels.cpu.library import isa as isa_in_use
 from neuronmm.kernels.cpu.library import set_isa
 from neuronmm.models.families import FAMILIES, TARGETS
 from tiny import fill_tiny, layer_ranks, make_spec, make_tiny, make_tokens, shared_spec
@@ -26,6 +29,7 @@ KINDS = {
     "int8": shared_spec(factors="int8"),
 }
 PROMPT, NEW = 9, 12
+ISAS = ("avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable")
 
 
 @pytest.fixture(params=[1, 2])
@@ -97,14 +101,17 @@ def test_any_of_the_linears_may_lead_and_any_may_stay_out() -> None:
     assert_equals_transformers(model, 2)
 
 
-@pytest.mark.parametrize("isa", ["avx512bf16", "avx512", "avx2", "portable"])
-def test_every_instruction_set(isa: str) -> None:
-    if not set_isa(isa):
-        pytest.skip(f"this processor has no {isa}")
-    try:
-        assert_equals_transformers(make_model("llama", "mlp"), 2)
-    finally:
-        set_isa(None)
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    if not set_isa(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    set_isa(None)
+
+
+@pytest.mark.usefixtures("isa")
+def test_every_instruction_set() -> None:
+    assert_equals_transformers(make_model("llama", "mlp"), 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,12 +137,50 @@ def test_bf16_keeps_the_rule(model_type: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int) -> None:
     """Logits and cache of a prompt read by the core; 8 rows of 70 tokens are more than it takes at once."""
-    model = make_model("qwen3" if batch == 3 else "qwen2", kind, dtype=torch.bfloat16)
-    wide = make_model("qwen3" if batch == 3 else "qwen2", kind)
+    family = "qwen3" if batch == 3 else "qwen2"
+    assert_reads_prompts(make_model(family, kind, dtype=torch.bfloat16), make_model(family, kind), batch, length)
+
+
+@pytest.mark.parametrize("kind", ["dense", "shared", "int8"])
+@pytest.mark.parametrize("length", [24, 300])
+def test_prompts_keep_the_rule_on_every_instruction_set(kind: str, length: int, isa: str) -> None:
+    """300 keys are more than a panel of any instruction set takes of them at once."""
+    if isa == "portable":
+        assert not CpuDecoder(make_model("qwen2", kind, dtype=torch.bfloat16), 1, 4).reads_prompts
+    else:
+        assert_reads_prompts(make_model("qwen2", kind, dtype=torch.bfloat16), make_model("qwen2", kind), 2, length)
+
+
+@pytest.mark.usefixtures("isa")
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
+    """Widths with tails in panels, vectors and rows, and beyond what a panel takes at once."""
+    draw = data.draw
+    heads = draw(st.sampled_from([1, 2, 6]))
+    shape = {
+        "hidden_size": draw(st.integers(8, 700)),
+        "intermediate_size": draw(st.integers(8, 700)),
+        "head_dim": 2 * draw(st.integers(4, 40)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from([1, heads])),
+        "vocab_size": draw(st.integers(64, 200)),
+    }
+    wide = make_tiny("qwen2", **shape)
+    model = make_tiny("qwen2", dtype=torch.bfloat16, **shape)
+    model.load_state_dict(wide.state_dict())
+    assert_reads_prompts(model, wide, draw(st.integers(1, 3)), draw(st.integers(2, 40)))
+
+
+def assert_reads_prompts(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> None:
+    """The core's logits and cache of a prompt of ``model``, bf16, are within the rule of torch's.
+
+    ``wide`` is the same model in fp32, whose weights are set to those of ``model``.
+    """
     wide.load_state_dict(model.state_dict())
     core_decoder = CpuDecoder(model, batch, length + 3)
     if not core_decoder.reads_prompts:
-        pytest.skip("this processor has no bf16 dot product")
+        pytest.skip("prompts are read by torch on this processor")
     decoders = [core_decoder, TorchDecoder(model, batch, length + 3), TorchDecoder(wide, batch, length + 3)]
     ids, mask = make_tokens(batch, length), torch.ones(batch, length, dtype=torch.long)
     for row in range(batch):
@@ -153,6 +198,13 @@ def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int)
 
 def test_a_prompt_in_fp32_is_read_by_torch() -> None:
     assert not CpuDecoder(make_model("llama", "dense"), 1, 16).reads_prompts
+
+
+def test_a_prompt_is_read_by_torch_where_it_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = CpuDecoder(make_model("llama", "dense", dtype=torch.bfloat16), 1, 16)
+    for amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx}, raising=False)
+        assert decoder.reads_prompts is (not amx and isa_in_use() != "portable")
 
 
 def test_a_decoder_is_reusable_and_full_at_the_end() -> None:

@@ -1,0 +1,64 @@
+// The scheme of a GEMM in fp32: weights and inputs, bf16 or int8, are widened as a panel is packed and a block of rows is
+// taken. For processors without a bf16 dot product, and those on which it is slower than this.
+#pragma once
+
+namespace neuronmm {
+namespace {
+
+// The first L elements of a matrix at `at`, or n where they are fewer and zeros behind them.
+inline Vec widened(const Matrix& m, size_t at, int n) {
+    if (m.type == kBFloat16) {
+        const uint16_t* p = static_cast<const uint16_t*>(m.data) + at;
+        return n >= L ? load(p) : load_part(p, n);
+    }
+    const int8_t* p = static_cast<const int8_t*>(m.data) + at;
+    return n >= L ? load(p) : load_part(p, n);
+}
+
+struct FloatProduct {
+    typedef float Cell;
+    static constexpr int kInputs = 1;
+    static constexpr int kRows = L == 16 ? 12 : 6;
+    static constexpr int kDepth = 256;
+    struct Rows {
+        static constexpr size_t kStride = kDepth + 16;  // constant, so that one register leads to all rows
+        const float* data;
+        const float* row(int i) const { return data + i * kStride; }
+    };
+
+    static Vec everywhere(const float* x) { return splat(*x); }
+    static Vec add(Vec sums, Vec both, Vec cells) { return sums + both * cells; }
+
+    static Rows inputs(const uint16_t* x, size_t ldx, int rows, int depth) {
+        static thread_local Spare<float> spare;
+        float* to = spare.reserve(Rows::kStride * rows);
+        for (int i = 0; i < rows; i++) convert(x + i * ldx, depth, to + i * Rows::kStride);
+        return {to};
+    }
+
+    // panel[k][j] = column from + k of row begin + j, j < n; zeros for the other j.
+    static void pack_rows(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
+        for (int half = 0; half < kPanel; half += L)
+            for (int k = 0; k < depth; k += L) {
+                Lanes r[L];
+#pragma GCC unroll 16
+                for (int j = 0; j < L; j++)
+                    r[j] = half + j < n ? (Lanes)widened(m, static_cast<size_t>(begin + half + j) * m.cols + from + k,
+                                                         depth - k)
+                                        : Lanes{};
+                transpose(r);
+                for (int i = 0; i < L && k + i < depth; i++) store(panel + (k + i) * kPanel + half, (Vec)r[i]);
+            }
+    }
+
+    // panel[k][j] = row from + k of column begin + j, j < n; zeros for the other j.
+    static void pack_columns(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
+        for (int k = 0; k < depth; k++)
+            for (int half = 0; half < kPanel; half += L)
+                store(panel + k * kPanel + half,
+                      half < n ? widened(m, static_cast<size_t>(from + k) * m.cols + begin + half, n - half) : Vec{});
+    }
+};
+
+}  // namespace
+}  // namespace neuronmm

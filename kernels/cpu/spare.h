@@ -1,0 +1,27 @@
+// Memory that a thread keeps from call to call.
+#pragma once
+
+#include <stdlib.h>
+
+namespace neuronmm {
+namespace {
+
+// Room for plain values; only grows, and forgets what it held when it does.
+template <class T>
+struct Spare {
+    T* data = nullptr;
+    size_t size = 0;
+
+    ~Spare() { free(data); }
+    T* reserve(size_t n) {
+        if (n > size) {
+            free(data);
+            size = (n + 63) / 64 * 64;
+            data = static_cast<T*>(aligned_alloc(64, size * sizeof(T)));
+        }
+        return data;
+    }
+};
+
+}  // namespace
+}  // namespace neuronmm
