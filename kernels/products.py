@@ -45,11 +45,12 @@ def fast_products(device: torch.device) -> AbstractContextManager[object]:
     found = _capabilities()
     if device.type != "cpu" or found.get("architecture") != "x86_64":
         return nullcontext()
-    fast = {
-        torch.bfloat16: multiplies_bf16(device),
-        torch.float16: bool(found.get("amx_fp16") or found.get("avx512_fp16")),
-    }
-    return _Widened({dtype for dtype, is_fast in fast.items() if not is_fast})
+    slow = set()
+    if not multiplies_bf16(device):
+        slow.add(torch.bfloat16)
+    if not (found.get("amx_fp16") or found.get("avx512_fp16")):
+        slow.add(torch.float16)
+    return _Widened(slow) if slow else nullcontext()
 
 
 class _Widened(TorchFunctionMode):
