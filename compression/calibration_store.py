@@ -9,36 +9,44 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from neuronmm.compression.block import Rotary, advance, moments_of
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.moments import Moments, leaders_of
 from neuronmm.compression.workspace import place_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
 
 _SIDES = ("outputs", "inputs")
+_TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}
 
 
 class CalibrationStore:
-    """One run's view of the folder: the first run fills it, the others read it.
+    """One run's view of the folder, which is made if it is missing: the first run fills it, the others read it.
+
+    Args:
+        folder: where it lies.
+        dense: the dense model's folder, which tokens and moments are of.
+        size: its tensors' bytes.
+        device: where the model runs.
+        config: the run's settings, of which the calibration's have to be the same for all runs. Those of other targets
+            share the tokens alone.
 
     Raises:
         UserError: the folder was filled for something else.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any], targets: str) -> None:
-        """``run`` is what tokens and hidden states depend on, as plain values; the folder is made if it is missing.
-
-        ``targets`` says which linears this run wants the moments of: runs of other ones share the tokens alone.
-        """
+    def __init__(self, folder: Path, dense: Path, size: int, device: str, config: CompressionConfig) -> None:
         self.seconds = 0.0  # what making the contents took that this run has read and not made
-        self._folder, self._targets, self._known = folder, targets, set[str]()
+        self._folder, self._targets, self._known = folder, config.targets, set[str]()
+        run = {"model": str(dense), "bytes": size, "version": version("neuronmm"), "device": device}
+        run |= config.model_dump(include=_TEXT)
         plan = folder / "run.json"
         if not plan.exists():
             folder.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,9 @@ def compress(
     workspace = Workspace(out, run, resume, force)
 
     rows: Tensor | None = None
-    common = _store(store, run, config) if store is not None and config.needs_text else None
+    common = None
+    if store is not None and config.needs_text:
+        common = CalibrationStore(store, folder, size, device, config)
     if config.needs_text:
         make = partial(make_rows, folder, config.calibration, config.rows, device, progress)
         rows = workspace.tokens(make if common is None else partial(common.tokens, make))
@@ -150,12 +152,6 @@ def _facts(
         "matrices": matrices,
         "recovery": None,
     }
-
-
-def _store(folder: Path, run: dict[str, Any], config: CompressionConfig) -> CalibrationStore:
-    """The store of runs that agree with this one in all that calibration tokens and moments depend on."""
-    keys = ("model", "bytes", "version", "device", "calibration", "calibration_rows", "calibration_length", "seed")
-    return CalibrationStore(folder, {key: run[key] for key in keys}, config.targets)
 
 
 @torch.no_grad()

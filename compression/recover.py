@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from neuronmm.compression import report
 from neuronmm.compression.calibration import make_rows
+from neuronmm.compression.calibration_store import CalibrationStore
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import check_device, check_room, last_steps
 from neuronmm.compression.memory import forget_peak, peak_rss
@@ -42,6 +43,7 @@ def recover(
     resume: bool = False,
     force: bool = False,
     device: str = "cpu",
+    store: Path | None = None,
     progress: Progress = lambda stage, share: None,
 ) -> dict[str, Any]:
     """Write ``model`` with its factors trained end to end to the folder ``out`` and return its report, brought up.
@@ -58,6 +60,7 @@ def recover(
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
         device: where to train, as torch names it: ``cpu`` or ``cuda``.
+        store: a folder for the calibration's tokens, made or found there; one that ``compress`` filled will do.
         progress: told of every step.
 
     Raises:
@@ -90,7 +93,11 @@ def recover(
     run = {"verb": "recover", "model": str(folder), "bytes": size, "dense": str(source)}
     run |= {"version": version("neuronmm"), "device": device, **config.model_dump()}
     workspace = Workspace(out, run, resume, force)
-    rows = workspace.tokens(partial(make_rows, source, config.calibration, config.rows, device, progress))
+    make = partial(make_rows, source, config.calibration, config.rows, device, progress)
+    common = None
+    if store is not None:
+        common = CalibrationStore(store, source, Reader(source).total_bytes(), device, config)
+    rows = workspace.tokens(make if common is None else partial(common.tokens, make))
 
     def fill(final: Path) -> None:
         copy_checkpoint(folder, final)

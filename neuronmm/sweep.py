@@ -1,7 +1,8 @@
 """The verb ``sweep``: methods and ratios compressed and measured one after the other, and laid side by side.
 
-A *point* is a method at a ratio. All that is done stays in the sweep's folder, so an interrupted sweep goes on where it
-was, and a finished one can be given further points and measures. The dense model is measured as the reference.
+A *point* is a method at a ratio; one with recovery is trained from the point without it where that is there. All that
+is done stays in the sweep's folder, so an interrupted sweep goes on where it was, and a finished one can be given
+further points and measures. The dense model is measured as the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 
 from neuronmm.compression.config import BARE, CompressionConfig
-from neuronmm.compression.pipeline import compress
 from neuronmm.compression.report import read as read_report
 from neuronmm.engine.machine import describe_machine
 from neuronmm.engine.pareto import draw_sweep, mark_fronts
@@ -23,6 +23,7 @@ from neuronmm.engine.tasks import read_task
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
 from neuronmm.models.source import resolve
+from neuronmm.sweep_making import basis_of, make_point
 from neuronmm.sweep_points import RUN, add_point, read_points, replace_json
 from neuronmm.sweep_table import as_markdown
 
@@ -71,7 +72,7 @@ def sweep(
     configs = {
         (name, ratio): CompressionConfig.build(None, **{**base.model_dump(), **own, "ratio": ratio})
         for ratio in ratios
-        for name, own in settings.items()
+        for name, own in sorted(settings.items(), key=lambda item: "recover" in item[1])  # what it can begin from first
     }
     files = {Path(text).stem: Path(text).expanduser().absolute() for text in texts}
     if not configs or len(files) < max(len(texts), 1):
@@ -105,9 +106,8 @@ def sweep(
     for (name, ratio), config in configs.items():
         folder = folders[name, ratio]
         if folder in waiting:
-            partial = folder.with_name(folder.name + ".partial").exists()
-            part = _part(progress, len(waiting))
-            compress(dense, folder, config, resume=partial, store=out / "calibration", progress=part)
+            basis = basis_of(out, base, settings[name], ratio)
+            make_point(dense, folder, config, basis, _part(progress, len(waiting)))
         report = read_report(folder)
         facts = {key: report[key] for key in ("realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")}
         own = {"name": name, "ratio": ratio, "settings": settings[name], "targets": config.targets}

@@ -144,7 +144,7 @@ def test_an_interrupted_sweep_goes_on_and_a_finished_one_grows(
     for mine, other in zip(result["points"], finished[1]["points"], strict=True):
         assert (mine["bytes"], mine["perplexity"]) == (other["bytes"], other["perplexity"])
 
-    monkeypatch.setattr(sweeping, "compress", lambda *a, **k: pytest.fail("compressed again"))
+    monkeypatch.setattr(sweeping, "make_point", lambda *a: pytest.fail("compressed again"))
     again = sweep(model, out, [0.4], ["svd"], texts, BASE, context=30, resume=True)
     assert again["points"] == result["points"]  # those not asked for again are kept
     assert all(states(out)[name] == state for name, state in after.items() if not name.startswith("sweep."))
@@ -183,7 +183,7 @@ def test_a_finished_sweep_is_given_measures(
     sweep(model, out, [0.2, 0.4], ["svd"], texts[:1], BASE, context=30)
     facts = {"targets": "mlp", "realised_ratio": 0.4, "model_ratio": 0.3, "seconds": 1.0, "peak_rss_bytes": 1}
     add_point(out, "peer", finished[0] / "svd-0.4", {"name": "peer", "ratio": 0.4, **facts})
-    monkeypatch.setattr(sweeping, "compress", lambda *a, **k: pytest.fail("compressed again"))
+    monkeypatch.setattr(sweeping, "make_point", lambda *a: pytest.fail("compressed again"))
     measured: list[str] = []
 
     def count(folder: Path, **options: Any) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def test_the_command(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(sweeping, "compress", interrupt)
+        patched.setattr(sweeping, "make_point", interrupt)
         assert main(command) == 130
     assert "--resume" in capsys.readouterr().err
     assert main(command) == 2
