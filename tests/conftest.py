@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from neuronmm.compression import last_steps
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.last_steps import recovery_of
+from neuronmm.compression.recovery import Recovery
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
@@ -16,6 +21,16 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture
+def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recovery at a rate at which a few steps on a tiny model change something."""
+
+    def faster(settings: CompressionConfig, device: str) -> Recovery:
+        return recovery_of(settings, device).model_copy(update={"learning_rate": 1e-3})
+
+    monkeypatch.setattr(last_steps, "recovery_of", faster)
 
 
 @pytest.fixture(scope="session")

@@ -10,25 +10,14 @@ import torch
 from words import word_tokenizer
 
 from neuronmm import sweep_making
-from neuronmm.compression import last_steps
 from neuronmm.compression.config import BARE, CompressionConfig
-from neuronmm.compression.last_steps import recovery_of
-from neuronmm.compression.recovery import Recovery
 from neuronmm.compression.report import read as read_report
 from neuronmm.sweep import parse_method, sweep
 from tiny import make_tiny
 
+pytestmark = pytest.mark.usefixtures("fast_learning")
+
 BASE = CompressionConfig(align=2, calibration_rows=24, calibration_length=12, **BARE)
-
-
-@pytest.fixture(autouse=True)
-def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the usual rate so few steps would change nothing."""
-
-    def faster(settings: CompressionConfig, device: str) -> Recovery:
-        return recovery_of(settings, device).model_copy(update={"learning_rate": 1e-3})
-
-    monkeypatch.setattr(last_steps, "recovery_of", faster)
 
 
 @pytest.fixture

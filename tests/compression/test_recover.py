@@ -14,14 +14,13 @@ import torch
 from runs import config
 
 from neuronmm import cli
-from neuronmm.compression import last_steps, recovery
-from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression import recovery
 from neuronmm.compression.distillation import loss_sum
-from neuronmm.compression.last_steps import recovery_of
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
-from neuronmm.compression.recovery import Recovery
 from neuronmm.models import UserError
+
+pytestmark = pytest.mark.usefixtures("fast_learning")
 
 TIMES = ("seconds", "resumed_seconds", "peak_rss_bytes")
 
@@ -37,16 +36,6 @@ def without_times(report: Any) -> Any:
     if not isinstance(report, dict):
         return report
     return {key: without_times(value) for key, value in report.items() if key not in TIMES}
-
-
-@pytest.fixture(autouse=True)
-def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the usual rate so few steps would change nothing."""
-
-    def faster(settings: CompressionConfig, device: str) -> Recovery:
-        return recovery_of(settings, device).model_copy(update={"learning_rate": 3e-3})
-
-    monkeypatch.setattr(last_steps, "recovery_of", faster)
 
 
 @pytest.fixture

@@ -12,21 +12,12 @@ from torch import Tensor
 
 from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.cpu import core
-from neuronmm.kernels.cpu.library import MAX_BATCH, set_isa
+from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.kernels.ops import Op, choose
 from rule import POOL, draws
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-ISAS = ("avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable")
 SIZES = st.integers(1, 130)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not set_isa(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    set_isa(None)
 
 
 def make_factors(out: int, inner: int, rank: int, bias: bool, dtype: torch.dtype) -> LowRank:

@@ -15,7 +15,6 @@ from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, core
 from neuronmm.kernels.cpu.library import isa as isa_in_use
-from neuronmm.kernels.cpu.library import set_isa
 from neuronmm.models.families import FAMILIES, TARGETS
 from tiny import fill_tiny, layer_ranks, make_spec, make_tiny, make_tokens, shared_spec
 
@@ -29,7 +28,6 @@ KINDS = {
     "int8": shared_spec(factors="int8"),
 }
 PROMPT, NEW = 9, 12
-ISAS = ("avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable")
 
 
 @pytest.fixture(params=[1, 2])
@@ -99,14 +97,6 @@ def test_any_of_the_linears_may_lead_and_any_may_stay_out() -> None:
         model, make_spec(dict.fromkeys((*names, *leaders, *own), 8), shared=dict(zip(names, leaders, strict=True)))
     )
     assert_equals_transformers(model, 2)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not set_isa(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    set_isa(None)
 
 
 @pytest.mark.usefixtures("isa")

@@ -1,0 +1,18 @@
+"""The CPU core's instruction sets, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from neuronmm.kernels.cpu.library import core, set_isa
+
+
+@pytest.fixture(params=["avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of the one that is in use during the test; without the core, or the instructions, there is none."""
+    if core() is None or not set_isa(request.param):
+        pytest.skip(f"{request.param} cannot run here")
+    yield request.param
+    set_isa(None)
