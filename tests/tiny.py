@@ -32,11 +32,11 @@ def make_tiny(
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
     vocabulary: int = 64,
-    **shape: int,
+    **shape: float,
 ) -> PreTrainedModel:
     """A random two-layer model in eval mode; the weights are large enough for greedy tokens to differ by prompt.
 
-    ``shape`` takes the place of the configuration's sizes.
+    ``shape`` takes the place of the configuration's sizes and scale.
     """
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
@@ -48,13 +48,13 @@ def make_tiny(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
+        "initializer_range": 0.3,
         **shape,
     }
     config = AutoConfig.for_model(
         model_type,
         **sizes,
         max_position_embeddings=128,
-        initializer_range=0.3,
         tie_word_embeddings=tied,
         bos_token_id=1,
         eos_token_id=2,

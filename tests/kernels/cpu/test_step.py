@@ -16,6 +16,7 @@ from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, core
 from neuronmm.kernels.cpu.library import isa as isa_in_use
 from neuronmm.models.families import FAMILIES, TARGETS
+from rule import draws
 from tiny import fill_tiny, layer_ranks, make_spec, make_tiny, make_tokens, shared_spec
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -142,28 +143,38 @@ def test_prompts_keep_the_rule_on_every_instruction_set(kind: str, length: int, 
 
 
 @pytest.mark.usefixtures("isa")
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
     """Widths with tails in panels, vectors and rows, and beyond what a panel takes at once."""
     draw = data.draw
-    heads = draw(st.sampled_from([1, 2, 6]))
+    heads, hidden = draw(st.sampled_from([1, 2, 6])), draw(st.integers(8, 700))
     shape = {
-        "hidden_size": draw(st.integers(8, 700)),
+        "hidden_size": hidden,
         "intermediate_size": draw(st.integers(8, 700)),
         "head_dim": 2 * draw(st.integers(4, 40)),
         "num_attention_heads": heads,
         "num_key_value_heads": draw(st.sampled_from([1, heads])),
         "vocab_size": draw(st.integers(64, 200)),
+        "initializer_range": hidden**-0.5,  # with the tiny models' own, wide ones attend to one position alone
     }
-    wide = make_tiny("qwen2", **shape)
-    model = make_tiny("qwen2", dtype=torch.bfloat16, **shape)
-    model.load_state_dict(wide.state_dict())
-    assert_reads_prompts(model, wide, draw(st.integers(1, 3)), draw(st.integers(2, 40)))
+    batch, length = draw(st.integers(1, 3)), draw(st.integers(2, 40))
+    errors = torch.zeros(2, 2)
+    for seed in range(draws(hidden * batch, 8)):
+        torch.manual_seed(seed)
+        model, wide = make_tiny("qwen2", dtype=torch.bfloat16, **shape), make_tiny("qwen2", **shape)
+        errors += prompt_errors(model, wide, batch, length)
+    assert (errors[:, 0] <= 4 * errors[:, 1]).all()
 
 
 def assert_reads_prompts(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> None:
-    """The core's logits and cache of a prompt of ``model``, bf16, are within the rule of torch's.
+    """The core's logits and cache of a prompt of ``model`` are within the rule of torch's."""
+    errors = prompt_errors(model, wide, batch, length)
+    assert (errors[:, 0] <= 4 * errors[:, 1]).all()
+
+
+def prompt_errors(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> Tensor:
+    """Squared errors [logits or cache, the core's or torch's] of a prompt of ``model``, bf16, against ``wide``.
 
     ``wide`` is the same model in fp32, whose weights are set to those of ``model``.
     """
@@ -181,9 +192,10 @@ def assert_reads_prompts(model: torch.nn.Module, wide: torch.nn.Module, batch: i
         torch.stack([torch.where(valid, t[:, :, :length].float(), 0) for t in (*d.cache.keys, *d.cache.values)])
         for d in decoders
     ]
-    for core_result, plain, exact in (logits, cached):
-        assert torch.isfinite(core_result).all()
-        assert (core_result - exact).norm() <= 2 * (plain - exact).norm()
+    assert all(torch.isfinite(results[0]).all() for results in (logits, cached))
+    return torch.tensor(
+        [[(result - exact).square().sum() for result in results] for *results, exact in (logits, cached)]
+    )
 
 
 def test_a_prompt_in_fp32_is_read_by_torch() -> None:
