@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from neuronmm.compression.block import Rotary, advance, moments_of
+from neuronmm.compression.calibration import make_rows
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.moments import Moments, leaders_of
-from neuronmm.compression.workspace import place_tensors
+from neuronmm.compression.progress import Progress
+from neuronmm.compression.workspace import Workspace, place_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
 
@@ -104,6 +107,19 @@ class CalibrationStore:
                 self.seconds += float(file.metadata()["seconds"])
                 self._known.add(name)
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def tokens_of(
+    workspace: Workspace,
+    dense: Path,
+    config: CompressionConfig,
+    device: str,
+    store: CalibrationStore | None,
+    progress: Progress,
+) -> Tensor:
+    """The tokens [rows, length] of a run: an interrupted one's, or the store's, or made of ``dense`` or a text."""
+    make = partial(make_rows, dense, config.calibration, config.rows, device, progress)
+    return workspace.tokens(make if store is None else partial(store.tokens, make))
 
 
 def stored_moments(

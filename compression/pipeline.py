@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import transformers
 from torch import Tensor
 
 from neuronmm.compression import report
-from neuronmm.compression.calibration import make_rows
-from neuronmm.compression.calibration_store import CalibrationStore
+from neuronmm.compression.calibration_store import CalibrationStore, tokens_of
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import check_device, check_room, last_steps
 from neuronmm.compression.layer import Streams, compress_layer
@@ -83,8 +81,7 @@ def compress(
     if store is not None and config.needs_text:
         common = CalibrationStore(store, folder, size, device, config)
     if config.needs_text:
-        make = partial(make_rows, folder, config.calibration, config.rows, device, progress)
-        rows = workspace.tokens(make if common is None else partial(common.tokens, make))
+        rows = tokens_of(workspace, folder, config, device, common, progress)
     found = workspace.layers_done()
     streamed = StreamedModel(folder, torch.float32, device)
     if rows is not None and needs_spectra(config):

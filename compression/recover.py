@@ -6,14 +6,12 @@ What ``compress`` does with the setting ``recover``, done later: same text, same
 from __future__ import annotations
 
 import time
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from neuronmm.compression import report
-from neuronmm.compression.calibration import make_rows
-from neuronmm.compression.calibration_store import CalibrationStore
+from neuronmm.compression.calibration_store import CalibrationStore, tokens_of
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import check_device, check_room, last_steps
 from neuronmm.compression.memory import forget_peak, peak_rss
@@ -93,11 +91,10 @@ def recover(
     run = {"verb": "recover", "model": str(folder), "bytes": size, "dense": str(source)}
     run |= {"version": version("neuronmm"), "device": device, **config.model_dump()}
     workspace = Workspace(out, run, resume, force)
-    make = partial(make_rows, source, config.calibration, config.rows, device, progress)
     common = None
     if store is not None:
         common = CalibrationStore(store, source, Reader(source).total_bytes(), device, config)
-    rows = workspace.tokens(make if common is None else partial(common.tokens, make))
+    rows = tokens_of(workspace, source, config, device, common, progress)
 
     def fill(final: Path) -> None:
         copy_checkpoint(folder, final)

@@ -21,9 +21,9 @@ def make_point(
 ) -> None:
     """Make the checkpoint ``folder`` of ``dense``, or go on where it was interrupted; ``basis`` is trained if given."""
     partial = folder.with_name(folder.name + ".partial")
-    store = folder.with_name("calibration")
-    if basis is None or (partial.exists() and not _trains(partial)):
-        compress(dense, folder, config, resume=partial.exists(), store=store, progress=progress)
+    store, resume = folder.with_name("calibration"), partial.exists()
+    if basis is None or (resume and not _trains(partial)):
+        compress(dense, folder, config, resume=resume, store=store, progress=progress)
         return
     progress("compressing", 1.0)
     assert config.recover != "off"
@@ -36,7 +36,7 @@ def make_point(
         calibration_rows=config.calibration_rows,
         calibration_length=config.calibration_length,
         factors=config.factors,
-        resume=partial.exists(),
+        resume=resume,
         store=store,
         progress=progress,
     )

@@ -1,6 +1,9 @@
 // The scheme of a GEMM by the processor's bf16 dot product: two columns at a time, sums in fp32.
 #pragma once
 
+#include "gemm_impl.h"
+#include "transpose_impl.h"
+
 namespace neuronmm {
 namespace {
 

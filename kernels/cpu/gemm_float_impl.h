@@ -2,6 +2,9 @@
 // taken. For processors without a bf16 dot product, and those on which it is slower than this.
 #pragma once
 
+#include "gemm_impl.h"
+#include "transpose_impl.h"
+
 namespace neuronmm {
 namespace {
 

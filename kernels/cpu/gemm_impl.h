@@ -7,6 +7,8 @@
 // `kDepth` inputs at a time, so that panel and inputs stay in the cache.
 #pragma once
 
+#include "kernels_impl.h"
+
 namespace neuronmm {
 namespace {
 

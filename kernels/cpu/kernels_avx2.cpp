@@ -3,9 +3,6 @@
 
 #if defined(__x86_64__)
 #define NEURONMM_LANES 8
-#include "kernels_impl.h"
-#include "transpose_impl.h"
-#include "gemm_impl.h"
 #include "gemm_float_impl.h"
 
 const neuronmm::Kernels* neuronmm::kernels_avx2() {

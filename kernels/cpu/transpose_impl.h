@@ -1,6 +1,8 @@
 // Squares of 32-bit lanes turned round in registers. Included where vectors of 8 or 16 lanes are.
 #pragma once
 
+#include "kernels_impl.h"
+
 namespace neuronmm {
 namespace {
 
