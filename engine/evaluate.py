@@ -16,7 +16,7 @@ from neuronmm.engine.bandwidth import factor_bytes
 from neuronmm.engine.engine import Engine, load
 from neuronmm.engine.host import TorchHost
 from neuronmm.engine.perplexity import Windows, cut, mean_and_error, read_text, window_nlls
-from neuronmm.engine.tasks import Question, answer, encode, read_task, score
+from neuronmm.engine.tasks import Question, answer, encode, guessing, read_task, score
 from neuronmm.models.errors import UserError
 
 
@@ -79,14 +79,17 @@ def evaluate(
         notes.append(_describe(windows))
     for key in next(iter(scores.values())).correct:
         results.append(_measure(key, {name: entry.correct[key] for name, entry in scores.items()}))
+    blind = {name: guessing(rows) for name, rows in questions.items()}
     if questions:
         notes.append("acc: likeliest choice; acc_norm: log-likelihood divided by the choice's length in characters")
+        notes.append("guessing gives " + ", ".join(f"{name} {share:.1%}" for name, share in blind.items()))
     return {
         "kind": "measured",
         "what": "evaluation",
         "models": {name: {"path": entry.path, "dtype": entry.dtype} for name, entry in scores.items()},
         "text": None if windows is None else {"file": str(text), **_facts(windows)},
         "tasks": {name: len(rows) for name, rows in questions.items()},
+        "guessing": blind,
         "results": results,
         "notes": notes,
     }

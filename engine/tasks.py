@@ -61,6 +61,11 @@ def read_task(path: Path, limit: int | None) -> list[Question]:
     return [_question(line, f"{path}:{number}") for number, line in numbered]
 
 
+def guessing(questions: list[Question]) -> float:
+    """The share of ``questions`` that choosing blindly answers right, on average: what accuracies begin from."""
+    return sum(1 / len(question.pairs) for question in questions) / len(questions)
+
+
 def _question(line: str, where: str) -> Question:
     try:
         row = json.loads(line)

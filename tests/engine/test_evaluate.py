@@ -140,6 +140,19 @@ def test_multiple_choice(checkpoint: Callable[..., Path], tmp_path: Path) -> Non
     assert evaluate(folder, tasks=[file], limit=5, dtype="fp32")["tasks"] == {"task": 5}
 
 
+def test_what_guessing_gives_is_said_of_each_task(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    rows = [
+        {"query": "w3", "choices": ["w4", "w5"], "gold": 0},
+        {"query": "w6", "choices": ["w7", "w8", "w9", "w10"], "gold": 1},
+    ]
+    mixed, four = tmp_path / "mixed.jsonl", tmp_path / "four.jsonl"
+    mixed.write_text("\n".join(map(json.dumps, rows)))
+    four.write_text(json.dumps(rows[1]))
+    result = evaluate(checkpoint(), tasks=[mixed, four], dtype="fp32")
+    assert result["guessing"] == {"mixed": 0.375, "four": 0.25}
+    assert "guessing gives mixed 37.5%, four 25.0%" in result["notes"]
+
+
 def test_a_blank_is_filled_and_what_follows_is_scored(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     file = tmp_path / "task.jsonl"
     rows = [
