@@ -6,7 +6,6 @@ sharing. What is read back is what a run alone would gather, to the last bit.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,12 +20,16 @@ from neuronmm.compression.block import Rotary, advance, moments_of
 from neuronmm.compression.calibration import make_rows
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.moments import Moments, leaders_of
+from neuronmm.compression.parts import place_tensors, read_header
 from neuronmm.compression.progress import Progress
-from neuronmm.compression.workspace import Workspace, place_tensors
+from neuronmm.compression.workspace import Workspace
+from neuronmm.kernels.durable import WRITING
 from neuronmm.models.errors import UserError
-from neuronmm.models.portable import write_json
+from neuronmm.models.output import stranger_in
+from neuronmm.models.portable import read_object, write_json
 
 _SIDES = ("outputs", "inputs")
+_RUN, _TOKENS = "run.json", "tokens"
 _TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}
 
 
@@ -42,7 +45,7 @@ class CalibrationStore:
             share the tokens alone.
 
     Raises:
-        UserError: the folder was filled for something else.
+        UserError: the folder was filled for something else, or by somebody else.
     """
 
     def __init__(self, folder: Path, dense: Path, size: int, device: str, config: CompressionConfig) -> None:
@@ -50,27 +53,29 @@ class CalibrationStore:
         self._folder, self._targets, self._known = folder, config.targets, set[str]()
         run = {"model": str(dense), "bytes": size, "version": version("neuronmm"), "device": device}
         run |= config.model_dump(include=_TEXT)
-        plan = folder / "run.json"
-        if not plan.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(plan, run)
-        elif json.loads(plan.read_text(encoding="utf-8")) != run:
+        folder.mkdir(parents=True, exist_ok=True)
+        before = read_object(folder / _RUN)
+        if before is None:
+            if stranger_in(folder, [f"*{WRITING}"]) is not None:
+                raise UserError(f"{folder}: its {_RUN} does not say what it holds; remove it or give another folder")
+            write_json(folder / _RUN, run)
+        elif before != run:
             raise UserError(f"{folder}: holds the calibration of another model or text; give another folder")
 
     def tokens(self, make: Callable[[], Tensor]) -> Tensor:
         """The calibration tokens [rows, length], made where they are not there yet."""
-        if not self._path("tokens").exists():
+        if read_header(self._path(_TOKENS), [_TOKENS]) is None:
             began = time.perf_counter()
-            self._write("tokens", {"tokens": make()}, began)
-        return self._read("tokens", torch.device("cpu"))["tokens"]
+            self._write(_TOKENS, {_TOKENS: make()}, began)
+        return self._read(_TOKENS, torch.device("cpu"))[_TOKENS]
 
     def complete(self, layers: int) -> bool:
         """Whether the moments of all of the model's layers are there."""
         return all(self.has(index) for index in range(layers))
 
     def has(self, index: int) -> bool:
-        """Whether those of layer ``index`` are there."""
-        return self._path(self._layer(index)).exists()
+        """Whether those of layer ``index`` are there and whole."""
+        return read_header(self._path(self._layer(index))) is not None
 
     def keep(self, index: int, moments: dict[str, Moments], began: float) -> None:
         """Keep what layer ``index`` was found to have, by its linears' names; gathering it began at ``began``."""

@@ -56,6 +56,11 @@ class CompressionConfig(BaseModel):
         return self.method != "svd" or any(fitted)
 
     @property
+    def text_file(self) -> str | None:
+        """The file that the calibration text is read from, None where the model writes it."""
+        return None if self.calibration == SELF else self.calibration
+
+    @property
     def rows(self) -> Rows:
         """How much calibration text."""
         return Rows(self.calibration_rows, self.calibration_length, self.seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from neuronmm.compression.workspace import rewrite_shards
+from neuronmm.compression.parts import rewrite_shards
 from neuronmm.kernels import quantise
 from neuronmm.models.load import weight_files
 from neuronmm.models.lowrank import FACTORS

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from neuronmm.compression.config import CompressionConfig
@@ -73,7 +74,7 @@ def check_room(out: Path, before: int, size: int, parameters: int, factors: int,
     Recovery and 8 bits write anew, beside the old, what they replace: the state after each pass, the shards at the end.
 
     Args:
-        out: the folder that is to be written.
+        out: the folder that is to be written; the one it lies in exists.
         before: bytes that lie on the disk when the last steps begin.
         size: bytes of the checkpoint that these change.
         parameters: the parameters of the model that recovery holds, in float32.
@@ -86,15 +87,16 @@ def check_room(out: Path, before: int, size: int, parameters: int, factors: int,
     state = 16 * factors if config.recover == "factors" else 0
     rewritten = size if config.recover != "off" or config.factors == "int8" else 0
     needed = before + state + max(state, rewritten)
-    parent = next(folder for folder in out.parents if folder.exists())
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(out.parent).free
     if free < needed:
-        raise UserError(f"{parent}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed; free some or move -o")
+        raise UserError(f"{out.parent}: {_short(free, needed)}; free that much of the disk, or give another -o")
     if config.recover == "off":
         return
     needed, free = 4 * parameters + state, psutil.virtual_memory().available
     if free < needed:
-        raise UserError(
-            f"recover: {free / 1e9:.1f} GB of memory available, about {needed / 1e9:.1f} GB needed; refine trains "
-            "block by block instead"
-        )
+        raise UserError(f"recover: of memory {_short(free, needed)}; refine trains block by block instead")
+
+
+def _short(free: int, needed: int) -> str:
+    """What is there, what is needed and what lacks, each in the unit that suits it."""
+    return f"{decimal(free)} free, about {decimal(needed)} needed, {decimal(needed - free)} more"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from neuronmm.compression import report
 from neuronmm.compression.calibration_store import CalibrationStore, tokens_of
+from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import check_device, check_room, last_steps
 from neuronmm.compression.layer import Streams, compress_layer
@@ -59,8 +60,23 @@ def compress(
     forget_peak()
     check_device(device)
     config = config or CompressionConfig()
-    out = Path(out).expanduser().absolute()
+    inputs = (model, config.text_file, store)
+    with Workspace(out, inputs, resume=resume, force=force) as workspace:
+        return _compress(model, workspace, config, device, store, progress, began)
+
+
+def _compress(
+    model: str | Path,
+    workspace: Workspace,
+    config: CompressionConfig,
+    device: str,
+    store: Path | None,
+    progress: Progress,
+    began: float,
+) -> dict[str, Any]:
+    """As :func:`compress`, in a workspace of its own."""
     folder = resolve(model)
+    workspace.protect(folder)
     settings = read_config(folder)
     family_of(settings, str(folder / "config.json"))
     if "quantization_config" in settings:
@@ -71,10 +87,10 @@ def compress(
     total = sum(map(reader.parameters, reader.names))
     factors = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
     size = reader.total_bytes()
-    check_room(out, 2 * size, size, total, factors, config)  # parts and final shards lie there together
+    check_room(workspace.out, 2 * size, size, total, factors, config)  # parts and final shards lie there together
     run = {"model": str(folder), "bytes": size, "version": version("neuronmm"), "device": device}
     run |= config.model_dump()
-    workspace = Workspace(out, run, resume, force)
+    workspace.begin(run)
 
     rows: Tensor | None = None
     common = None
@@ -82,11 +98,10 @@ def compress(
         common = CalibrationStore(store, folder, size, device, config)
     if config.needs_text:
         rows = tokens_of(workspace, folder, config, device, common, progress)
-    found = workspace.layers_done()
     streamed = StreamedModel(folder, torch.float32, device)
     if rows is not None and needs_spectra(config):
         plan = make_plan(linears, config, measure(streamed, linears, rows, config, workspace, common, progress))
-    _layers(streamed, plan, rows, config, workspace, common, progress)
+    found = _layers(streamed, plan, rows, config, workspace, common, progress)
 
     layers = workspace.layer_facts(settings["num_hidden_layers"])
     spec = _spec(config, plan, rows, total)
@@ -96,7 +111,7 @@ def compress(
     compressed = {**settings, "quantization_config": spec.model_dump()}
 
     def fill(final: Path) -> None:
-        workspace.assemble(final, reader, others, len(layers), compressed)
+        assemble(final, reader, others, [workspace.part(index) for index in range(len(layers))], compressed)
         work = workspace.folder
         recovery = last_steps(final, rows, config, progress, dense=folder, device=device, work=work)
         # A resumed run counts the layers and passes that it found done; those of this run lie within its own time.
@@ -160,15 +175,17 @@ def _layers(
     workspace: Workspace,
     store: CalibrationStore | None,
     progress: Progress,
-) -> None:
-    """Compress layer by layer, from the first one that is not done yet."""
-    first = workspace.layers_done()
+) -> int:
+    """Compress layer by layer, from the first one that is not done yet; how many were done before."""
+    measured = store is not None and store.complete(len(model))
+    followed = () if rows is None or (measured and config.streams == ("dense",)) else config.streams
+    first = workspace.layers_done(len(model), followed)
     progress("compressing", first / len(model))
     streams: Streams = {}
     rotary = None
-    measured = store is not None and store.complete(len(model))
-    if rows is not None and first < len(model) and not (measured and config.streams == ("dense",)):
-        streams = workspace.load(f"hidden-{first:05d}") or {name: model.embed(rows) for name in config.streams}
+    if rows is not None and followed and first < len(model):
+        kept = workspace.load(f"hidden-{first:05d}", followed) if first else None
+        streams = kept or {name: model.embed(rows) for name in followed}
         streams = {name: hidden.to(model.device) for name, hidden in streams.items()}
         rotary = model.rotary(streams["dense"], torch.arange(rows.shape[1])[None])
     refined = 0.9 if config.refine != "off" else 0.0  # share of a layer's time
@@ -194,6 +211,7 @@ def _layers(
         workspace.drop(f"hidden-{index:05d}")
         model.reader.close()  # pages of the mapped shard count as resident as long as it is mapped
         progress("compressing", (1 - refined) / len(model))
+    return first
 
 
 def _block_loss(layers: list[dict[str, Any]]) -> dict[str, float] | None:

@@ -139,11 +139,11 @@ def measure(
     Raises:
         UserError: weights or activations hold NaN or infinity.
     """
-    first = workspace.latest("spectra")
-    state = workspace.load(f"spectra-{first:05d}") or {}
+    runs = store is None or not store.complete(len(model))
+    first, state = workspace.latest("spectra", ["hidden"] if runs else [])
     progress("measuring spectra", first / len(model))
     hidden, rotary = state.pop("hidden", None), None
-    if store is None or not store.complete(len(model)):
+    if runs:
         hidden = model.embed(rows) if hidden is None else hidden.to(model.device)
         rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
     for index in range(first, len(model)):

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 from neuronmm.compression import report
 from neuronmm.compression.calibration_store import CalibrationStore, tokens_of
+from neuronmm.compression.checkpoint import copy_checkpoint
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import check_device, check_room, last_steps
 from neuronmm.compression.memory import forget_peak, peak_rss
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.reader import Reader
-from neuronmm.compression.workspace import Workspace, copy_checkpoint
+from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import check_factors
 from neuronmm.models.lowrank import FACTORS
@@ -67,30 +68,50 @@ def recover(
     began = time.perf_counter()
     forget_peak()
     check_device(device)
-    out = Path(out).expanduser().absolute()
+    asked = {
+        "recover": train,
+        "factors": factors,
+        "calibration": calibration,
+        "calibration_rows": calibration_rows,
+        "calibration_length": calibration_length,
+    }
+    with Workspace(out, (model, dense, calibration, store), resume=resume, force=force) as workspace:
+        return _recover(model, workspace, dense, asked, device, store, progress, began)
+
+
+def _recover(
+    model: str | Path,
+    workspace: Workspace,
+    given: str | Path | None,
+    asked: dict[str, Any],
+    device: str,
+    store: Path | None,
+    progress: Progress,
+    began: float,
+) -> dict[str, Any]:
+    """As :func:`recover`, in a workspace of its own; ``asked`` are the settings, ``given`` the dense model."""
     folder = resolve(model)
     spec = _spec_of(folder)
     done = report.read(folder)
     if done["recovery"] and done["recovery"]["kept"]:
         raise UserError(f"{folder}: its factors were recovered already; start from the checkpoint before that")
-    source = _dense_of(folder, done["model"], dense)
     text = spec.calibration or {}
+    like = {"calibration": "source", "calibration_rows": "rows", "calibration_length": "length", "seed": "seed"}
+    fitted = {name: text.get(key) for name, key in like.items()}
     config = CompressionConfig.build(
-        recover=train,
-        factors=factors,
-        calibration=text.get("source") if calibration is None else calibration,
-        calibration_rows=text.get("rows") if calibration_rows is None else calibration_rows,
-        calibration_length=text.get("length") if calibration_length is None else calibration_length,
-        seed=text.get("seed"),
+        **{**fitted, **{name: value for name, value in asked.items() if value is not None}}
     )
+    workspace.protect(folder, config.text_file, done["model"] if given is None else None)
+    source = _dense_of(folder, done["model"], given)
+    workspace.protect(source)
     reader = Reader(folder)
     size = reader.total_bytes()
     counts = {name: reader.parameters(name) for name in reader.names}
     trained = sum(count for name, count in counts.items() if name.endswith(FACTORS))
-    check_room(out, size, size, sum(counts.values()), trained, config)
+    check_room(workspace.out, size, size, sum(counts.values()), trained, config)
     run = {"verb": "recover", "model": str(folder), "bytes": size, "dense": str(source)}
     run |= {"version": version("neuronmm"), "device": device, **config.model_dump()}
-    workspace = Workspace(out, run, resume, force)
+    workspace.begin(run)
     common = None
     if store is not None:
         common = CalibrationStore(store, source, Reader(source).total_bytes(), device, config)
@@ -105,7 +126,7 @@ def recover(
         done["peak_rss_bytes"] = max(peak_rss(), done["peak_rss_bytes"])
         report.write(done, final)
 
-    done |= {"recover": train, "factors": factors}
+    done |= {"recover": config.recover, "factors": config.factors}
     workspace.finish(fill)
     return done
 

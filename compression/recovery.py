@@ -28,11 +28,11 @@ from torch import Tensor
 
 from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
 from neuronmm.compression.memory import peak_rss
+from neuronmm.compression.parts import replace_tensors
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.refine import split_rows
 from neuronmm.compression.rounding import round_stochastically
 from neuronmm.compression.training import Course, train
-from neuronmm.compression.workspace import replace_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.lowrank import FACTORS

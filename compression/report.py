@@ -30,11 +30,16 @@ class Matrix(TypedDict):
 REPORT = "compression_report.json"
 """The document that lies in a compressed checkpoint's folder, beside the table for people."""
 
+_TABLE = "compression_report.md"
+
+FILES = (REPORT, _TABLE)
+"""Both of them."""
+
 
 def write(report: dict[str, Any], folder: Path) -> None:
     """Keep the report in the checkpoint's folder."""
     write_json(folder / REPORT, report)
-    (folder / "compression_report.md").write_text(as_markdown(report), encoding="utf-8")
+    (folder / _TABLE).write_text(as_markdown(report), encoding="utf-8")
 
 
 def read(folder: Path) -> dict[str, Any]:

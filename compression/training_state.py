@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from neuronmm.compression.workspace import place_tensors
+from neuronmm.compression.parts import place_tensors, read_tensors
 
 
 @dataclass
@@ -59,10 +58,12 @@ def save(
 
 @torch.no_grad()
 def load(path: Path, parameters: list[nn.Parameter], optimizer: Optimizer, generator: torch.Generator) -> State | None:
-    """Set parameters, optimizer and generator to what ``path`` holds; None, and nothing is set, if it is not there."""
-    if not path.is_file():
+    """Set parameters, optimizer and generator to what ``path`` holds; None, and nothing is set, if it is not whole."""
+    each = ("value", "best", "step", "exp_avg", "exp_avg_sq")
+    names = [f"{index}.{name}" for index in range(len(parameters)) for name in each]
+    tensors = read_tensors(path, ["losses", "seconds", "order", *names])
+    if tensors is None:
         return None
-    tensors = load_file(path)
     generator.set_state(tensors["order"])
     best = []
     for index, parameter in enumerate(parameters):

@@ -6,52 +6,97 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from neuronmm.compression.reader import Reader
+from neuronmm.compression.checkpoint import check_ours
+from neuronmm.compression.claim import MARK, Claim
+from neuronmm.compression.parts import place_tensors, read_header, read_tensors
+from neuronmm.kernels.durable import WRITING, sync, sync_tree
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import weight_files
-from neuronmm.models.portable import make_portable, write_json
+from neuronmm.models.output import Inputs, is_within, keep_out_of, keep_whole, output_folder, stranger_in
+from neuronmm.models.portable import read_object, write_json
 
-_SHARD_BYTES = 2_000_000_000
-_BESIDE = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
-    "generation_config.json",
-)  # fmt: skip
+RUN = "run.json"
+"""What the run in a work folder was asked for."""
+
+_FINAL, _REPLACED = "final", "replaced"
+_PARTS = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
+_KNOWN = (MARK, RUN, _FINAL, _REPLACED, *(f"{part}.safetensors" for part in _PARTS), f"*{WRITING}")
+"""All that a run writes into its folder."""
 
 
 class Workspace:
     """Parts of one run, one file a layer, and the finished checkpoint made of them.
 
+    The folder is made and locked at once: no other run works for the same OUT. Left as a context it is unlocked, and
+    removed where nothing is in it that a later run could go on from.
+
+    Args:
+        out: the checkpoint's folder that is to be written.
+        inputs: what the run reads; see :meth:`protect`.
+        resume: go on with the work of an interrupted run.
+        force: OUT may exist and is then replaced; the work of an interrupted run is dropped unless it is resumed.
+
     Raises:
-        UserError: OUT exists, an interrupted run is in the way, or the run to resume was started otherwise.
+        UserError: OUT cannot be written, holds what the run reads or what neuronmm did not write, or exists; another
+            run is at work there, or an interrupted one is in the way.
     """
 
-    def __init__(self, out: Path, run: dict[str, Any], resume: bool, force: bool) -> None:
-        self.out, self._run = out, run
-        self.folder = out.with_name(out.name + ".partial")
-        if out.exists() and not force:
-            raise UserError(f"{out}: exists already; give another -o, or --force to replace it")
-        if self.folder.exists() and resume:
-            self._check(self.folder / "run.json", run)
-            return
-        if self.folder.exists() and not force:
-            raise UserError(f"{self.folder}: an interrupted run is there; --resume continues it, --force starts over")
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _check(self, plan: Path, run: dict[str, Any]) -> None:
+    def __init__(self, out: str | Path, inputs: Inputs, *, resume: bool, force: bool) -> None:
+        self.out = output_folder(out)
+        if is_within(Path.cwd(), self.out):
+            raise UserError(f"{out}: is the current directory or one above it; give a folder of its own to write")
+        self.folder = work_folder(self.out)
+        self._resume, self._force = resume, force
+        self.protect(*inputs)
+        self._check_folder()
+        self._claim = Claim(self.folder)
+        self._undo = ExitStack()
+        self._undo.callback(self._leave)
         try:
-            before = json.loads(plan.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
-            raise UserError(
-                f"{self.folder}: cannot be resumed ({plan.name} is unreadable); --force starts over"
-            ) from None
+            self._bring_back()
+            self._check_out()
+            if self._holds_work() and not resume and not force:
+                raise UserError(
+                    f"{self.folder}: an interrupted run is there; --resume continues it, --force starts over"
+                )
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def protect(self, *inputs: str | Path | None) -> None:
+        """Check that the run will not write over, around or inside ``inputs``, which are files, folders or hub ids.
+
+        Raises:
+            UserError: it would.
+        """
+        keep_out_of(self.out, inputs)
+        for folder in (self.out, self.folder):
+            keep_whole(folder, inputs)
+
+    def begin(self, run: dict[str, Any]) -> None:
+        """Start the run that ``run`` describes, or go on with an interrupted one of the same description.
+
+        Work whose description cannot be read counts as not done.
+
+        Raises:
+            UserError: the run to resume was started otherwise.
+        """
+        before = read_object(self.folder / RUN) if self._resume else None
+        if before is None:
+            self._claim.clear()
+            write_json(self.folder / RUN, run)
+            return
         changed = [key for key in run if before.get(key) != run[key]]
         if changed:
             raise UserError(
@@ -60,20 +105,16 @@ class Workspace:
             )
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-        """Write ``name``.safetensors; it exists complete or not at all. The first one makes the folder."""
-        if not self.folder.exists():
-            self.folder.mkdir(parents=True)
-            write_json(self.folder / "run.json", self._run)
-        place_tensors(self.folder / f"{name}.safetensors", tensors, metadata)
+        """Write ``name``.safetensors; it exists complete or not at all."""
+        place_tensors(self._file(name), tensors, metadata)
 
-    def load(self, name: str) -> dict[str, Tensor] | None:
-        """The tensors of ``name``.safetensors, or None if it was not written."""
-        path = self.folder / f"{name}.safetensors"
-        return load_file(path) if path.is_file() else None
+    def load(self, name: str, needed: Collection[str] = ()) -> dict[str, Tensor] | None:
+        """The tensors of ``name``.safetensors, or None if it is missing, damaged or lacks a ``needed`` one."""
+        return read_tensors(self._file(name), needed)
 
     def tokens(self, make: Callable[[], Tensor]) -> Tensor:
         """The calibration tokens [rows, length]: an interrupted run's, or what ``make`` gives, which is kept."""
-        kept = self.load("calibration")
+        kept = self.load("calibration", ["tokens"])
         if kept is None:
             kept = {"tokens": make()}
             self.save("calibration", kept)
@@ -81,155 +122,129 @@ class Workspace:
 
     def drop(self, name: str) -> None:
         """Remove ``name``.safetensors if it is there."""
-        (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
+        self._file(name).unlink(missing_ok=True)
 
-    def latest(self, name: str) -> int:
-        """The number of the last ``name``-NNNNN.safetensors that was written, 0 if there is none."""
-        numbers = [int(path.stem.rpartition("-")[2]) for path in self.folder.glob(f"{name}-*.safetensors")]
-        return max(numbers, default=0)
+    def latest(self, name: str, needed: Collection[str]) -> tuple[int, dict[str, Tensor]]:
+        """The number and the tensors of the last whole ``name``-NNNNN.safetensors; 0 and none if there is none."""
+        for file in sorted(self.folder.glob(f"{name}-*.safetensors"), reverse=True):
+            tensors = read_tensors(file, needed)
+            if tensors is not None:
+                return int(file.stem.rpartition("-")[2]), tensors
+        return 0, {}
 
-    def layers_done(self) -> int:
-        """How many layers, from the first on, are complete."""
+    def layers_done(self, layers: int, streams: Collection[str]) -> int:
+        """How many of the ``layers``, from the first on, need not be run again.
+
+        They are whole, and so are the hidden states ``streams`` that the layer after them reads. Where those are not,
+        the layers before have to run to make them.
+        """
         count = 0
-        while self._part(count).is_file():
+        while count < layers and _facts(self.part(count)) is not None:
             count += 1
+        if count == layers or not streams:
+            return count
+        while count and read_header(self._file(f"hidden-{count:05d}"), streams) is None:
+            count -= 1
         return count
 
     def save_layer(self, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write one finished layer, and what the report has to say of it."""
-        self.save(self._part(index).stem, tensors, {"facts": json.dumps(facts)})
+        self.save(self.part(index).stem, tensors, {"facts": json.dumps(facts)})
 
     def layer_facts(self, layers: int) -> list[dict[str, Any]]:
         """What the report has to say of each layer, those of an interrupted run included."""
-        facts = []
-        for index in range(layers):
-            with safe_open(self._part(index), framework="pt") as part:
-                facts.append(json.loads(part.metadata()["facts"]))
-        return facts
+        return [_facts(self.part(index)) or {} for index in range(layers)]
 
-    def _part(self, index: int) -> Path:
-        return self.folder / f"layer-{index:05d}.safetensors"
+    def part(self, index: int) -> Path:
+        """The file of layer ``index``."""
+        return self._file(f"layer-{index:05d}")
 
     def finish(self, fill: Callable[[Path], None]) -> None:
-        """Let ``fill`` make the checkpoint in an empty folder, move that to OUT, and remove what led to it."""
-        final = self.folder / "final"
+        """Let ``fill`` make the checkpoint in an empty folder, move that to OUT, and remove what led to it.
+
+        An OUT that is to be replaced is moved into the work folder first. A kill between the two moves leaves no OUT;
+        the next run for this OUT moves the old one back.
+        """
+        final = self.folder / _FINAL
         shutil.rmtree(final, ignore_errors=True)
         final.mkdir()
         fill(final)
-        old = self.out.with_name(self.out.name + ".replaced")
+        sync_tree(final)
+        self._check_out()  # it may have been made or filled since the run began
         if self.out.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(self.out, old)
+            os.replace(self.out, self.folder / _REPLACED)
         os.replace(final, self.out)
-        shutil.rmtree(old, ignore_errors=True)
-        shutil.rmtree(self.folder)
+        sync(self.out.parent)
+        sync(self.folder)
+        self._undo.pop_all()
+        self._claim.remove()
 
-    def assemble(self, final: Path, source: Reader, others: list[str], layers: int, config: dict[str, Any]) -> None:
-        """Make a loadable checkpoint of the layers' parts.
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
 
-        Args:
-            final: the folder to make it in.
-            source: the dense checkpoint; its tokenizer and generation files are copied.
-            others: the tensors outside the decoder layers, copied as they are.
-            layers: number of layer parts.
-            config: the new config.json.
-        """
-        write_json(final / "config.json", config)
-        self._write_shards(final, source, others, layers)
-        _complete(source.folder, final)
+    def _check_folder(self) -> None:
+        """Check that the work folder is missing, empty, or one that a run made and no one else wrote to."""
+        if not os.path.lexists(self.folder):
+            return
+        move = "move that away, or give another -o"
+        if self.folder.is_symlink() or not self.folder.is_dir():
+            raise UserError(f"{self.folder}: is no folder, and this run needs one of that name; {move}")
+        entries = list(self.folder.iterdir())
+        if entries and self.folder / MARK not in entries:
+            raise UserError(f"{self.folder}: was not made by neuronmm, and this run needs that name; {move}")
+        stranger = stranger_in(self.folder, _KNOWN)
+        if stranger is not None:
+            raise UserError(f"{self.folder}: holds {stranger.name}, which neuronmm did not write; {move}")
 
-    def _write_shards(self, final: Path, source: Reader, others: list[str], layers: int) -> None:
-        """Safetensors shards of at most 2 GB with an index, or one file where everything fits."""
-        readers = {name: source for name in others}
-        for index in range(layers):
-            part = Reader.of_file(self._part(index))
-            readers.update(dict.fromkeys(part.names, part))
-        shards: list[list[str]] = [[]]
-        sizes = [0]
-        for name, reader in readers.items():
-            size = reader.nbytes(name)
-            if shards[-1] and sizes[-1] + size > _SHARD_BYTES:
-                shards.append([])
-                sizes.append(0)
-            shards[-1].append(name)
-            sizes[-1] += size
-        where: dict[str, str] = {}
-        for number, names in enumerate(shards, start=1):
-            single = len(shards) == 1
-            file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_tensors(final / file, {name: readers[name][name] for name in names})
-            shutil.copymode(final / "config.json", final / file)  # safetensors makes files only the owner can read
-            where.update(dict.fromkeys(names, file))
-            for reader in {id(readers[name]): readers[name] for name in names}.values():
-                reader.close()
-        if len(shards) > 1:
-            index_content = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
-            write_json(final / "model.safetensors.index.json", index_content)
+    def _check_out(self) -> None:
+        """Check that OUT is missing, or may be replaced."""
+        if not os.path.lexists(self.out):
+            return
+        if not self._force:
+            raise UserError(f"{self.out}: exists already; give another -o, or --force to replace it")
+        check_ours(self.out)
+        if not os.access(self.out, os.W_OK | os.X_OK):
+            raise UserError(f"{self.out}: is read-only and cannot be replaced; give another -o")
 
+    def _bring_back(self) -> None:
+        """End what a kill interrupted between the two moves of :meth:`finish`, or after them."""
+        old = self.folder / _REPLACED
+        if not old.exists():
+            return
+        if not self.out.exists():
+            os.replace(old, self.out)
+            sync(self.out.parent)
+            if not self._force:
+                raise UserError(
+                    f"{self.out}: was interrupted while it was replaced and is now back as it was; "
+                    "--force --resume ends the replacement"
+                )
+        elif (self.folder / _FINAL).exists():
+            raise UserError(f"{self.out}: was made while its former content waits in {old}; move one of them away")
+        else:
+            shutil.rmtree(old)
 
-def copy_checkpoint(source: Path, final: Path) -> None:
-    """Copy a checkpoint's weights, config.json, tokenizer and generation files, and nothing else that lies there."""
-    for file in {*weight_files(source).values(), *source.glob("model.safetensors.index.json")}:
-        shutil.copyfile(file, final / file.name)
-    shutil.copyfile(source / "config.json", final / "config.json")
-    _complete(source, final)
+    def _holds_work(self) -> bool:
+        """Whether there is anything in the folder that a later run could go on from."""
+        return (self.folder / _REPLACED).exists() or any(self.folder.glob("*.safetensors"))
 
-
-def _complete(source: Path, final: Path) -> None:
-    """Give a checkpoint with weights and config.json what else it has from ``source``, readable by old and new."""
-    for pattern in _BESIDE:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, final / file.name)
-    make_portable(final)
+    def _leave(self) -> None:
+        if self._holds_work():
+            self._claim.release()
+        else:
+            self._claim.remove()
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file.
+def work_folder(out: str | Path) -> Path:
+    """The folder in which a run for ``out`` works."""
+    folder = output_folder(out)
+    return folder.with_name(f"{folder.name}.partial")
 
-    Raises:
-        UserError: the disk is full or refuses the file.
-    """
+
+def _facts(part: Path) -> dict[str, Any] | None:
+    """What a layer's file says of the layer; None if the file is missing or damaged."""
     try:
-        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
-    except (SafetensorError, OSError) as error:
-        path.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None
-
-
-def place_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that exists complete or not at all, as :func:`write_tensors` does."""
-    partial = path.with_suffix(".writing")
-    write_tensors(partial, tensors, metadata)
-    os.replace(partial, path)  # a crash before this line leaves the old state, after it the new one
-
-
-def replace_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Replace some tensors of a checkpoint, as :func:`rewrite_shards` does.
-
-    Raises:
-        UserError: the disk is full or refuses a file; the old shards are then untouched.
-    """
-    files = weight_files(folder)
-    rewrite_shards(
-        {files[name] for name in tensors}, lambda held: {name: tensors.get(name, old) for name, old in held.items()}
-    )
-
-
-def rewrite_shards(files: Collection[Path], change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    """Give shards what ``change`` makes of their tensors: new ones are written beside the old first, then take over.
-
-    Raises:
-        UserError: the disk is full or refuses a file; the old shards are then untouched.
-    """
-    ready: dict[Path, Path] = {}
-    try:
-        for file in sorted(files):
-            ready[file] = file.with_suffix(".writing")
-            write_tensors(ready[file], change(load_file(file)))
-            shutil.copymode(file, ready[file])
-        for file, new in ready.items():
-            os.replace(new, file)
-    finally:
-        for new in ready.values():
-            with suppress(FileNotFoundError):
-                new.unlink()
+        facts = json.loads((read_header(part) or {})["facts"])
+    except (ValueError, LookupError):
+        return None
+    return facts if isinstance(facts, dict) else None

@@ -78,7 +78,7 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(Path(result["model"]).name, fontsize=13, fontweight="bold")
     figure.text(0.5, 1 - 0.4 / height, "\n".join(lines), ha="center", va="top", fontsize=9, color="#555555")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, format="png", dpi=150)
 
 
 def _panel(axes: Any, result: dict[str, Any], text: str, cost: str) -> None:

@@ -35,7 +35,7 @@ def draw_benchmark(result: dict[str, Any], path: Path) -> None:
         fontsize=9,
         color="#555555",
     )
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, format="png", dpi=150)
 
 
 def _bars(axes: Any, result: dict[str, Any], measure: str, title: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,12 @@ from rich.table import Table
 from neuronmm.engine.figures import MILLI, with_error, with_range
 from neuronmm.engine.neuron_report import print_neuron_benchmark
 from neuronmm.engine.picture import draw_benchmark
+from neuronmm.kernels.durable import replacing
+from neuronmm.models.errors import UserError
+from neuronmm.models.output import Inputs, keep_out_of, output_folder
+from neuronmm.models.portable import read_object, write_json
 
+_DOCUMENT, _PICTURE = "benchmark.json", "benchmark.png"
 _WIDTH = 175
 
 
@@ -76,11 +81,33 @@ def print_benchmark(result: dict[str, Any]) -> None:
         console.print(f"{stalled} of {len(result['points']) * result['runs']} rounds look disturbed; they are included")
 
 
+def results_folder(out: str | Path, inputs: Inputs) -> Path:
+    """The folder for :func:`write_benchmark`, made if it is missing.
+
+    Raises:
+        UserError: it cannot be written, lies in a model of ``inputs``, or holds files of those names that no benchmark
+            wrote.
+    """
+    folder = output_folder(out)
+    keep_out_of(folder, inputs)
+    there = [name for name in (_DOCUMENT, _PICTURE) if os.path.lexists(folder / name)]
+    if there and (read_object(folder / _DOCUMENT) or {}).get("what") != "benchmark":
+        raise UserError(f"{folder / there[0]}: was not written by benchmark; move it, or give another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); give another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: is read-only; give another folder")
+    return folder
+
+
 def write_benchmark(result: dict[str, Any], folder: Path) -> None:
     """Write ``benchmark.json`` and, but for backend neuron, ``benchmark.png`` into ``folder``, which exists."""
-    (folder / "benchmark.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / _DOCUMENT, result)
     if result["backend"] != "neuron":
-        draw_benchmark(result, folder / "benchmark.png")
+        with replacing(folder / _PICTURE) as new:
+            draw_benchmark(result, new)
 
 
 def print_evaluation(result: dict[str, Any]) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from neuronmm.kernels.durable import sync_tree
+
 
 def cache_folder() -> Path:
     """``$NEURONMM_CACHE``, else ``~/.cache/neuronmm``."""
@@ -55,6 +57,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
         fill(partial)
+        sync_tree(partial)
         partial.rename(folder)
     except OSError:
         if not folder.is_dir():

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from neuronmm.kernels.durable import replacing
+
 
 def portable_config(config: dict[str, Any]) -> dict[str, Any]:
     """``config`` (config.json's content) with its RoPE and dtype entries under the old names and the new ones."""
@@ -26,8 +28,18 @@ def portable_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` as indented UTF-8 JSON."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Write ``content`` as indented UTF-8 JSON; a reader finds the old file or the new one, never a part."""
+    with replacing(path) as new:
+        new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object that :func:`write_json` wrote to ``path``; None if it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def make_portable(folder: Path) -> None:

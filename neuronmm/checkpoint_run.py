@@ -13,7 +13,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say how to run, not what to make."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a checkpoint that neuronmm wrote")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON document instead of a table")
 
 
@@ -23,15 +23,16 @@ def run_and_report(args: argparse.Namespace, make: Callable[..., dict[str, Any]]
     from rich.table import Table
 
     from neuronmm.compression.report import summary
+    from neuronmm.compression.workspace import work_folder
     from neuronmm.progress import stage_bars
 
     try:
         with stage_bars() as progress:
             report = make(resume=args.resume, force=args.force, device=args.device, progress=progress)
     except KeyboardInterrupt:
-        print(
-            f"interrupted; the work so far is in {args.out}.partial: repeat the command with --resume", file=sys.stderr
-        )
+        work = work_folder(args.out)
+        kept = f"the work so far is in {work}: repeat the command with --resume" if work.exists() else "nothing is kept"
+        print(f"interrupted; {kept}", file=sys.stderr)
         raise
     if args.json:
         print(json.dumps(report))

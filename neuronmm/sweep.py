@@ -7,7 +7,6 @@ further points and measures. The dense model is measured as the reference.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -20,11 +19,14 @@ from neuronmm.engine.machine import describe_machine
 from neuronmm.engine.pareto import draw_sweep, mark_fronts
 from neuronmm.engine.perplexity import read_text
 from neuronmm.engine.tasks import read_task
+from neuronmm.kernels.durable import replacing
 from neuronmm.models.errors import UserError
+from neuronmm.models.output import keep_out_of, keep_whole, output_folder
 from neuronmm.models.portable import write_json
 from neuronmm.models.source import resolve
+from neuronmm.sweep_folder import claimed, describe
 from neuronmm.sweep_making import basis_of, make_point
-from neuronmm.sweep_points import RUN, add_point, read_points, replace_json
+from neuronmm.sweep_points import add_point, read_points
 from neuronmm.sweep_table import as_markdown
 
 
@@ -67,7 +69,7 @@ def sweep(
     Raises:
         UserError: anything about the request or the checkpoint that the caller can mend.
     """
-    base, out = base or CompressionConfig.build(**BARE), Path(out).expanduser().absolute()
+    base, out = base or CompressionConfig.build(**BARE), output_folder(out)
     settings = {name: parse_method(name) for name in methods}
     configs = {
         (name, ratio): CompressionConfig.build(None, **{**base.model_dump(), **own, "ratio": ratio})
@@ -82,9 +84,10 @@ def sweep(
     exams = [Path(task).expanduser().absolute() for task in tasks]
     for exam in exams:
         read_task(exam, questions)
-    dense = resolve(model)
+    inputs = (model, base.text_file, *files.values(), *exams)
+    keep_out_of(out, inputs)
+    keep_whole(out, inputs)
     run = {
-        "model": str(dense),
         "texts": {name: str(file) for name, file in files.items()},
         "context": context,
         "limit": limit,
@@ -93,7 +96,24 @@ def sweep(
         "speed": speed,
         "base": base.model_dump(exclude={"ratio", "method"}),
     }
-    _open(out, run, resume)
+    with claimed(out, resume):
+        return _sweep(model, out, run, configs, settings, base, progress)
+
+
+def _sweep(
+    model: str | Path,
+    out: Path,
+    run: dict[str, Any],
+    configs: dict[tuple[str, float], CompressionConfig],
+    settings: dict[str, dict[str, Any]],
+    base: CompressionConfig,
+    progress: Callable[[str, float], None],
+) -> dict[str, Any]:
+    """As :func:`sweep`, in a folder that is this process's alone: ``run`` is what is kept of the request."""
+    dense = resolve(model)
+    keep_out_of(out, [dense])
+    run = {"model": str(dense), **run}
+    describe(out, run)
 
     folders = {point: out / f"{point[0]}-{point[1]:g}" for point in configs}
     waiting = [folder for folder in folders.values() if not folder.exists()]
@@ -118,8 +138,8 @@ def sweep(
         progress("measuring", 1 / steps)
     points = read_points(out)
     points.sort(key=lambda point: (point["ratio"], point["name"].count("+"), point["name"]))
-    costs = ["bytes", "speed"] if speed else ["bytes"]
-    mark_fronts(points, costs, list(files))
+    costs = ["bytes", "speed"] if run["speed"] else ["bytes"]
+    mark_fronts(points, costs, list(run["texts"]))
     result = {
         "kind": "measured",
         "what": "sweep",
@@ -130,8 +150,10 @@ def sweep(
         "points": points,
     }
     write_json(out / "sweep.json", result)
-    (out / "sweep.md").write_text(as_markdown(result), encoding="utf-8")
-    draw_sweep(result, out / "sweep.png")
+    with replacing(out / "sweep.md") as new:
+        new.write_text(as_markdown(result), encoding="utf-8")
+    with replacing(out / "sweep.png") as new:
+        draw_sweep(result, new)
     return result
 
 
@@ -161,33 +183,6 @@ def parse_method(text: str) -> dict[str, Any]:
             raise UserError(f"--methods {text}: {settings[name]!r} and {word!r} are both a {name}")
         settings[name] = value
     return settings
-
-
-def _open(out: Path, run: dict[str, Any], resume: bool) -> None:
-    """Make the sweep's folder, or check that it is one of the same settings; measures may have been added to them."""
-    plan = out / RUN
-    if not out.exists():
-        out.mkdir(parents=True)
-        write_json(plan, run)
-        return
-    if not resume:
-        raise UserError(f"{out}: exists already; --resume continues the sweep in it, or give another -o")
-    try:
-        before = json.loads(plan.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        raise UserError(f"{out}: is not the folder of a sweep ({plan.name} is unreadable); give another -o") from None
-    run = json.loads(json.dumps(run))
-    known = {name: file for name, file in run["texts"].items() if name in before.get("texts", ())}
-    comparable = {**run, "texts": known}
-    if before.get("tasks") == {}:
-        comparable.update(tasks={}, questions=before["questions"])
-    if before.get("speed") is False:
-        comparable.update(speed=False)
-    for key, value in comparable.items():
-        if before.get(key) != value:
-            raise UserError(f"{out}: was started with another {key} ({before.get(key)!r}, now {run[key]!r})")
-    if run != before:
-        replace_json(plan, run)
 
 
 def _part(progress: Callable[[str, float], None], parts: int) -> Callable[[str, float], None]:

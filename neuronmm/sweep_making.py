@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
+from neuronmm.compression.workspace import RUN, work_folder
+from neuronmm.models.portable import read_object
 from neuronmm.sweep_points import read_points
 
 _LAST = {"recover", "factors"}
@@ -20,10 +21,9 @@ def make_point(
     dense: Path, folder: Path, config: CompressionConfig, basis: Path | None, progress: Callable[[str, float], None]
 ) -> None:
     """Make the checkpoint ``folder`` of ``dense``, or go on where it was interrupted; ``basis`` is trained if given."""
-    partial = folder.with_name(folder.name + ".partial")
-    store, resume = folder.with_name("calibration"), partial.exists()
-    if basis is None or (resume and not _trains(partial)):
-        compress(dense, folder, config, resume=resume, store=store, progress=progress)
+    store, begun = folder.with_name("calibration"), read_object(work_folder(folder) / RUN)
+    if basis is None or (begun is not None and begun.get("verb") != "recover"):
+        compress(dense, folder, config, resume=True, store=store, progress=progress)
         return
     progress("compressing", 1.0)
     assert config.recover != "off"
@@ -36,7 +36,7 @@ def make_point(
         calibration_rows=config.calibration_rows,
         calibration_length=config.calibration_length,
         factors=config.factors,
-        resume=resume,
+        resume=True,
         store=store,
         progress=progress,
     )
@@ -53,12 +53,3 @@ def basis_of(out: Path, base: CompressionConfig, own: dict[str, Any], ratio: flo
         if (point.get("settings"), point["ratio"]) == (before, ratio) and (out / point["folder"]).is_dir():
             return out / str(point["folder"])
     return None
-
-
-def _trains(partial: Path) -> bool:
-    """Whether it was ``recover`` that was interrupted there; what cannot be read is ``compress``'s to complain of."""
-    try:
-        run = json.loads((partial / "run.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return False
-    return bool(run.get("verb") == "recover")

@@ -6,19 +6,16 @@ A point's file holds its ``bytes``, ``bits`` a weight, ``perplexity`` by text, a
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from neuronmm.compression.reader import Reader
 from neuronmm.engine.benchmark import benchmark
 from neuronmm.engine.evaluate import evaluate
-from neuronmm.models.portable import write_json
-
-RUN = "run.json"
-"""The file with the settings of a sweep."""
+from neuronmm.models.errors import UserError
+from neuronmm.models.portable import read_object, write_json
+from neuronmm.sweep_folder import RUN
 
 SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}
 """What a point's speed is: see :func:`neuronmm.engine.benchmark.benchmark`."""
@@ -38,24 +35,30 @@ def add_point(out: Path, key: str, folder: Path, facts: dict[str, Any]) -> None:
         folder: the checkpoint.
         facts: what is known of a new point: ``name``, ``ratio``, and but for the dense model ``targets``,
             ``realised_ratio``, ``model_ratio``, ``seconds`` and ``peak_rss_bytes``; with ``bytes`` the size is this.
+
+    Raises:
+        UserError: ``out`` is no sweep's folder, or the checkpoint cannot be measured.
     """
     kept = out / f"{key}{_POINT}"
-    run = json.loads((out / RUN).read_text(encoding="utf-8"))
-    before = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else None
+    run = read_object(out / RUN)
+    if run is None:
+        raise UserError(f"{out}: is not the folder of a sweep ({RUN} is unreadable)")
+    before = _read_point(kept)
     point = _measured(facts if before is None else before, folder, run)
     if point != before:
-        replace_json(kept, point)
-
-
-def replace_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` to ``path``; a reader finds the old file or the new one, also after an interruption."""
-    write_json(path.with_suffix(".writing"), content)
-    os.replace(path.with_suffix(".writing"), path)
+        write_json(kept, point)
 
 
 def read_points(out: Path) -> list[dict[str, Any]]:
     """All points that the sweep in ``out`` keeps, the dense model's among them, in the order of their files."""
-    return [json.loads(kept.read_text(encoding="utf-8")) for kept in sorted(out.glob(f"*{_POINT}"))]
+    points = map(_read_point, sorted(out.glob(f"*{_POINT}")))
+    return [point for point in points if point is not None]
+
+
+def _read_point(kept: Path) -> dict[str, Any] | None:
+    """What is kept of a point; None, so that it is measured again, if the file is missing or damaged."""
+    point = read_object(kept)
+    return point if point is not None and point.keys() >= {"name", "ratio"} else None
 
 
 def _measured(known: dict[str, Any], folder: Path, run: dict[str, Any]) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]
     """The dense-shaped checkpoint of one ratio in its folder; what it is, and what it would hold as factors."""
     from safetensors import safe_open
 
+    from neuronmm.compression.parts import replace_tensors
     from neuronmm.compression.reader import Reader
-    from neuronmm.compression.workspace import replace_tensors
 
     file = out / f"factors-{ratio:g}.safetensors"
     factors, reader, products, dense, kept = load_file(file), Reader(source), {}, 0, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from neuronmm.compression.config import BARE, CompressionConfig
+from neuronmm.compression.pipeline import compress
 
 EVERYTHING = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast"}
 
@@ -28,3 +30,23 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     content = load_file(folder / "model.safetensors")
     change(content)
     save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def snapshot(folder: Path) -> dict[str, bytes | str]:
+    """Everything in ``folder`` by its path there: a file's content, a symlink's target, or that it is a folder."""
+    found: dict[str, bytes | str] = {}
+    for path in folder.rglob("*"):
+        content = os.readlink(path) if path.is_symlink() else "folder" if path.is_dir() else path.read_bytes()
+        found[str(path.relative_to(folder))] = content
+    return found
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """A checkpoint's files: all but the reports, which hold times."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith("compression_report")}
+
+
+def compress_in(source: Path, out: Path, settings: dict[str, Any], force: bool) -> None:
+    """A run of a process of its own, to be killed and gone on with."""
+    torch.set_num_threads(1)
+    compress(source, out, config(**settings), resume=True, force=force)

@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write."""
     from neuronmm.engine.benchmark import benchmark
-    from neuronmm.engine.report import print_benchmark, write_benchmark
+    from neuronmm.engine.report import print_benchmark, results_folder, write_benchmark
 
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)  # before measuring: a bad path should not cost minutes
+    inputs = (args.model, args.baseline)
+    output = results_folder(args.output, inputs) if args.output else None  # a bad path should not cost minutes
     result = benchmark(
         args.model,
         args.baseline,
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> None:
         progress=True,
         **neuron_options(args),
     )
-    if args.output:
-        write_benchmark(result, args.output)
+    if output:
+        write_benchmark(result, output)
     if not args.json:
         print_benchmark(result)
     print(json.dumps(result))

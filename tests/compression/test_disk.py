@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import config
 
-from neuronmm.compression import last_steps, workspace
+from neuronmm.compression import last_steps, parts
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.recover import recover
@@ -32,19 +32,19 @@ def test_a_run_never_holds_more_tensors_on_the_disk_than_it_asked_room_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source, save, most = dense(dtype=dtype), workspace.save_file, [0]
+    source, save, most = dense(dtype=dtype), parts.save_file, [0]
     settings = config(method="whitened", calibration=str(text), **kind)
 
     def watched(tensors: Any, path: Path, **kwargs: Any) -> None:
         save(tensors, path, **kwargs)
         most.append(sum(map(_content, (tmp_path / "out.partial").rglob("*.*"))))
 
-    monkeypatch.setattr(workspace, "save_file", watched)
+    monkeypatch.setattr(parts, "save_file", watched)
 
     def refused_with_less(make: Callable[[Path], Any], small: int) -> None:
         make(tmp_path / "out")
         usage = shutil.disk_usage(tmp_path)
-        with monkeypatch.context() as patched, pytest.raises(UserError, match="GB free"):
+        with monkeypatch.context() as patched, pytest.raises(UserError, match="free, about"):
             patched.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=max(most) - small - 1))
             make(tmp_path / "again")
 

@@ -140,16 +140,17 @@ def test_training_without_gain_is_said_and_can_be_tried_again(
 def test_an_existing_out_stays_until_its_replacement_is_complete(
     low: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = contents(low)
+    before, out = contents(low), tmp_path / "out"
+    shutil.copytree(low, out)
     with pytest.raises(UserError, match="exists already"):
-        recover(low, low)
+        recover(low, out)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(recovery, "replace_tensors", Mock(side_effect=KeyboardInterrupt))
-        recover(low, low, force=True)
-    assert contents(low) == before
-    recover(low, low, force=True)
-    assert contents(low) != before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.txt", "dense-llama", "low"]
+        recover(low, out, force=True)
+    assert contents(out) == before
+    recover(low, out, force=True)
+    assert contents(out) != before == contents(low)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.txt", "dense-llama", "low", "out"]
 
 
 def test_what_cannot_be_recovered_is_refused(low: Path, text: Path, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_an_interruption_leaves_the_checkpoint_as_it_was(
         raise KeyboardInterrupt
 
     if where == "replacing":
-        monkeypatch.setattr("neuronmm.compression.workspace.shutil.copymode", refuse)
+        monkeypatch.setattr("neuronmm.compression.parts.shutil.copymode", refuse)
     with pytest.raises(KeyboardInterrupt):
         train_factors(folder, ROWS, Recovery(**QUICK), stop, dense=source)
     assert contents(folder) == before

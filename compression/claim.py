@@ -1,0 +1,96 @@
+"""A folder of one process alone: marked as neuronmm's own and locked, until it is released or the process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from pathlib import Path
+from socket import gethostname
+
+from neuronmm.models.errors import UserError
+
+MARK = "neuronmm.lock"
+"""The file that marks a folder as one that neuronmm works in. It is locked and says by whom."""
+
+
+class Claim:
+    """The folder ``folder``, made if it is missing, with the lock on it. The operating system frees it after a kill.
+
+    Raises:
+        UserError: another process holds the lock, or the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+        try:
+            self._handle = self._lock()
+            holder = {"pid": os.getpid(), "host": gethostname()}
+            since = datetime.now().astimezone().isoformat(" ", "seconds")
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, json.dumps({**holder, "since": since}).encode(), 0)
+        except OSError as error:
+            _remove_empty(self._made)
+            raise UserError(f"{folder}: cannot be written ({error.strerror}); give another folder") from None
+
+    def empty(self) -> bool:
+        """Whether the folder holds nothing but the mark."""
+        return all(path.name == MARK for path in self.folder.iterdir())
+
+    def clear(self) -> None:
+        """Remove everything in the folder but the mark."""
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != MARK:
+                path.unlink()
+
+    def release(self) -> None:
+        """Give the lock back; the folder stays with its mark."""
+        os.close(self._handle)
+
+    def unmark(self) -> None:
+        """Give the lock back and remove the mark."""
+        (self.folder / MARK).unlink(missing_ok=True)
+        self.release()
+
+    def remove(self) -> None:
+        """Remove the folder, its mark last, and those above it that were made for it and hold nothing else."""
+        self.clear()
+        self.unmark()
+        _remove_empty([self.folder, *self._made])
+
+    def _lock(self) -> int:
+        mark = self.folder / MARK
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as undo, suppress(FileNotFoundError):  # the process that had the folder has removed it
+                handle = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                undo.callback(os.close, handle)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise UserError(f"{self.folder}: {_holder(handle)}; wait for it, or give another folder") from None
+                if os.path.samestat(os.fstat(handle), os.stat(mark)):
+                    undo.pop_all()
+                    return handle
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove those of ``folders`` that hold nothing."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _holder(handle: int) -> str:
+    """Who works there, in words."""
+    try:
+        said = json.loads(os.pread(handle, 4096, 0))
+        return f"process {said['pid']} on {said['host']} has been at work there since {said['since']}"
+    except (ValueError, LookupError, TypeError):  # it has only just taken the lock
+        return "another process is at work there"

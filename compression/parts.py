@@ -1,0 +1,90 @@
+"""Safetensors files that are there whole, or count as not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from neuronmm.kernels.durable import WRITING, replacing, sync
+from neuronmm.models.errors import UserError
+from neuronmm.models.load import weight_files
+
+_DAMAGED = (SafetensorError, OSError, ValueError)
+"""What reading a file raises that is missing, empty or cut short."""
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; when this returns it is on the disk.
+
+    Raises:
+        UserError: the disk is full or refuses the file.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+        sync(path)
+    except (SafetensorError, OSError) as error:
+        path.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None
+
+
+def place_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that exists complete or not at all, as :func:`write_tensors` does."""
+    with replacing(path) as new:
+        write_tensors(new, tensors, metadata)
+
+
+def read_tensors(path: Path, names: Collection[str] = ()) -> dict[str, Tensor] | None:
+    """The tensors of a safetensors file; None if it is missing or damaged, or lacks one of ``names``."""
+    try:
+        tensors = load_file(path)
+    except _DAMAGED:
+        return None
+    return tensors if tensors.keys() >= set(names) else None
+
+
+def read_header(path: Path, names: Collection[str] = ()) -> dict[str, str] | None:
+    """The metadata of a safetensors file; None where :func:`read_tensors` would give None. The tensors are not read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}) if set(file.keys()) >= set(names) else None
+    except _DAMAGED:
+        return None
+
+
+def replace_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Replace some tensors of a checkpoint, as :func:`rewrite_shards` does.
+
+    Raises:
+        UserError: the disk is full or refuses a file; the old shards are then untouched.
+    """
+    files = weight_files(folder)
+    rewrite_shards(
+        {files[name] for name in tensors}, lambda held: {name: tensors.get(name, old) for name, old in held.items()}
+    )
+
+
+def rewrite_shards(files: Collection[Path], change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Give shards what ``change`` makes of their tensors: new ones are written beside the old first, then take over.
+
+    Raises:
+        UserError: the disk is full or refuses a file; the old shards are then untouched.
+    """
+    ready: dict[Path, Path] = {}
+    try:
+        for file in sorted(files):
+            ready[file] = file.with_name(file.name + WRITING)
+            write_tensors(ready[file], change(load_file(file)))
+            shutil.copymode(file, ready[file])
+        for file, new in ready.items():
+            os.replace(new, file)
+    finally:
+        for new in ready.values():
+            with suppress(FileNotFoundError):
+                new.unlink()

@@ -1,0 +1,232 @@
+"""Kills, power cuts and damage: a run that is resumed gives the same bytes, and OUT is never half."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import EVERYTHING, SMALL, compress_in, config, tensors, weights
+
+from neuronmm.compression import calibration_store
+from neuronmm.compression.pipeline import compress
+from neuronmm.models import UserError
+
+ALL: dict[str, Any] = {**SMALL, **EVERYTHING, "targets": "all", "recover": "factors", "calibration_rows": 16}
+"""Settings of a run that writes every kind of file."""
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "100 bytes": lambda data: b"\0" * 100,
+    "half": lambda data: data[: len(data) // 2],
+    "all but one byte": lambda data: data[:-1],
+    "another file": lambda data: b"\x02\0\0\0\0\0\0\0{}",
+    "list": lambda data: b"[]",
+}
+
+
+class Interrupted(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+def stop_at(stage: str, count: int) -> Callable[[str, float], None]:
+    left = [count]
+
+    def progress(name: str, share: float) -> None:
+        left[0] -= name == stage
+        if left[0] < 0:
+            raise Interrupted
+
+    return progress
+
+
+@pytest.fixture
+def made(dense: Callable[..., Path], text: Path, tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, bytes]]:
+    """A model, the settings of a run and the files that it makes when nothing interrupts it."""
+    source, settings = dense(), {**ALL, "calibration": str(text)}
+    compress(source, tmp_path / "whole", config(**settings))
+    return source, settings, weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("stage", "count"), [("measuring spectra", 2), ("compressing", 8), ("recovering", 3)])
+def test_a_damaged_file_counts_as_not_written(
+    stage: str, count: int, made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
+) -> None:
+    source, settings, expected = made
+    out, work, kept = tmp_path / "out", tmp_path / "out.partial", tmp_path / "kept"
+    with pytest.raises(Interrupted):
+        compress(source, out, config(**settings), progress=stop_at(stage, count))
+    work.rename(kept)
+    files = [file for file in sorted(kept.iterdir()) if file.suffix in (".json", ".safetensors")]
+    assert len(files) > 2
+    for file in files:
+        for how, damage in DAMAGES.items():
+            shutil.copytree(kept, work)
+            (work / file.name).write_bytes(damage(file.read_bytes()))
+            compress(source, out, config(**settings), resume=True)
+            assert weights(out) == expected, (file.name, how)
+            shutil.rmtree(out)
+
+
+def test_layers_are_run_again_where_the_hidden_states_after_them_are_lost(
+    made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
+) -> None:
+    """The embedding must not stand in for the states that the first layers had made of it."""
+    source, settings, expected = made
+    with pytest.raises(Interrupted):
+        compress(source, tmp_path / "out", config(**settings), progress=stop_at("compressing", 8))
+    work = tmp_path / "out.partial"
+    assert (work / "layer-00000.safetensors").exists() and not (work / "layer-00001.safetensors").exists()
+    (work / "hidden-00001.safetensors").unlink()
+    compress(source, tmp_path / "out", config(**settings), resume=True)
+    assert weights(tmp_path / "out") == expected
+
+
+def test_a_damaged_store_is_filled_again(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:
+    source, store, settings = dense(), tmp_path / "store", config(calibration=str(text), share="auto")
+    compress(source, tmp_path / "whole", settings, store=store)
+    for file in sorted(store.glob("*.safetensors")):
+        whole = file.read_bytes()
+        for how in ("empty", "100 bytes", "half"):
+            file.write_bytes(DAMAGES[how](whole))
+            compress(source, tmp_path / "out", settings, store=store)
+            assert weights(tmp_path / "out") == weights(tmp_path / "whole"), (file.name, how)
+            assert tensors(store) and calibration_store.read_header(file) is not None
+            shutil.rmtree(tmp_path / "out")
+    for content in ("", "[]", '{"model'):
+        (store / "run.json").write_text(content)
+        with pytest.raises(UserError, match=r"its run\.json does not say what it holds"):
+            compress(source, tmp_path / "out", settings, store=store)
+
+
+def test_nothing_takes_its_name_before_it_is_on_the_disk(
+    made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, settings, _ = made
+    synced: dict[tuple[int, int], tuple[int, int]] = {}
+    fsync, replace, moves = os.fsync, os.replace, list[str]()
+
+    def state(path: Path | int) -> tuple[int, int]:
+        return os.stat(path).st_size, os.stat(path).st_mtime_ns
+
+    def key(path: Path | int) -> tuple[int, int]:
+        return os.stat(path).st_dev, os.stat(path).st_ino
+
+    def watched_sync(handle: int) -> None:
+        fsync(handle)
+        synced[key(handle)] = state(handle)
+
+    def watched_replace(old: Path, new: Path) -> None:
+        for path in [old, *old.rglob("*")]:
+            assert synced.get(key(path)) == state(path), f"{path} was not synced before it became {new}"
+        replace(old, new)
+        synced.pop(key(new.parent), None)
+        moves.append(new.name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", watched_sync)
+        patched.setattr(os, "replace", watched_replace)
+        compress(source, tmp_path / "out", config(**settings))
+    assert {"run.json", "calibration.safetensors", "layer-00001.safetensors", "recovery-AB.safetensors"} <= {*moves}
+    assert moves[-1] == "out" and key(tmp_path) in synced, "the move to OUT itself is not on the disk"
+
+
+@pytest.mark.parametrize("again", [{"force": True, "resume": True}, {"force": True}])
+def test_between_the_two_moves_of_a_replacement_the_old_out_is_not_lost(
+    again: dict[str, bool], dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, replace = dense(), tmp_path / "out", os.replace
+    settings = config(calibration=str(text))
+    compress(source, out, config(method="svd"))
+    old = weights(out)
+
+    def crash(source: Path, target: Path) -> None:
+        if target == out:
+            raise Interrupted
+        replace(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(os, "replace", crash)
+        compress(source, out, settings, force=True)
+    assert not out.exists()
+    with pytest.raises(UserError, match="now back as it was; --force --resume"):
+        compress(source, out, settings)
+    assert weights(out) == old
+    with pytest.raises(UserError, match="exists already"):
+        compress(source, out, settings, resume=True)
+    compress(source, out, settings, **again)
+    compress(source, tmp_path / "whole", settings)
+    assert weights(out) == weights(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_out_made_while_a_replacement_was_interrupted_costs_neither(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, replace = dense(), tmp_path / "out", os.replace
+    compress(source, out, config(method="svd"))
+    old = weights(out)
+
+    def crash(source: Path, target: Path) -> None:
+        if target == out:
+            raise Interrupted
+        replace(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(os, "replace", crash)
+        compress(source, out, config(calibration=str(text)), force=True)
+    compress(source, tmp_path / "new", config(method="svd", ratio=0.4))
+    (tmp_path / "new").rename(out)
+    for flags in ({}, {"force": True}, {"force": True, "resume": True}):
+        with pytest.raises(UserError, match="its former content waits"):
+            compress(source, out, config(calibration=str(text)), **flags)
+    assert weights(tmp_path / "out.partial" / "replaced") == old
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("force", [False, True], ids=["new", "force"])
+def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(
+    force: bool, kills: int, made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
+) -> None:
+    source, settings, expected = made
+    out, work = tmp_path / "out", tmp_path / "out.partial"
+    old = {}
+    if force:
+        compress(source, out, config(method="svd"))
+        old = weights(out)
+        shutil.copytree(out, tmp_path / "old")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["neuronmm.compression.pipeline"])
+    chance, done, length = random.Random(time.time_ns()), 0, 0.0
+    for name in ("first", "timed"):  # the first one waits until the server has imported what all need
+        began = time.monotonic()
+        run = context.Process(target=compress_in, args=(source, tmp_path / name, settings, False))
+        run.start()
+        run.join()
+        assert run.exitcode == 0
+        length = time.monotonic() - began
+    for _ in range(kills):
+        run = context.Process(target=compress_in, args=(source, out, settings, force))
+        run.start()
+        time.sleep(chance.uniform(0, length))
+        run.kill()
+        run.join()
+        if out.exists():
+            assert weights(out) in (old, expected)
+        elif force:
+            assert weights(work / "replaced") == old
+        if out.exists() and weights(out) == expected:
+            done += 1
+            shutil.rmtree(out)
+            shutil.rmtree(work, ignore_errors=True)
+            if force:
+                shutil.copytree(tmp_path / "old", out)
+    assert done < kills, "no run was killed before its end"
+    compress(source, out, config(**settings), resume=True, force=force)
+    assert weights(out) == expected and not work.exists()

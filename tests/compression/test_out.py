@@ -1,0 +1,249 @@
+"""What a run may write: no input and nothing of anybody else's is touched, and two runs never share an OUT."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import config, snapshot, tensors
+
+from neuronmm import cli
+from neuronmm.compression import pipeline
+from neuronmm.compression.claim import MARK, Claim
+from neuronmm.compression.pipeline import compress
+from neuronmm.compression.recover import recover
+from neuronmm.compression.workspace import Workspace
+from neuronmm.models import UserError
+from neuronmm.models.load import load_pretrained
+
+FLAGS = [{}, {"force": True}, {"resume": True}, {"force": True, "resume": True}]
+
+
+@pytest.fixture
+def shelf(dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory and home ``shelf``, with a model, a checkpoint made of it and many strange things."""
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    shutil.move(dense(), shelf / "model")
+    monkeypatch.chdir(shelf)
+    monkeypatch.setenv("HOME", str(shelf))
+    compress("model", "low", config(method="svd"))
+    text.rename(shelf / "text.txt")
+    for name in ("old", "noted", "texted", "nested", "around"):
+        shutil.copytree("low", name)
+    (shelf / "noted" / "notes.txt").write_text("mine")
+    (shelf / "texted" / "tokenizer_text.txt").write_text("w5 w6 w7 " * 40)
+    (shelf / "nested" / "tokenizer_thesis").mkdir()
+    (shelf / "nested" / "tokenizer_thesis" / "chapter.txt").write_text("mine")
+    shutil.copytree("model", shelf / "around" / "model")
+    shutil.copytree("model", "taken.partial")
+    shutil.copytree("model", "free.replaced")
+    (shelf / "marked.partial").mkdir()
+    (shelf / "marked.partial" / MARK).touch()
+    (shelf / "marked.partial" / "notes.txt").write_text("mine")
+    (shelf / "stranger").mkdir()
+    (shelf / "stranger" / "photo.jpg").write_bytes(b"mine")
+    (shelf / "file").write_text("mine")
+    (shelf / "reported").mkdir()
+    (shelf / "reported" / "compression_report.json").write_text('{"kind": "measured", "ratio": 0.2}')
+    (shelf / "to-model").symlink_to("model")
+    (shelf / "to-low").symlink_to(shelf / "low", target_is_directory=True)
+    (shelf / "to-nothing").symlink_to("nowhere")
+    (shelf / "linked.partial").symlink_to("stranger", target_is_directory=True)
+    (shelf / "weights.gguf").write_bytes(b"GGUF")
+    shutil.copytree("low", "with-gguf")
+    (shelf / "with-gguf" / "model.gguf").write_bytes(b"GGUF")
+    made = shelf / "of-links"
+    made.mkdir()
+    for file in (shelf / "low").iterdir():
+        (made / file.name).symlink_to(file)
+    return shelf
+
+
+REFUSED = [
+    ("model", "model", "is or lies in model"),
+    ("model", "./model/", "is or lies in"),
+    ("model", "old/../model", "is or lies in"),
+    ("model", "~/model", "is or lies in"),
+    ("~/model", "model", "is or lies in"),
+    ("model", "to-model", "is or lies in"),
+    ("to-model", "model", "is or lies in"),
+    ("to-model", "to-model", "is or lies in"),
+    ("model", "model/out", "is or lies in"),
+    ("model", "to-model/sub/out", "is or lies in"),
+    ("around/model", "around", "holds around/model"),
+    ("with-gguf/model.gguf", "with-gguf", "holds with-gguf/model.gguf"),
+    ("weights.gguf", "weights.gguf", "is or lies in"),
+    ("of-links", "low", "holds of-links"),
+    ("model", ".", "current directory or one above"),
+    ("model", "..", "current directory or one above"),
+    ("model", "/", "current directory or one above"),
+    ("model", "", "current directory or one above"),
+    ("model", "~", "current directory or one above"),
+    ("model", "~nobody-of-that-name/out", "no such user"),
+    ("model", "stranger", "exists already|has no compression_report.json"),
+    ("model", "reported", "exists already|has no compression_report.json"),
+    ("model", "file", "exists already|has no compression_report.json"),
+    ("model", "noted", "exists already|holds notes.txt"),
+    ("model", "nested", "exists already|holds tokenizer_thesis"),
+    ("model", "taken", "was not made by neuronmm"),
+    ("taken.partial", "taken", "holds taken.partial"),
+    ("model", "marked", "holds notes.txt"),
+    ("model", "linked", "is no folder"),
+    ("model", "to-nothing", "symlink to nowhere"),
+    ("model", "file/out", "cannot be written"),
+    ("hub/model", "stranger", "exists already|has no compression_report.json"),
+]
+
+
+@pytest.mark.parametrize(("model", "out", "message"), REFUSED)
+def test_a_dangerous_out_is_refused_before_a_model_is_looked_at(
+    model: str, out: str, message: str, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(shelf.parent)
+    monkeypatch.setattr(pipeline, "resolve", lambda model: pytest.fail("the model was looked at"))
+    for flags in FLAGS:
+        with pytest.raises(UserError, match=message) as refused:
+            compress(model, out, config(), **flags)
+        assert "\n" not in str(refused.value)
+        assert snapshot(shelf.parent) == before
+
+
+@pytest.mark.parametrize("flags", FLAGS[1:], ids="+".join)
+def test_text_to_calibrate_on_is_not_replaced(flags: dict[str, bool], shelf: Path) -> None:
+    before = snapshot(shelf.parent)
+    with pytest.raises(UserError, match=r"texted: holds texted/tokenizer_text\.txt"):
+        compress("model", "texted", config(calibration="texted/tokenizer_text.txt"), **flags)
+    assert snapshot(shelf.parent) == before
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@pytest.mark.parametrize(
+    ("out", "teacher"),
+    [("low", None), ("to-low", None), ("model", "model"), ("model", None), ("model/out", None), (".", None)],
+)
+def test_recover_spares_the_checkpoint_and_the_dense_model(
+    out: str, teacher: str | None, flags: dict[str, bool], shelf: Path
+) -> None:
+    compress("model", "low", config(method="whitened", calibration=str(shelf / "text.txt")), force=True)
+    before = snapshot(shelf.parent)
+    with pytest.raises(
+        UserError, match=r"which this run reads|current directory|exists already|has no compression_report\.json"
+    ):
+        recover("low", out, dense=teacher, **flags)
+    assert snapshot(shelf.parent) == before
+
+
+def test_the_command_says_it_in_one_line(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(shelf.parent)
+    for out in ("model", ".", "/", "stranger", "to-nothing", "file/out"):
+        assert cli.main(["compress", "model", "-o", out, "--force"]) == 2
+        said = capsys.readouterr()
+        line = said.err.strip()
+        assert said.out == "" and "\n" not in line and line.startswith("neuronmm compress: error: ")
+    assert snapshot(shelf.parent) == before
+
+
+def test_what_is_ours_is_replaced_and_nothing_beside_it(shelf: Path) -> None:
+    for link in ("to-nothing", "linked.partial"):
+        (shelf / link).unlink()
+    before = snapshot(shelf)
+    compress("model", "old", config(method="svd", ratio=0.4), force=True)
+    compress("model", "to-low/", config(method="svd", ratio=0.4), force=True)
+    compress("model", "free", config(method="svd", ratio=0.4))
+    after = snapshot(shelf)
+    changed = {name.partition("/")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed == {"old", "low", "free"}
+    assert tensors(shelf / "old").keys() == tensors(shelf / "low").keys() == tensors(shelf / "free").keys()
+
+
+@pytest.mark.parametrize(("out", "flags"), [("old", {"force": True}), ("new", {})])
+def test_a_folder_that_is_filled_while_a_run_works_is_not_replaced(
+    out: str, flags: dict[str, bool], shelf: Path
+) -> None:
+    def fill(stage: str, share: float) -> None:
+        (shelf / out).mkdir(exist_ok=True)
+        (shelf / out / "notes.txt").write_text("mine")
+
+    with pytest.raises(UserError, match=r"exists already|holds notes\.txt"):
+        compress("model", out, config(method="svd"), **flags, progress=fill)
+    assert (shelf / out / "notes.txt").read_text() == "mine"
+    (shelf / out / "notes.txt").rename("notes.txt")
+    if out == "new":
+        (shelf / out).rmdir()
+    compress("model", out, config(method="svd"), resume=True, **flags)
+    load_pretrained(shelf / out, pipeline.torch.float32)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def test_a_second_run_for_the_same_out_says_who_is_at_work(flags: dict[str, bool], shelf: Path) -> None:
+    refusals: list[str] = []
+
+    def meanwhile(stage: str, share: float) -> None:
+        if not refusals:
+            with pytest.raises(UserError) as refused:
+                compress("model", "to-low" if flags.get("force") else "new", config(), **flags)
+            refusals.append(str(refused.value))
+
+    compress("model", "low" if flags.get("force") else "new", config(), force=True, progress=meanwhile)
+    assert f"process {os.getpid()} on {socket.gethostname()} has been at work there since 20" in refusals[0]
+    load_pretrained(shelf / ("low" if flags.get("force") else "new"), pipeline.torch.float32)
+
+
+def test_the_folder_is_locked_before_the_model_is_looked_at(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(model: Any) -> Path:
+        with pytest.raises(UserError, match="at work there"):
+            Claim(shelf / "deep" / "new.partial")
+        raise UserError("seen")
+
+    monkeypatch.setattr(pipeline, "resolve", resolve)
+    with pytest.raises(UserError, match="seen"):
+        compress("model", "deep/new", config())
+    assert not (shelf / "deep").exists(), "what was made for a run that did nothing is removed"
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that had the folder removes it between the other's opening of the mark and its lock."""
+    first, opened = Claim(tmp_path / "work"), os.open
+
+    def slow(path: Path, *arguments: int) -> int:
+        handle = opened(path, *arguments)
+        monkeypatch.setattr(os, "open", opened)
+        first.remove()
+        return handle
+
+    monkeypatch.setattr(os, "open", slow)
+    Claim(tmp_path / "work")
+    with pytest.raises(UserError, match="at work there"):
+        Claim(tmp_path / "work")
+
+
+def test_a_read_only_place_is_refused_at_once(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "resolve", lambda model: pytest.fail("the model was looked at"))
+    before = snapshot(shelf)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: Path(path) != shelf / "low")  # root may write everywhere
+        with pytest.raises(UserError, match="low: is read-only"):
+            compress("model", "low", config(), force=True)
+
+    def refuse(path: Path, *arguments: int, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(UserError, match=r"new\.partial: cannot be written \(Permission denied\)"):
+        compress("model", "new", config())
+    assert snapshot(shelf) == before
+
+
+def test_a_workspace_that_held_nothing_leaves_nothing(shelf: Path) -> None:
+    before = snapshot(shelf)
+    with Workspace("new", ["model"], resume=False, force=False) as workspace:
+        workspace.begin({"ratio": 1})
+    assert snapshot(shelf) == before
