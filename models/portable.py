@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from neuronmm.models.documents import read_object
+
 
 def portable_config(config: dict[str, Any]) -> dict[str, Any]:
     """``config`` (config.json's content) with its RoPE and dtype entries under the old names and the new ones."""
@@ -33,11 +35,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def make_portable(folder: Path) -> None:
     """Rewrite ``folder``'s config.json and tokenizer_config.json in place so that old and new versions read them."""
     config = folder / "config.json"
-    write_json(config, portable_config(json.loads(config.read_text(encoding="utf-8"))))
+    write_json(config, portable_config(read_object(config)))
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer = read_object(path)
     if tokenizer.get("tokenizer_class") == "TokenizersBackend":
         tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     template = folder / "chat_template.jinja"

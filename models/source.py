@@ -7,11 +7,11 @@ Only safetensors weights are accepted: a pickle can run code. A GGUF file is unp
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from neuronmm.kernels.cache import cache_folder, write_folder
+from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import make_portable
 
@@ -27,7 +27,7 @@ def resolve(model: str | Path) -> Path:
         model: a folder, a ``.gguf`` file, or a hub id such as ``meta-llama/Llama-3.2-1B`` (needs a connection).
 
     Raises:
-        UserError: there is no such model, or its weights are not safetensors.
+        UserError: there is no such model, its weights are not safetensors, or a file beside them is malformed.
     """
     path = Path(model).expanduser()
     if path.is_file():
@@ -42,6 +42,7 @@ def resolve(model: str | Path) -> Path:
         pickles = [file.name for file in folder.glob("*.bin")]
         hint = f"only {pickles[0]}, a pickle; convert it to safetensors first" if pickles else "the weights are missing"
         raise UserError(f"{folder}: no .safetensors file there ({hint})")
+    _check_side_files(folder)
     return folder
 
 
@@ -51,14 +52,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is not valid JSON.
     """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return config
+    return read_object(folder / "config.json")
+
+
+def _check_side_files(folder: Path) -> None:
+    """Check what is read or copied along with the weights.
+
+    A link would let a checkpoint from a stranger name any file of this computer. The hub's own cache is made of links,
+    into the folder ``blobs`` two levels up; they are the only ones that may leave the folder.
+
+    Raises:
+        UserError: a link leads out of the checkpoint, a JSON file is malformed, or the folder holds an adapter.
+    """
+    home = folder.resolve()
+    homes = (home, home.parents[1] / "blobs" if home.parent.name == "snapshots" else home)
+    for file in sorted(folder.iterdir()):
+        if file.is_symlink() and file.is_file() and not any(file.resolve().is_relative_to(one) for one in homes):
+            raise UserError(f"{file}: is a link to a file outside the checkpoint; put the file itself there")
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            read_object(folder / name)
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder}: holds an adapter (adapter_config.json), not a whole model; merge it into its model")
 
 
 def _download(model: str) -> Path:
