@@ -120,4 +120,5 @@ class ModelConfig(BaseModel):
             return cls.model_validate(config)
         except ValidationError as error:
             field, problem, value = first_problem(error)
-            raise UserError(f"{where}: {field}{problem} (it is {value}); mend it or download it again") from None
+            found = f" (it is {value})" if field else ""
+            raise UserError(f"{where}: {field}{problem}{found}; mend it or download it again") from None

@@ -13,7 +13,6 @@ from typing import Any
 from neuronmm.kernels.cache import cache_folder, write_folder
 from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError
-from neuronmm.models.portable import make_portable
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _GGUF_MAGIC = b"GGUF"
@@ -93,35 +92,11 @@ def _download(model: str) -> Path:
 
 def _unpack_gguf(file: Path) -> Path:
     """Dequantise ``file`` into a cached bf16 folder; the folder appears only when it is complete."""
+    from neuronmm.models.gguf_file import unpack
+
     stat = file.stat()
     key = hashlib.sha256(f"{_CACHE_FORMAT}:{file}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_folder() / f"{file.stem}-{key}"
     if not folder.is_dir():
-        write_folder(folder, lambda partial: _write_gguf(file, partial))
+        write_folder(folder, lambda partial: unpack(file, partial))
     return folder
-
-
-def _write_gguf(file: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from neuronmm.models.load import DTYPE, quiet
-
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(**where)
-            loaded = AutoModelForCausalLM.from_pretrained(**where, **{DTYPE: torch.float32})
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (OSError, ValueError, LookupError, NotImplementedError) as error:
-        raise UserError(f"{file}: transformers cannot read this GGUF file ({str(error).splitlines()[0]})") from None
-    # transformers marks the model as GGUF-quantised and then refuses to save it: rebuild it from a clean config.
-    values = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "dtype", "torch_dtype")}
-    clean = type(config).from_dict({**values, "rms_norm_eps": float(f"{config.rms_norm_eps:.6g}")})
-    clean.architectures = [type(loaded).__name__]
-    model = type(loaded)(clean)
-    model.load_state_dict(loaded.state_dict())
-    with quiet():
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    make_portable(folder)
