@@ -8,13 +8,15 @@ writes a user's question and then its answer (Magpie, arXiv 2406.08464).
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
@@ -22,9 +24,12 @@ from neuronmm.compression.progress import Progress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.kernels.products import fast_products
-from neuronmm.models.errors import UserError
+from neuronmm.models.documents import read_rows, read_text
+from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_tokenizer, quiet
+from neuronmm.models.model_config import ModelConfig
+from neuronmm.models.source import read_config
 
 SELF = "self"
 _CACHE_BYTES = 1 << 30  # KV cache of the rows sampled together
@@ -44,13 +49,36 @@ def make_rows(folder: Path, source: str, rows: Rows, device: str, progress: Prog
     """The calibration tokens [rows, length] for the dense checkpoint in ``folder``, from the file ``source`` or SELF.
 
     Raises:
-        UserError: the file or the checkpoint cannot be used.
+        UserError: the file or the checkpoint cannot be used, or the rows fit neither the model nor the memory.
     """
+    config = ModelConfig.parse(read_config(folder), str(folder / "config.json"))
+    if rows.length > config.max_position_embeddings:
+        longest = f"the model's context is {config.max_position_embeddings} tokens"
+        raise UserError(f"calibration_length {rows.length}: {longest}; choose shorter rows")
     tokenizer = load_tokenizer(folder)
     if source != SELF:
-        return from_file(Path(source), tokenizer, rows)
+        found = from_file(Path(source), tokenizer, rows)
+        _check_memory(len(found), rows.length, config.hidden_size, device)
+        return found
+    _check_memory(rows.count, rows.length, config.hidden_size, device)
     model = StreamedModel(folder, Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype, device)
     return from_model(model, tokenizer, rows, lambda share: progress("sampling text", share))
+
+
+def _check_memory(count: int, length: int, hidden: int, device: str) -> None:
+    """Check that ``device`` has room for the rows' hidden states, before and after a layer, in float32.
+
+    Raises:
+        UserError: it has not.
+    """
+    needed = 2 * 4 * count * length * hidden
+    cuda = torch.device(device).type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    if free < needed:
+        raise UserError(
+            f"calibration_rows {count}, calibration_length {length}: {free / 1e9:.1f} GB of memory available, about "
+            f"{needed / 1e9:.1f} GB needed; choose fewer or shorter rows"
+        )
 
 
 def from_file(path: Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Tensor:
@@ -75,26 +103,27 @@ def from_file(path: Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Ten
     return torch.cat([torch.tensor([bos], dtype=torch.long).expand(len(order), -1), packed[order]], dim=1)
 
 
+class _Row(BaseModel):
+    """A line of a .jsonl calibration file."""
+
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
 def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such calibration file; give a text or .jsonl file, or 'self'") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8 text; give a text or .jsonl file") from None
+    if not path.exists():
+        raise UserError(f"{path}: no such calibration file; give a text or .jsonl file, or 'self'")
     if path.suffix != ".jsonl":
-        return [text]
-    documents = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
+        return [read_text(path)]
+    documents, wanted = [], '{"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
+    for where, row in read_rows(path, _Row, wanted):
+        if row.text is None and row.messages is None:
+            raise UserError(f"{where}: neither text nor messages; a row has to be {wanted}")
+        if row.text is not None:
+            documents.append(row.text)
             continue
-        try:
-            row = json.loads(line)
-            documents.append(
-                row["text"] if "text" in row else tokenizer.apply_chat_template(row["messages"], tokenize=False)
-            )
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise UserError(f"{path}:{number}: not a JSON object with 'text' or 'messages'") from None
+        with reading(f"{where}: the model's chat template does not take these messages"):
+            documents.append(str(tokenizer.apply_chat_template(row.messages, tokenize=False)))
     return documents
 
 
@@ -113,7 +142,8 @@ def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     found = [[start if start is not None else 0]]
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": _MARK}]
-        opening = str(tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
+        with reading("the chat template of this model's tokenizer fails; calibrate on a file of text instead"):
+            opening = str(tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
         found.append(tokenizer(opening, add_special_tokens=False)["input_ids"])
     return found
 

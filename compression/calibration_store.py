@@ -24,9 +24,9 @@ from neuronmm.compression.parts import place_tensors, read_header
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.workspace import Workspace
 from neuronmm.kernels.durable import WRITING
+from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import stranger_in
-from neuronmm.models.portable import read_object, write_json
 
 _SIDES = ("outputs", "inputs")
 _RUN, _TOKENS = "run.json", "tokens"
@@ -54,7 +54,7 @@ class CalibrationStore:
         run = {"model": str(dense), "bytes": size, "version": version("neuronmm"), "device": device}
         run |= config.model_dump(include=_TEXT)
         folder.mkdir(parents=True, exist_ok=True)
-        before = read_object(folder / _RUN)
+        before = read_own(folder / _RUN)
         if before is None:
             if stranger_in(folder, [f"*{WRITING}"]) is not None:
                 raise UserError(f"{folder}: its {_RUN} does not say what it holds; remove it or give another folder")

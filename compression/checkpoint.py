@@ -9,10 +9,11 @@ from typing import Any
 from neuronmm.compression import report
 from neuronmm.compression.parts import write_tensors
 from neuronmm.compression.reader import Reader
+from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import weight_files
 from neuronmm.models.output import stranger_in
-from neuronmm.models.portable import make_portable, write_json
+from neuronmm.models.portable import make_portable
 
 _SHARD_BYTES = 2_000_000_000
 _INDEX = "model.safetensors.index.json"

@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from neuronmm.compression.calibration import SELF, Rows
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO
-from neuronmm.models.errors import UserError
+from neuronmm.models.errors import UserError, first_problem, reading
+
+_MOST_BYTES = 1 << 16
 
 BARE: dict[str, Any] = {"allocation": "uniform", "share": "off", "refine": "off"}
 """What ``compress`` adds to a method by default, left out."""
@@ -21,7 +23,7 @@ class CompressionConfig(BaseModel):
 
     ``ratio`` is the share of the targeted linears' parameters to remove. ``calibration`` is ``self`` or a file of which
     ``calibration_rows`` rows of ``calibration_length`` tokens are used. ``damping`` is relative to the mean of the Gram
-    matrix's diagonal.
+    matrix's diagonal. ``seed`` is below 2**32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,8 +40,8 @@ class CompressionConfig(BaseModel):
     calibration: str = SELF
     calibration_rows: int = Field(128, ge=1)
     calibration_length: int = Field(256, ge=2)
-    damping: float = Field(1e-4, gt=0)
-    seed: int = 0
+    damping: float = Field(1e-4, gt=0, le=1e6)
+    seed: int = Field(0, ge=0, lt=2**32)
 
     @model_validator(mode="before")
     @classmethod
@@ -79,16 +81,37 @@ class CompressionConfig(BaseModel):
         """
         values: dict[str, Any] = {}
         if recipe is not None:
-            try:
-                values = yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}
-            except (OSError, yaml.YAMLError) as error:
-                raise UserError(f"{recipe}: not a readable recipe ({str(error).splitlines()[0]})") from None
-            if not isinstance(values, dict):
-                raise UserError(f"{recipe}: a recipe is a YAML mapping such as 'ratio: 0.2'")
+            values = _read_recipe(recipe)
         values.update({name: value for name, value in settings.items() if value is not None})
         try:
-            return cls(**values)
+            return cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
+            field, problem, value = first_problem(error)
             where = f"{recipe}: " if recipe is not None else ""
-            raise UserError(f"{where}{first['loc'][0]} = {first['input']!r}: {first['msg'].lower()}") from None
+            raise UserError(
+                f"{where}{field.partition('.')[0].removesuffix(': ')} = {value}: {problem.lower()}"
+            ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without references: a few of them in each other stand for more values than a computer can hold."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("a recipe has no use for references (*name)")
+        return super().compose_node(parent, index)
+
+
+def _read_recipe(path: Path) -> dict[Any, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise UserError(f"{path}: larger than {_MOST_BYTES >> 10} KB; a recipe is a few lines")
+        with reading(f"{path}: not a readable recipe"):
+            values = yaml.load(path.read_bytes().decode("utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise UserError(f"{path}: not a readable recipe ({error.strerror})") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe is a YAML mapping such as 'ratio: 0.2'")
+    return values

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from neuronmm.compression.parts import rewrite_shards
 from neuronmm.kernels import quantise
+from neuronmm.models.documents import write_json
 from neuronmm.models.load import weight_files
 from neuronmm.models.lowrank import FACTORS
-from neuronmm.models.portable import write_json
 
 
 def store_int8(folder: Path) -> None:

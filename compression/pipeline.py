@@ -25,7 +25,8 @@ from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
-from neuronmm.models.families import LAYERS, family_of
+from neuronmm.models.families import LAYERS
+from neuronmm.models.load import inspect
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
@@ -77,12 +78,11 @@ def _compress(
     """As :func:`compress`, in a workspace of its own."""
     folder = resolve(model)
     workspace.protect(folder)
-    settings = read_config(folder)
-    family_of(settings, str(folder / "config.json"))
-    if "quantization_config" in settings:
+    if "quantization_config" in read_config(folder):
         raise UserError(f"{folder}: is already compressed or quantised; compress the original checkpoint")
-    reader = Reader(folder)
-    linears = targeted(reader, settings["num_hidden_layers"], config.targets)
+    contents = inspect(folder)
+    settings, reader = contents.settings, Reader(folder, contents.files)
+    linears = targeted(reader, contents.config.num_hidden_layers, config.targets)
     plan = make_plan(linears, config)
     total = sum(map(reader.parameters, reader.names))
     factors = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
@@ -91,6 +91,7 @@ def _compress(
     run = {"model": str(folder), "bytes": size, "version": version("neuronmm"), "device": device}
     run |= config.model_dump()
     workspace.begin(run)
+    reader.check_finite()
 
     rows: Tensor | None = None
     common = None
@@ -103,7 +104,7 @@ def _compress(
         plan = make_plan(linears, config, measure(streamed, linears, rows, config, workspace, common, progress))
     found = _layers(streamed, plan, rows, config, workspace, common, progress)
 
-    layers = workspace.layer_facts(settings["num_hidden_layers"])
+    layers = workspace.layer_facts(contents.config.num_hidden_layers)
     spec = _spec(config, plan, rows, total)
     done = {"kind": "measured", "model": str(model), **_facts(config, spec, plan, total, layers)}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import weight_files
+from neuronmm.models.tensors import check_finite
 
 _ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
@@ -68,6 +69,16 @@ class Reader:
             return self._shard(name).get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"{self._files[name]}: corrupt shard ({error}); download the checkpoint again") from None
+
+    def check_finite(self) -> None:
+        """Look at every number once, one tensor in memory at a time.
+
+        Raises:
+            UserError: a tensor holds NaN or infinity.
+        """
+        for name in self.names:
+            check_finite(name, self[name], self.folder)
+            self.close()  # pages of the mapped shard count as resident as long as it is mapped
 
     def _shard(self, name: str) -> Any:
         file = self._files.get(name)

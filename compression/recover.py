@@ -20,7 +20,7 @@ from neuronmm.compression.progress import Progress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import check_factors
+from neuronmm.models.load import inspect
 from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
@@ -133,12 +133,10 @@ def _recover(
 
 def _spec_of(folder: Path) -> CompressionSpec:
     """What the checkpoint says of itself, where it has factors that can be trained."""
-    where = folder / "config.json"
-    settings = read_config(folder)
-    if "quantization_config" not in settings:
+    if "quantization_config" not in read_config(folder):
         raise UserError(f"{folder}: is not compressed, so it has no factors to train; use compress --recover")
-    spec = CompressionSpec.parse(settings["quantization_config"], str(where))
-    check_factors(folder, spec)
+    spec = inspect(folder).spec
+    assert spec is not None
     if spec.factors == "int8":
         raise UserError(f"{folder}: int8 factors cannot be trained; recover the checkpoint before, with --factors int8")
     return spec

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, TypedDict
 
+from neuronmm.models.documents import read_object, write_json
 from neuronmm.models.errors import UserError
-from neuronmm.models.portable import write_json
 
 
 class Matrix(TypedDict):
@@ -49,9 +48,9 @@ def read(folder: Path) -> dict[str, Any]:
         UserError: there is none, or it is not one that this version could have written.
     """
     try:
-        report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        report = read_object(folder / REPORT)
         as_markdown(report)
-    except (OSError, ValueError, TypeError, LookupError):
+    except (UserError, ValueError, TypeError, LookupError, AttributeError):
         raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None
     return report
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from neuronmm.compression.reader import Reader
-from neuronmm.models.errors import UserError
+from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_config, quiet
 
@@ -34,12 +34,13 @@ class StreamedModel:
         self.config = load_config(folder)
         self.reader = Reader(folder)
         self.dtype, self.device = dtype, torch.device(device)
-        with torch.device("meta"), quiet():
-            skeleton = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa").eval()
+        with quiet(), reading(f"{folder / 'config.json'}: transformers cannot build this model"):
+            with torch.device("meta"):
+                skeleton = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa").eval()
+            # Its frequencies are computed, not loaded, so the rotary module is built with memory from the start.
+            self._rotary = type(skeleton.model.rotary_emb)(config=self.config).to(self.device)
         self._layers: nn.ModuleList = skeleton.model.layers
         self._norm, self._head = skeleton.model.norm, skeleton.lm_head
-        # Its frequencies are computed, not loaded, so the rotary module is built with memory from the start.
-        self._rotary = type(skeleton.model.rotary_emb)(config=self.config).to(self.device)
         self._resident = self.reader.total_bytes() <= RESIDENT_BYTES
 
     def __len__(self) -> int:

@@ -16,9 +16,9 @@ from neuronmm.compression.checkpoint import check_ours
 from neuronmm.compression.claim import MARK, Claim
 from neuronmm.compression.parts import place_tensors, read_header, read_tensors
 from neuronmm.kernels.durable import WRITING, sync, sync_tree
+from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import Inputs, is_within, keep_out_of, keep_whole, output_folder, stranger_in
-from neuronmm.models.portable import read_object, write_json
 
 RUN = "run.json"
 """What the run in a work folder was asked for."""
@@ -92,7 +92,7 @@ class Workspace:
         Raises:
             UserError: the run to resume was started otherwise.
         """
-        before = read_object(self.folder / RUN) if self._resume else None
+        before = read_own(self.folder / RUN) if self._resume else None
         if before is None:
             self._claim.clear()
             write_json(self.folder / RUN, run)

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from neuronmm.engine import continuous
 from neuronmm.engine.backends import Host, choose
 from neuronmm.engine.loop import Generation, Row, run
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.text import TextStream
-from neuronmm.models.errors import UserError
+from neuronmm.models.documents import read_object
+from neuronmm.models.errors import UserError, reading
 from neuronmm.models.load import load_config, load_tokenizer
 from neuronmm.models.source import read_config, resolve
 
@@ -43,7 +44,8 @@ class Engine:
             if not self.tokenizer.chat_template:
                 raise UserError("this model's tokenizer has no chat template; leave out --chat")
             message = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            with reading("the chat template of this model's tokenizer fails; leave out --chat"):
+                text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
             ids = self.tokenizer(prompt).input_ids
@@ -172,10 +174,17 @@ def pick_dtype(folder: Path, name: str) -> torch.dtype:
 
 
 def end_tokens(folder: Path, config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that end a sequence: the generation config's, else the model config's, else the tokenizer's."""
-    found = None
-    if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    """The ids that end a sequence: the generation config's, else the model config's, else the tokenizer's.
+
+    Raises:
+        UserError: generation_config.json is malformed.
+    """
+    found, path = None, folder / "generation_config.json"
+    if path.is_file():
+        found = read_object(path).get("eos_token_id")
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(number) is int for number in ids):
+            raise UserError(f"{path}: eos_token_id has to be a token id or a list of them; mend it or remove the file")
     for fallback in (config.eos_token_id, tokenizer.eos_token_id):
         found = fallback if found is None else found
     if found is None:

@@ -152,7 +152,11 @@ def _perplexities(scores: dict[str, Scores]) -> list[dict[str, Any]]:
     two perplexities is that of the two shares, window by window. All windows score the same number of tokens.
     """
     nats = _measure("nats per token", {name: entry.nlls for name, entry in scores.items()})
-    factors = {name: math.exp(nats["models"][name]["value"]) for name in scores}
+    try:
+        factors = {name: math.exp(nats["models"][name]["value"]) for name in scores}
+    except OverflowError:
+        worst = max(nats["models"][name]["value"] for name in scores)
+        raise UserError(f"{worst:.0f} nats a token is a perplexity beyond all numbers; the model is damaged") from None
     shares = {name: [factors[name] * value for value in entry.nlls] for name, entry in scores.items()}
     perplexity = _measure("perplexity", shares)
     for name, factor in factors.items():

@@ -8,7 +8,6 @@ tokens only, so that every scored token has at least ``context - stride`` tokens
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from neuronmm.engine.scoring import hidden_states, negative_log_likelihood
+from neuronmm.models import documents
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import quiet
 
@@ -46,20 +47,22 @@ class Windows:
         return len(self.starts) * (self.context - self.first_scored)
 
 
+class _Document(BaseModel):
+    """A row of a .jsonl text."""
+
+    text: str
+
+
 def read_text(path: Path) -> str:
     """The content of a raw text file, or the "text" fields of a .jsonl file joined by blank lines.
 
     Raises:
         UserError: the file is missing, empty, not UTF-8, or a line has no "text".
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".jsonl":
-            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
-    except (FileNotFoundError, IsADirectoryError):
-        raise UserError(f"{path}: no such file") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f'{path}: has to be UTF-8 text, or JSON lines like {{"text": "..."}}') from None
+    if path.suffix == ".jsonl":
+        text = "\n\n".join(row.text for _, row in documents.read_rows(path, _Document, '{"text": "..."}'))
+    else:
+        text = documents.read_text(path)
     if not text.strip():
         raise UserError(f"{path}: there is no text in it")
     return text

@@ -79,11 +79,19 @@ class Sampler:
 
     @torch.inference_mode()
     def __call__(self, seen: Tensor, logits: Tensor) -> Tensor:
-        """Dimensions: seen [batch, tokens so far], no padding token in it; logits [batch, vocab] -> [batch]."""
+        """Dimensions: seen [batch, tokens so far], no padding token in it; logits [batch, vocab] -> [batch].
+
+        Raises:
+            UserError: a row's largest logit is no finite number.
+        """
+        best, likeliest = logits.max(-1)
+        if not torch.isfinite(best).all():
+            raise UserError("the model's logits hold NaN or infinity: its weights overflow; try --dtype fp32")
         if self._process:
             logits = self._process(seen, logits.float())
+            likeliest = logits.argmax(-1)
         if self._greedy:
-            return logits.argmax(-1)
+            return likeliest
         probabilities = logits.float().softmax(-1)
         rows = zip(probabilities, self._generators, strict=True)
         return torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in rows])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from neuronmm.kernels.products import fast_products
+from neuronmm.models.errors import UserError
 
 _ROWS = 256  # positions that meet the output head at once: the logits of a whole window would dwarf the model
 
@@ -25,7 +26,14 @@ def hidden_states(model: Any, ids: Tensor, positions: Tensor | None = None, mask
 
 @torch.inference_mode()
 def negative_log_likelihood(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    """-log p(target | state) in nats and fp32: hidden [n, hidden], targets [n] -> [n]."""
+    """-log p(target | state) in nats and fp32: hidden [n, hidden], targets [n] -> [n].
+
+    Raises:
+        UserError: a likelihood is no finite number.
+    """
     pairs = zip(hidden.split(_ROWS), targets.split(_ROWS), strict=True)
     with fast_products(hidden.device):
-        return torch.cat([cross_entropy(model.lm_head(h).float(), t, reduction="none") for h, t in pairs])
+        nll = torch.cat([cross_entropy(model.lm_head(h).float(), t, reduction="none") for h, t in pairs])
+    if not torch.isfinite(nll).all():
+        raise UserError("the model's likelihoods hold NaN or infinity: its weights overflow; try --dtype fp32")
+    return nll

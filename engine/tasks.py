@@ -7,19 +7,20 @@ what follows the blank is scored, which is the same text for every choice. Queri
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from neuronmm.engine.packing import Pack, lay_out, pack
 from neuronmm.engine.scoring import hidden_states, negative_log_likelihood
+from neuronmm.models.documents import read_rows
 from neuronmm.models.errors import UserError
 
 _BLANK = re.compile(r"(?<![\w])_(?![\w])")
@@ -43,22 +44,30 @@ class Choice:
     scored: int
 
 
+class _Row(BaseModel):
+    """A line of a task's file, as :mod:`neuronmm.engine.tasks` describes it."""
+
+    query: str
+    choices: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2)
+    gold: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _gold_is_a_choice(self) -> _Row:
+        if self.gold >= len(self.choices):
+            raise ValueError(f"gold {self.gold} is none of {len(self.choices)} choices")
+        return self
+
+
 def read_task(path: Path, limit: int | None) -> list[Question]:
     """The first ``limit`` rows {"id", "query", "choices", "gold"} of a .jsonl file.
 
     Raises:
         UserError: the file is missing or empty, or a row is malformed (its line is named).
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, IsADirectoryError):
-        raise UserError(f"{path}: no such file") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8 text") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
-    if not numbered:
+    rows = read_rows(path, _Row, '{"query": text, "choices": [text, text, ...], "gold": index}')
+    if not rows:
         raise UserError(f"{path}: there are no rows in it")
-    return [_question(line, f"{path}:{number}") for number, line in numbered]
+    return [_question(row) for _, row in rows[:limit]]
 
 
 def guessing(questions: list[Question]) -> float:
@@ -66,16 +75,8 @@ def guessing(questions: list[Question]) -> float:
     return sum(1 / len(question.pairs) for question in questions) / len(questions)
 
 
-def _question(line: str, where: str) -> Question:
-    try:
-        row = json.loads(line)
-        query, choices, gold = row["query"], row["choices"], row["gold"]
-        good = isinstance(query, str) and len(choices) > 1 and all(isinstance(c, str) and c for c in choices)
-        good = good and isinstance(gold, int) and 0 <= gold < len(choices)
-    except (ValueError, KeyError, TypeError):
-        good = False
-    if not good:
-        raise UserError(f'{where}: a row has to be {{"query": text, "choices": [text, text, ...], "gold": index}}')
+def _question(row: _Row) -> Question:
+    query, choices, gold = row.query, row.choices, row.gold
     blanks = list(_BLANK.finditer(query))
     if len(blanks) == 1:
         before, after = query[: blanks[0].start()], query[blanks[0].end() :]

@@ -79,6 +79,8 @@ def family_of(config: dict[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UserError(f'{where}: architectures has to be a list of names, such as ["LlamaForCausalLM"]')
     if family is None or (architectures and family.architecture not in architectures):
         supported = "; ".join(f"{f.architecture} ({f.members})" for f in FAMILIES.values())
         found = ", ".join(architectures) or f"model_type {model_type!r}"

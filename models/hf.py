@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.int8_linear import Int8Linear
+from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.patch import patch
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
@@ -33,7 +34,7 @@ class NeuronMMConfig(QuantizationConfigMixin):
 
     quant_method: Any
 
-    def __init__(self, **block: Any) -> None:
+    def __init__(self, /, **block: Any) -> None:
         block.pop("quant_method", None)
         self.__dict__.update(CompressionSpec.parse(block, "config.json").model_dump())
         self.quant_method = _Method.NEURONMM
@@ -114,9 +115,9 @@ class NeuronMMQuantizer(HfQuantizer):
 
 
 def _refuse_missing(model: Any, names: Iterable[str]) -> None:
-    """Raise if a weight of the decoder layers is among the ``names`` that the checkpoint lacks."""
+    """Raise if a weight of the decoder layers, or a factor anywhere, is among the ``names`` that are not stored."""
     for name in names:
-        if LAYERS in name:
+        if LAYERS in name or name.endswith(FACTORS):
             where = f"{model.name_or_path}: config.json and weights disagree"
             raise UserError(f"{where}: {name} is in no shard; compress the model again")
 

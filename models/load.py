@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,22 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from neuronmm.models.errors import UserError
+from neuronmm.models.documents import read_object
+from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import family_of
 from neuronmm.models.hf import register
+from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
 from neuronmm.models.spec import CompressionSpec
+from neuronmm.models.tensors import check_finite, check_tensors
 
 # transformers renamed the argument in 4.56 and warns about the old name.
 DTYPE = "dtype" if tuple(int(n) for n in transformers.__version__.split(".")[:2]) >= (4, 56) else "torch_dtype"
+
+SAFELY = {"local_files_only": True, "trust_remote_code": False}
+"""A checkpoint is data: nothing is fetched for it, and no code that comes with it runs."""
+
+_PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 @contextmanager
@@ -46,20 +55,53 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it.
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint folder whose config.json and shards agree.
+
+    ``settings`` is config.json as it stands, ``config`` what this project reads of it, ``spec`` its
+    ``quantization_config`` (None for a dense checkpoint), ``files`` tensor name -> the shard that holds it.
+    """
+
+    settings: dict[str, Any]
+    config: ModelConfig
+    spec: CompressionSpec | None
+    files: dict[str, Path]
+
+
+def inspect(folder: Path) -> Contents:
+    """What a checkpoint folder holds, read from config.json and the shards' headers; no weight is read.
 
     Raises:
-        UserError: the index is malformed or names a missing file, or a file is corrupt or cut short.
+        UserError: unsupported architecture, corrupt shard, or a config.json that disagrees with the weights.
     """
-    index = folder / "model.safetensors.index.json"
+    where = str(folder / "config.json")
+    settings = read_config(folder)
+    config = ModelConfig.parse(settings, where)
+    block = settings.get("quantization_config")
+    spec = None if "quantization_config" not in settings else CompressionSpec.parse(block, where)
+    files = weight_files(folder)
+    check_tensors(folder, files, config, spec)
+    return Contents(settings, config, spec, files)
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it. As in transformers, model.safetensors comes before an index.
+
+    Raises:
+        UserError: the index is malformed or names a file that is missing or lies elsewhere, or a file is corrupt.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     names: dict[str, Path] = {}
-    if index.is_file():
-        try:
-            names = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (json.JSONDecodeError, KeyError, AttributeError):
-            raise UserError(f"{index}: not a safetensors index; download the checkpoint again") from None
-    files = sorted(set(names.values())) or sorted(folder.glob("*.safetensors"))
+    if index.is_file() and not single.is_file():
+        entries = read_object(index).get("weight_map")
+        if not isinstance(entries, dict) or not all(isinstance(file, str) for file in entries.values()):
+            raise UserError(f"{index}: not a safetensors index; download the checkpoint again")
+        for name, file in entries.items():
+            if not _PLAIN_NAME.fullmatch(file):
+                raise UserError(f"{index}: {file!r} is not the name of a .safetensors file in the folder; mend it")
+            names[name] = folder / file
+    files = [single] if single.is_file() else sorted(set(names.values())) or sorted(folder.glob("*.safetensors"))
     held: dict[str, Path] = {}
     for file in files:
         if not file.is_file():
@@ -75,67 +117,25 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return held
 
 
-def check_factors(folder: Path, spec: CompressionSpec) -> None:
-    """Check that the shards hold the factors config.json promises, at the promised ranks and precision.
-
-    Raises:
-        UserError: a factor is missing or has another shape or type.
-    """
-    files = weight_files(folder)
-    wrong = f"{folder}: config.json and weights disagree"
-
-    def look(key: str) -> tuple[list[int], bool]:
-        """Shape of a tensor, and whether it is int8."""
-        if key not in files:
-            raise UserError(f"{wrong}: {key} is missing; compress the model again")
-        with safe_open(files[key], framework="pt") as tensors:
-            found = tensors.get_slice(key)
-            return found.get_shape(), found.get_dtype() == "I8"
-
-    for name, rank in spec.ranks.items():
-        for factor, dim in (("B", 1),) if name in spec.shared else (("A", 0), ("B", 1)):
-            key = f"{name}.{factor}.weight"
-            shape, int8 = look(key)
-            if shape[dim] != rank:
-                raise UserError(
-                    f"{wrong}: {key} has shape {shape} but rank {rank} is promised; compress the model again"
-                )
-            if int8 != (spec.factors == "int8"):
-                stored = "int8" if int8 else "not int8"
-                raise UserError(
-                    f"{wrong}: {key} is {stored} but factors are {spec.factors!r}; compress the model again"
-                )
-            if int8 and look(f"{key}_scale")[0] != shape[:1]:
-                raise UserError(
-                    f"{wrong}: {key}_scale does not have one scale a row of {shape}; compress the model again"
-                )
-
-
 def load_pretrained(folder: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """The model of a checkpoint folder in eval mode, compressed or dense, every weight accounted for.
+    """The model of a checkpoint folder in eval mode, compressed or dense, every weight accounted for and finite.
 
     Raises:
-        UserError: unsupported architecture, corrupt shard, or a config.json that disagrees with the weights.
+        UserError: unsupported architecture, corrupt shard, a config.json that disagrees with the weights, or weights
+            that hold NaN or infinity.
     """
     register()
-    config = read_config(folder)
-    family_of(config, str(folder / "config.json"))
-    if "quantization_config" in config:
-        check_factors(folder, CompressionSpec.parse(config["quantization_config"], str(folder / "config.json")))
-    else:
-        weight_files(folder)
+    inspect(folder)
     load_config(folder)  # says clearly what transformers itself would not
-    kwargs: dict[str, Any] = {DTYPE: dtype, "output_loading_info": True, "local_files_only": True}
-    with quiet():
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(folder, **kwargs)
-        except (RuntimeError, ValueError, TypeError) as error:  # TypeError: 4.x builds the model from unchecked values
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"{folder}: config.json and weights disagree ({first})") from None
+    kwargs: dict[str, Any] = {DTYPE: dtype, "output_loading_info": True, "attn_implementation": "sdpa", **SAFELY}
+    with quiet(), reading(f"{folder}: config.json and weights disagree"):
+        model, info = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **kwargs)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             some = ", ".join(sorted(map(str, info[what]))[:3])
             raise UserError(f"{folder}: config.json and weights disagree: {what.replace('_', ' ')}: {some}")
+    for name, parameter in model.named_parameters():
+        check_finite(name, parameter, folder)
     return model.to(device).eval()
 
 
@@ -151,11 +151,8 @@ def load_config(folder: Path) -> Any:
         raise UserError(
             f"{where}: transformers {transformers.__version__} does not know {family.architecture}; install a newer one"
         )
-    with quiet():
-        try:
-            return AutoConfig.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # which one, for a malformed entry, differs from version to version
-            raise UserError(f"{where}: transformers cannot read it ({' '.join(str(error).split())})") from None
+    with quiet(), reading(f"{where}: transformers cannot read it"):
+        return AutoConfig.from_pretrained(folder, **SAFELY)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -164,9 +161,5 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the folder holds none.
     """
-    with quiet():
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise UserError(f"{folder}: no usable tokenizer there ({first})") from None
+    with quiet(), reading(f"{folder}: no usable tokenizer there; transformers says so"):
+        return AutoTokenizer.from_pretrained(folder, **SAFELY)

@@ -6,11 +6,10 @@ defaults without a word (a wrong RoPE base, for one). The functions here write t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from neuronmm.kernels.durable import replacing
+from neuronmm.models.documents import read_object, write_json
 
 
 def portable_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -27,29 +26,14 @@ def portable_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` as indented UTF-8 JSON; a reader finds the old file or the new one, never a part."""
-    with replacing(path) as new:
-        new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object that :func:`write_json` wrote to ``path``; None if it is missing or damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def make_portable(folder: Path) -> None:
     """Rewrite ``folder``'s config.json and tokenizer_config.json in place so that old and new versions read them."""
     config = folder / "config.json"
-    write_json(config, portable_config(json.loads(config.read_text(encoding="utf-8"))))
+    write_json(config, portable_config(read_object(config)))
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer = read_object(path)
     if tokenizer.get("tokenizer_class") == "TokenizersBackend":
         tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     template = folder / "chat_template.jinja"

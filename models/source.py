@@ -7,13 +7,12 @@ Only safetensors weights are accepted: a pickle can run code. A GGUF file is unp
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from neuronmm.kernels.cache import cache_folder, write_folder
+from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError
-from neuronmm.models.portable import make_portable
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _GGUF_MAGIC = b"GGUF"
@@ -27,7 +26,7 @@ def resolve(model: str | Path) -> Path:
         model: a folder, a ``.gguf`` file, or a hub id such as ``meta-llama/Llama-3.2-1B`` (needs a connection).
 
     Raises:
-        UserError: there is no such model, or its weights are not safetensors.
+        UserError: there is no such model, its weights are not safetensors, or a file beside them is malformed.
     """
     path = Path(model).expanduser()
     if path.is_file():
@@ -42,6 +41,7 @@ def resolve(model: str | Path) -> Path:
         pickles = [file.name for file in folder.glob("*.bin")]
         hint = f"only {pickles[0]}, a pickle; convert it to safetensors first" if pickles else "the weights are missing"
         raise UserError(f"{folder}: no .safetensors file there ({hint})")
+    _check_side_files(folder)
     return folder
 
 
@@ -51,14 +51,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is not valid JSON.
     """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return config
+    return read_object(folder / "config.json")
+
+
+def _check_side_files(folder: Path) -> None:
+    """Check what is read or copied along with the weights.
+
+    A link would let a checkpoint from a stranger name any file of this computer. The hub's own cache is made of links,
+    into the folder ``blobs`` two levels up; they are the only ones that may leave the folder.
+
+    Raises:
+        UserError: a link leads out of the checkpoint, a JSON file is malformed, or the folder holds an adapter.
+    """
+    home = folder.resolve()
+    homes = (home, home.parents[1] / "blobs" if home.parent.name == "snapshots" else home)
+    for file in sorted(folder.iterdir()):
+        if file.is_symlink() and file.is_file() and not any(file.resolve().is_relative_to(one) for one in homes):
+            raise UserError(f"{file}: is a link to a file outside the checkpoint; put the file itself there")
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            read_object(folder / name)
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder}: holds an adapter (adapter_config.json), not a whole model; merge it into its model")
 
 
 def _download(model: str) -> Path:
@@ -78,35 +92,11 @@ def _download(model: str) -> Path:
 
 def _unpack_gguf(file: Path) -> Path:
     """Dequantise ``file`` into a cached bf16 folder; the folder appears only when it is complete."""
+    from neuronmm.models.gguf_file import unpack
+
     stat = file.stat()
     key = hashlib.sha256(f"{_CACHE_FORMAT}:{file}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_folder() / f"{file.stem}-{key}"
     if not folder.is_dir():
-        write_folder(folder, lambda partial: _write_gguf(file, partial))
+        write_folder(folder, lambda partial: unpack(file, partial))
     return folder
-
-
-def _write_gguf(file: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from neuronmm.models.load import DTYPE, quiet
-
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(**where)
-            loaded = AutoModelForCausalLM.from_pretrained(**where, **{DTYPE: torch.float32})
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (OSError, ValueError, LookupError, NotImplementedError) as error:
-        raise UserError(f"{file}: transformers cannot read this GGUF file ({str(error).splitlines()[0]})") from None
-    # transformers marks the model as GGUF-quantised and then refuses to save it: rebuild it from a clean config.
-    values = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "dtype", "torch_dtype")}
-    clean = type(config).from_dict({**values, "rms_norm_eps": float(f"{config.rms_norm_eps:.6g}")})
-    clean.architectures = [type(loaded).__name__]
-    model = type(loaded)(clean)
-    model.load_state_dict(loaded.state_dict())
-    with quiet():
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    make_portable(folder)

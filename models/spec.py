@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
-from neuronmm.models.errors import UserError
+from neuronmm.models.errors import UserError, first_problem
 from neuronmm.models.families import same_input
 
 QUANT_METHOD = "neuronmm"
@@ -32,9 +41,9 @@ class CompressionSpec(BaseModel):
     factors: Literal["model", "int8"] = "model"
     method: str
     targets: str
-    asked_ratio: float
-    realised_ratio: float
-    model_ratio: float
+    asked_ratio: FiniteFloat
+    realised_ratio: FiniteFloat
+    model_ratio: FiniteFloat
     align: PositiveInt
     calibration: dict[str, Any] | None = None
     version: str
@@ -74,8 +83,7 @@ class CompressionSpec(BaseModel):
                 "install the version that wrote it"
             )
         try:
-            return cls(**block)
+            return cls.model_validate(block)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise UserError(f"{where}: quantization_config.{field}: {first['msg']}; compress the model again") from None
+            field, problem, _ = first_problem(error)
+            raise UserError(f"{where}: quantization_config.{field}{problem}; compress the model again") from None

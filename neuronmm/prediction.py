@@ -12,7 +12,8 @@ from neuronmm.emulator.timing.inference import predict as simulate
 from neuronmm.emulator.timing.measured import DECODE_ERROR, MEAN_LATENCY_ERROR
 from neuronmm.kernels.hardware import CORES
 from neuronmm.models.errors import UserError
-from neuronmm.models.families import LAYERS, LINEARS, TARGETS, family_of
+from neuronmm.models.families import LAYERS, LINEARS, TARGETS
+from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
@@ -74,21 +75,17 @@ def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, str, f
     if not (folder / "config.json").is_file():
         raise UserError(f"{path}: no config.json there; give the folder of a Hugging Face checkpoint or the file")
     config = read_config(folder)
-    family_of(config, str(folder))
-    try:
-        heads = int(config["num_attention_heads"])
-        dense = Decoder(
-            hidden=int(config["hidden_size"]),
-            intermediate=int(config["intermediate_size"]),
-            layers=int(config["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-            vocabulary=int(config["vocab_size"]),
-        )
-    except KeyError as error:
-        raise UserError(f"{folder / 'config.json'}: {error} is missing") from None
-    carried = config.get("quantization_config") or {}
+    found = ModelConfig.parse(config, str(folder / "config.json"))
+    dense = Decoder(
+        hidden=found.hidden_size,
+        intermediate=found.intermediate_size,
+        layers=found.num_hidden_layers,
+        heads=found.num_attention_heads,
+        kv_heads=found.kv_heads,
+        head=found.head,
+        vocabulary=found.vocab_size,
+    )
+    carried = config.get("quantization_config")
     names = {f"{LAYERS}.{i}.{long}": (i, short) for i in range(dense.layers) for short, long in LINEARS.items()}
     sizes = dense.linears()
     targets = [n for n in names if n.split(".", 3)[3] in TARGETS["mlp"]]
@@ -96,8 +93,8 @@ def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, str, f
     def linears(which: list[str]) -> list[Linear]:
         return [Linear(n, sizes[names[n][1]][1], sizes[names[n][1]][0]) for n in which]
 
-    if carried.get("quant_method") == QUANT_METHOD and ratio is None:
-        spec = CompressionSpec.parse(carried, str(folder))
+    if isinstance(carried, dict) and carried.get("quant_method") == QUANT_METHOD and ratio is None:
+        spec = CompressionSpec.parse(carried, str(folder / "config.json"))
         followers = tuple(tuple(name for name, _ in layer) for layer in _by_layer(dense, names, spec.shared))
         return (
             dense,

@@ -20,9 +20,9 @@ from neuronmm.engine.pareto import draw_sweep, mark_fronts
 from neuronmm.engine.perplexity import read_text
 from neuronmm.engine.tasks import read_task
 from neuronmm.kernels.durable import replacing
+from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import keep_out_of, keep_whole, output_folder
-from neuronmm.models.portable import write_json
 from neuronmm.models.source import resolve
 from neuronmm.sweep_folder import claimed, describe
 from neuronmm.sweep_making import basis_of, make_point

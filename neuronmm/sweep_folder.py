@@ -11,9 +11,9 @@ from typing import Any
 
 from neuronmm.compression.claim import MARK, Claim
 from neuronmm.kernels.durable import WRITING
+from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import stranger_in
-from neuronmm.models.portable import read_object, write_json
 
 RUN = "run.json"
 """The file with the settings of a sweep."""
@@ -46,7 +46,7 @@ def describe(out: Path, run: dict[str, Any]) -> None:
     """
     plan = out / RUN
     run = json.loads(json.dumps(run))
-    before = read_object(plan) or run
+    before = read_own(plan) or run
     texts = before.get("texts")
     known = {name: file for name, file in run["texts"].items() if isinstance(texts, dict) and name in texts}
     comparable = {**run, "texts": known}
@@ -57,7 +57,7 @@ def describe(out: Path, run: dict[str, Any]) -> None:
     for key, value in comparable.items():
         if before.get(key) != value:
             raise UserError(f"{out}: was started with another {key} ({before.get(key)!r}, now {run[key]!r})")
-    if run != read_object(plan):
+    if run != read_own(plan):
         write_json(plan, run)
 
 
@@ -69,5 +69,5 @@ def _check(out: Path, resume: bool) -> None:
         return
     if not resume:
         raise UserError(f"{out}: exists already; --resume continues the sweep in it, or give another -o")
-    if read_object(out / RUN) is None:
+    if read_own(out / RUN) is None:
         raise UserError(f"{out}: is not the folder of a sweep ({RUN} is unreadable); give another -o")

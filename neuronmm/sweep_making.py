@@ -10,7 +10,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
 from neuronmm.compression.workspace import RUN, work_folder
-from neuronmm.models.portable import read_object
+from neuronmm.models.documents import read_own
 from neuronmm.sweep_points import read_points
 
 _LAST = {"recover", "factors"}
@@ -21,7 +21,7 @@ def make_point(
     dense: Path, folder: Path, config: CompressionConfig, basis: Path | None, progress: Callable[[str, float], None]
 ) -> None:
     """Make the checkpoint ``folder`` of ``dense``, or go on where it was interrupted; ``basis`` is trained if given."""
-    store, begun = folder.with_name("calibration"), read_object(work_folder(folder) / RUN)
+    store, begun = folder.with_name("calibration"), read_own(work_folder(folder) / RUN)
     if basis is None or (begun is not None and begun.get("verb") != "recover"):
         compress(dense, folder, config, resume=True, store=store, progress=progress)
         return

@@ -13,8 +13,8 @@ from typing import Any
 from neuronmm.compression.reader import Reader
 from neuronmm.engine.benchmark import benchmark
 from neuronmm.engine.evaluate import evaluate
+from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
-from neuronmm.models.portable import read_object, write_json
 from neuronmm.sweep_folder import RUN
 
 SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (1,), "runs": 5}
@@ -40,7 +40,7 @@ def add_point(out: Path, key: str, folder: Path, facts: dict[str, Any]) -> None:
         UserError: ``out`` is no sweep's folder, or the checkpoint cannot be measured.
     """
     kept = out / f"{key}{_POINT}"
-    run = read_object(out / RUN)
+    run = read_own(out / RUN)
     if run is None:
         raise UserError(f"{out}: is not the folder of a sweep ({RUN} is unreadable)")
     before = _read_point(kept)
@@ -57,7 +57,7 @@ def read_points(out: Path) -> list[dict[str, Any]]:
 
 def _read_point(kept: Path) -> dict[str, Any] | None:
     """What is kept of a point; None, so that it is measured again, if the file is missing or damaged."""
-    point = read_object(kept)
+    point = read_own(kept)
     return point if point is not None and point.keys() >= {"name", "ratio"} else None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from neuronmm.engine.figures import with_error
 from neuronmm.engine.pareto import draw_sweep, mark_fronts, method_of
-from neuronmm.models.portable import write_json
+from neuronmm.models.documents import write_json
 from neuronmm.sweep_points import read_points
 from neuronmm.sweep_table import SPEED_COLUMNS, speed_cells
 

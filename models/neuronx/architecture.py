@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuronmm.models.errors import UserError
-from neuronmm.models.families import family_of
+from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.portable import portable_config
 
 ROPE_TYPES = ("default", "llama3")
@@ -40,37 +40,32 @@ class Architecture:
         """The architecture of config.json's content.
 
         Raises:
-            UserError: the family is not supported, an entry is missing, or the hosts cannot run it.
+            UserError: the family is not supported, an entry is missing or wrong, or the hosts cannot run it.
         """
-        family = family_of(config, where)
-        config = portable_config(config)
+        sizes, config = ModelConfig.parse(config, where), portable_config(config)
         scaling = config.get("rope_scaling") or None
         kind = scaling and scaling.get("rope_type", scaling.get("type", "default"))
         if scaling and kind not in ROPE_TYPES:
             raise UserError(f"{where}: rope scaling {kind!r} is not in the Neuron hosts; they have {ROPE_TYPES}")
-        ends = config.get("eos_token_id")
-        try:
-            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-            found = cls(
-                model_type=family.model_type,
-                hidden=hidden,
-                intermediate=int(config["intermediate_size"]),
-                layers=int(config["num_hidden_layers"]),
-                heads=heads,
-                kv_heads=int(config.get("num_key_value_heads") or heads),
-                head=int(config.get("head_dim") or hidden // heads),
-                vocabulary=int(config["vocab_size"]),
-                positions=int(config["max_position_embeddings"]),
-                epsilon=float(config["rms_norm_eps"]),
-                rope_theta=float(config.get("rope_theta", 10000.0)),
-                rope_scaling=scaling if kind != "default" else None,
-                ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),),
-            )
-        except KeyError as error:
-            raise UserError(f"{where}: {error} is missing") from None
+        ends = sizes.eos_token_id
+        found = cls(
+            model_type=sizes.model_type,
+            hidden=sizes.hidden_size,
+            intermediate=sizes.intermediate_size,
+            layers=sizes.num_hidden_layers,
+            heads=sizes.num_attention_heads,
+            kv_heads=sizes.kv_heads,
+            head=sizes.head,
+            vocabulary=sizes.vocab_size,
+            positions=sizes.max_position_embeddings,
+            epsilon=sizes.rms_norm_eps,
+            rope_theta=float(config.get("rope_theta") or 10000.0),
+            rope_scaling=scaling if kind != "default" else None,
+            ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        )
         if found.hidden % found.head:
             # The hosts take the head size for hidden size / heads, so there has to be a number of heads that gives it.
-            raise UserError(f"{where}: hidden size {hidden} is no multiple of the head size {found.head}")
+            raise UserError(f"{where}: hidden size {found.hidden} is no multiple of the head size {found.head}")
         return found
 
     @property

@@ -11,12 +11,9 @@ from torch import Tensor
 from neuronmm.kernels.int8 import Int8
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
-from neuronmm.models.load import check_factors, weight_files
+from neuronmm.models.load import inspect
 from neuronmm.models.neuronx.architecture import Architecture
-from neuronmm.models.source import read_config
-from neuronmm.models.spec import CompressionSpec
-
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_finite
 
 
 class Checkpoint:
@@ -28,16 +25,12 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        config = read_config(folder)
+        found = inspect(folder)
         self.folder, self.dtype = folder, dtype
-        self.architecture = Architecture.of(config, str(folder / "config.json"))
-        self.ranks: dict[str, int] = {}
-        self.shared: dict[str, str] = {}
-        if "quantization_config" in config:
-            spec = CompressionSpec.parse(config["quantization_config"], str(folder / "config.json"))
-            check_factors(folder, spec)
-            self.ranks, self.shared = dict(spec.ranks), dict(spec.shared)
-        self._files = weight_files(folder)
+        self.architecture = Architecture.of(found.settings, str(folder / "config.json"))
+        self.ranks: dict[str, int] = dict(found.spec.ranks) if found.spec else {}
+        self.shared: dict[str, str] = dict(found.spec.shared) if found.spec else {}
+        self._files = found.files
 
     def holds(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -47,20 +40,21 @@ class Checkpoint:
         """One tensor in the dtype of the build; an int8 factor dequantised, rounded to that dtype once.
 
         Raises:
-            UserError: there is none of that name.
+            UserError: there is none of that name, or it holds NaN or infinity.
         """
         if name not in self._files:
             raise UserError(f"{self.folder}: config.json and weights disagree: {name} is in no shard")
-        with safe_open(self._files[name], framework="pt") as tensors:
-            found = tensors.get_tensor(name)
+        found = self._read(name)
         if found.dtype is torch.int8:
-            return Int8(found, self._scales(name)).dequantise(self.dtype)
+            return Int8(found, self._read(f"{name}_scale").float()).dequantise(self.dtype)
         return found.to(self.dtype)
 
-    def _scales(self, name: str) -> Tensor:
-        """The scales of an int8 factor's rows, float32."""
-        with safe_open(self._files[f"{name}_scale"], framework="pt") as tensors:
-            return tensors.get_tensor(f"{name}_scale").float()
+    def _read(self, name: str) -> Tensor:
+        """One tensor as it is stored, its numbers finite."""
+        with safe_open(self._files[name], framework="pt") as tensors:
+            found = tensors.get_tensor(name)
+        check_finite(name, found, self.folder)
+        return found
 
     def embedding(self) -> Tensor:
         """Dimensions: [vocabulary, hidden]."""

@@ -112,17 +112,20 @@ def read_prompts(path: Path) -> list[str]:
     """The prompts of a batch file; blank lines are skipped.
 
     Raises:
-        UserError: the file is missing, empty, or a line of a .jsonl file is no object with a "prompt".
+        UserError: the file is missing, empty, not UTF-8, or a line of a .jsonl file is no object with a "prompt".
     """
-    from neuronmm.models import UserError
+    from pydantic import BaseModel
 
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f'{path}: every line has to be UTF-8 JSON like {{"prompt": "..."}}') from None
-    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        raise UserError(f"{path}: no prompts there, or one that is not a string")
+    from neuronmm.models import UserError
+    from neuronmm.models.documents import lines, read_rows, read_text
+
+    class Row(BaseModel):
+        prompt: str
+
+    if path.suffix == ".jsonl":
+        prompts = [row.prompt for _, row in read_rows(path, Row, '{"prompt": "..."}')]
+    else:
+        prompts = [line for _, line in lines(read_text(path))]
+    if not prompts:
+        raise UserError(f"{path}: no prompts there")
     return prompts

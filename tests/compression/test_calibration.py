@@ -50,7 +50,7 @@ def test_jsonl_rows_hold_text_or_messages(tmp_path: Path) -> None:
         ("empty.txt", b"", "0 tokens are fewer than one row of 8"),
         ("short.txt", b"w5 w6", "2 tokens are fewer"),
         ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
-        ("bad.jsonl", b'{"text": "w5"}\nnonsense\n', "bad.jsonl:2: not a JSON object"),
+        ("bad.jsonl", b'{"text": "w5"}\nnonsense\n', "bad.jsonl:2: Invalid JSON"),
         ("keys.jsonl", b'{"words": "w5"}\n', "keys.jsonl:1"),
     ],
 )

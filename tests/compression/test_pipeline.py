@@ -280,7 +280,7 @@ def test_damaged_checkpoints_are_named(method: str, dense: Callable[..., Path], 
     out, name = tmp_path / "out", f"{LAYERS}.1.mlp.up_proj.weight"
     source = dense()
     edit_tensors(source, lambda t: t[name].fill_(float("nan")))
-    with pytest.raises(UserError, match=r"layers\.1\.\*: .*NaN"):
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN or infinity"):
         compress(source, out, config(method=method), force=True)
     source = dense()
     edit_tensors(source, lambda t: t.pop(name))

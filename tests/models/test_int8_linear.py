@@ -155,10 +155,10 @@ UP = "model.layers.0.mlp.up_proj.B.weight"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (edit(f"{UP}_scale", lambda _: None), r"up_proj\.B\.weight_scale is missing"),
-        (edit(f"{UP}_scale", lambda t: t[1:]), r"up_proj\.B\.weight_scale does not have one scale a row of \[48, 16\]"),
-        (edit(UP, lambda t: t.float()), r"up_proj\.B\.weight is not int8 but factors are 'int8'"),
-        (edit(UP, lambda t: t[:, 1:]), r"up_proj\.B\.weight has shape \[48, 15\] but rank 16 is promised"),
+        (edit(f"{UP}_scale", lambda _: None), r"up_proj\.B\.weight_scale is in no shard"),
+        (edit(f"{UP}_scale", lambda t: t[1:]), r"up_proj\.B\.weight_scale has shape \[47\], not \[48\]"),
+        (edit(UP, lambda t: t.float()), r"up_proj\.B\.weight is stored as F32, not as I8"),
+        (edit(UP, lambda t: t[:, 1:]), r"up_proj\.B\.weight has shape \[48, 15\], not \[48, 16\]"),
     ],
     ids=["no scale", "short scale", "float weight", "other rank"],
 )
@@ -176,5 +176,5 @@ def test_int8_tensors_where_floats_are_promised_are_refused(tmp_path: Path) -> N
     model = make_tiny()
     spec = fill_tiny(model, SPECS["own A"])
     write_checkpoint(model, spec.model_copy(update={"factors": "model"}), tmp_path)
-    with pytest.raises(UserError, match="is int8 but factors are 'model'"):
+    with pytest.raises(UserError, match="is stored as I8, not as F64 or F32"):
         load_pretrained(tmp_path, torch.float32)

@@ -1,0 +1,100 @@
+"""Read JSON that a stranger may have written, where every fault is one clear line; write and read our own JSON.
+
+The parser is pydantic's. It refuses what JSON does not know (NaN, infinity, half a surrogate pair) and nesting so deep
+that it would exhaust the stack.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from neuronmm.kernels.durable import replacing
+from neuronmm.models.errors import UserError, first_problem
+
+MOST_BYTES = 1 << 28
+"""The largest document that is read: far above any index of shards, far below a computer's memory."""
+
+Row = TypeVar("Row", bound=BaseModel)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: the file is no regular file, too large, not UTF-8, not JSON, or holds something else than an object.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    if path.stat().st_size > MOST_BYTES:
+        raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MB; it is not the document that belongs there")
+    try:
+        content = from_json(path.read_bytes(), allow_inf_nan=False)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object; download it again")
+    return content
+
+
+def read_own(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object that :func:`write_json` wrote to ``path``; None if it is missing or damaged."""
+    try:
+        return read_object(path)
+    except UserError:
+        return None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write ``content`` as indented UTF-8 JSON; a reader finds the old file or the new one, never a part."""
+    with replacing(path) as new:
+        new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_text(path: Path) -> str:
+    """The content of a UTF-8 text file.
+
+    Raises:
+        UserError: there is no such file, or it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def lines(text: str) -> Iterator[tuple[int, str]]:
+    r"""The number, from 1, and content of every line that is not blank.
+
+    Only ``\n`` ends a line: ``str.splitlines`` also cuts at U+2028 or U+0085, which a JSON string may hold.
+    """
+    return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
+
+
+def read_rows(path: Path, row: type[Row], wanted: str) -> list[tuple[str, Row]]:
+    """The rows of a JSON lines file, each with the words that say where it is.
+
+    Args:
+        path: the file.
+        row: the schema of a line.
+        wanted: an example of a line, for the message.
+
+    Raises:
+        UserError: there is no such file, or a line is not such a row.
+    """
+    rows = []
+    for number, line in lines(read_text(path)):
+        where = f"{path}:{number}"
+        try:
+            rows.append((where, row.model_validate_json(line, strict=True)))
+        except ValidationError as error:
+            field, problem, _ = first_problem(error)
+            raise UserError(f"{where}: {field}{problem}; a row has to be {wanted}") from None
+    return rows

@@ -1,0 +1,124 @@
+"""The entries of a config.json that this project relies on, checked before anything is built from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from neuronmm.models.errors import UserError, first_problem
+from neuronmm.models.families import family_of
+
+# No published model comes near these. They keep a config.json whose weights are not read (predict) from taking hours.
+Width = Annotated[int, Field(ge=1, le=1 << 20)]
+Layers = Annotated[int, Field(ge=1, le=1 << 12)]
+Count = Annotated[int, Field(ge=1, le=1 << 24)]
+Positions = Annotated[int, Field(ge=1, le=1 << 31)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+}
+"""The entries without which a kind of RoPE cannot be computed."""
+
+
+class Rope(BaseModel):
+    """``rope_scaling`` of older config.json files, ``rope_parameters`` of newer ones."""
+
+    model_config = ConfigDict(strict=True)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Positions | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    short_factor: list[Positive] | None = None
+    long_factor: list[Positive] | None = None
+
+    @model_validator(mode="after")
+    def _is_computable(self) -> Rope:
+        kind = self.rope_type or self.type or "default"
+        if kind not in _ROPE_TYPES:
+            raise ValueError(f"the RoPE type {kind!r} is not among {', '.join(sorted(_ROPE_TYPES))}")
+        for name in _ROPE_NEEDS.get(kind, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"RoPE of type {kind!r} needs {name}")
+        if kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ValueError("low_freq_factor and high_freq_factor are equal")
+        return self
+
+
+class ModelConfig(BaseModel):
+    """A decoder's sizes, and what else decides how it is built and run. Other entries are transformers' own affair."""
+
+    model_config = ConfigDict(strict=True)
+
+    model_type: str
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    vocab_size: Count
+    max_position_embeddings: Positions
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
+    tie_word_embeddings: bool = False
+    layer_types: list[Literal["full_attention"]] | None = None
+    pad_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    rope_theta: Positive | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+    transformers_weights: None = None  # the name of another file, which would be read unchecked
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ModelConfig:
+        if self.num_attention_heads % self.kv_heads:
+            raise ValueError(f"{self.num_attention_heads} attention heads are no multiple of {self.kv_heads} KV heads")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(f"hidden size {self.hidden_size} is no multiple of {self.num_attention_heads} heads")
+        if self.head % 2:
+            raise ValueError(f"the head size {self.head} is odd, which RoPE cannot rotate")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values: fewer than attention heads where these are grouped."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head(self) -> int:
+        """Features of a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def parse(cls, config: dict[str, Any], where: str) -> ModelConfig:
+        """Check config.json's content.
+
+        Raises:
+            UserError: the family is not supported, or an entry is missing, of another type, or out of range.
+        """
+        family_of(config, where)
+        try:
+            return cls.model_validate(config)
+        except ValidationError as error:
+            field, problem, value = first_problem(error)
+            found = f" (it is {value})" if field else ""
+            raise UserError(f"{where}: {field}{problem}{found}; mend it or download it again") from None

@@ -1,0 +1,131 @@
+"""Which tensors a checkpoint holds, of which shape, by its config.json; and the check that the files agree.
+
+The check reads the headers of the shards only. It comes before anything is built, so that what a config.json claims
+costs no more time and memory than its weights are worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from neuronmm.models.errors import UserError
+from neuronmm.models.families import LAYERS, LINEARS
+from neuronmm.models.model_config import ModelConfig
+from neuronmm.models.spec import CompressionSpec
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+IGNORED = "rotary_emb.inv_freq"
+"""How the names of the tensors end that old checkpoints hold and nobody reads."""
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+"""safetensors' names of the dtypes that a weight may be stored in."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What config.json says of one tensor. ``dtypes`` are safetensors' names."""
+
+    shape: tuple[int, ...]
+    required: bool = True
+    dtypes: tuple[str, ...] = FLOATS
+
+
+def promised(config: ModelConfig, spec: CompressionSpec | None) -> Iterator[tuple[str, Promise]]:
+    """The name of every tensor that a checkpoint has to hold or may hold, with what it has to be."""
+    hidden, wide, head = config.hidden_size, config.intermediate_size, config.head
+    queries, keys = config.num_attention_heads * head, config.kv_heads * head
+    sizes = {
+        "q": (queries, hidden),
+        "k": (keys, hidden),
+        "v": (keys, hidden),
+        "o": (hidden, queries),
+        "gate": (wide, hidden),
+        "up": (wide, hidden),
+        "down": (hidden, wide),
+    }
+    yield EMBEDDING, Promise((config.vocab_size, hidden))
+    yield NORM, Promise((hidden,))
+    yield HEAD, Promise((config.vocab_size, hidden), required=not config.tie_word_embeddings)
+    for index in range(config.num_hidden_layers):
+        layer = f"{LAYERS}.{index}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{layer}.{norm}.weight", Promise((hidden,))
+        for norm in ("q_norm", "k_norm"):
+            yield f"{layer}.self_attn.{norm}.weight", Promise((head,), required=False)
+        for short, inside in LINEARS.items():
+            yield from _linear(f"{layer}.{inside}", *sizes[short], spec)
+
+
+def _linear(
+    name: str, out_features: int, in_features: int, spec: CompressionSpec | None
+) -> Iterator[tuple[str, Promise]]:
+    """The tensors of one linear, dense or factorised."""
+    if spec is None or name not in spec.ranks:
+        yield f"{name}.weight", Promise((out_features, in_features))
+        yield f"{name}.bias", Promise((out_features,), required=False)
+        return
+    rank = spec.ranks[name]
+    shapes = (
+        {"B": (out_features, rank)} if name in spec.shared else {"A": (rank, in_features), "B": (out_features, rank)}
+    )
+    for factor, shape in shapes.items():
+        int8 = spec.factors == "int8"
+        yield f"{name}.{factor}.weight", Promise(shape, dtypes=("I8",) if int8 else FLOATS)
+        if int8:
+            yield f"{name}.{factor}.weight_scale", Promise(shape[:1], dtypes=("F32",))
+    yield f"{name}.B.bias", Promise((out_features,), required=False)
+
+
+def check_tensors(folder: Path, files: dict[str, Path], config: ModelConfig, spec: CompressionSpec | None) -> None:
+    """Check that the shards hold the tensors that config.json promises and no others.
+
+    Args:
+        folder: the checkpoint's, for the messages.
+        files: tensor name -> the shard that holds it.
+        config: its config.json.
+        spec: how it is compressed; None for a dense one.
+
+    Raises:
+        UserError: a tensor is missing, unknown, or of another shape or dtype.
+    """
+    wrong = f"{folder}: config.json and weights disagree"
+    again = "compress the model again" if spec is not None else "download the checkpoint again"
+    left = dict(_headers(files))
+    for name, promise in promised(config, spec):
+        if name in left:
+            shape, dtype = left.pop(name)
+            if shape != promise.shape:
+                raise UserError(f"{wrong}: {name} has shape {list(shape)}, not {list(promise.shape)}; {again}")
+            if dtype not in promise.dtypes:
+                raise UserError(f"{wrong}: {name} is stored as {dtype}, not as {' or '.join(promise.dtypes)}; {again}")
+        elif promise.required:
+            raise UserError(f"{wrong}: {name} is in no shard; {again}")
+    unknown = [name for name in left if not name.endswith(IGNORED)]
+    unknown += [name for name in (spec.ranks if spec is not None else ()) if f"{name}.B.weight" not in files]
+    if unknown:
+        raise UserError(f"{wrong}: {unknown[0]} belongs to no part of the model; {again}")
+
+
+def _headers(files: dict[str, Path]) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+    """Name, shape and dtype of every tensor."""
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                yield name, (tuple(part.get_shape()), part.get_dtype())
+
+
+def check_finite(name: str, tensor: Tensor, where: Path) -> None:
+    """Refuse a weight of any shape that holds NaN or infinity.
+
+    Raises:
+        UserError: it does.
+    """
+    if tensor.is_floating_point() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+        raise UserError(f"{where}: {name} holds NaN or infinity; the checkpoint is damaged, download or make it again")
