@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from neuronmm.compression.progress import Progress
 from neuronmm.compression.workspace import Workspace, place_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
+from neuronmm.models.version import VERSION
 
 _SIDES = ("outputs", "inputs")
 _TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}
@@ -48,7 +48,7 @@ class CalibrationStore:
     def __init__(self, folder: Path, dense: Path, size: int, device: str, config: CompressionConfig) -> None:
         self.seconds = 0.0  # what making the contents took that this run has read and not made
         self._folder, self._targets, self._known = folder, config.targets, set[str]()
-        run = {"model": str(dense), "bytes": size, "version": version("neuronmm"), "device": device}
+        run = {"model": str(dense), "bytes": size, "version": VERSION, "device": device}
         run |= config.model_dump(include=_TEXT)
         plan = folder / "run.json"
         if not plan.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, family_of
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
+from neuronmm.models.version import VERSION
 
 
 def compress(
@@ -72,7 +72,7 @@ def compress(
     factors = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
     size = reader.total_bytes()
     check_room(out, 2 * size, size, total, factors, config)  # parts and final shards lie there together
-    run = {"model": str(folder), "bytes": size, "version": version("neuronmm"), "device": device}
+    run = {"model": str(folder), "bytes": size, "version": VERSION, "device": device}
     run |= config.model_dump()
     workspace = Workspace(out, run, resume, force)
 
@@ -127,7 +127,7 @@ def _spec(config: CompressionConfig, plan: Plan, rows: Tensor | None, total: int
         model_ratio=plan.removed / total,
         align=plan.align,
         calibration=text,
-        version=version("neuronmm"),
+        version=VERSION,
     )
 
 

@@ -94,7 +94,7 @@ def dependency_problems(root: Path) -> list[str]:
     listed = re.search(r"^dependencies = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     asked = set(re.findall(r'"([\w-]+)', listed.group(1) if listed else ""))
     known = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in asked}
-    known |= sys.stdlib_module_names | DEVICE_SDK | {"neuronmm"}
+    known |= sys.stdlib_module_names | DEVICE_SDK | {"neuronmm", "neuronmm_checkout"}
     found = {}
     for path, tree in modules(root):
         for line, name in imported(tree, ["neuronmm"]):
