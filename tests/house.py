@@ -143,6 +143,17 @@ def docstring_problems(root: Path) -> list[str]:
     return problems
 
 
+def example_problems(root: Path) -> list[str]:
+    """Properties that fix how many examples they draw, so that a longer run could not raise it."""
+    paths = (path for path in files(root / "tests", {".py"}) if path.name != "draws.py")
+    fixed = re.compile(r"^\s*(@|\w+ = )settings\(", re.MULTILINE)
+    return [
+        f"{path.relative_to(root)}: settings(...) of hypothesis; say draws.examples(few)"
+        for path in paths
+        if fixed.search(path.read_text(encoding="utf-8"))
+    ]
+
+
 def leftover_problems(root: Path) -> list[str]:
     """Notes to oneself, and paths of one machine, in code or documents."""
     problems = []
