@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install-torch = $(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 install = $(1)/bin/python -m pip install --quiet --no-build-isolation
 
-.PHONY: setup demo check test test-old test-neuron bench clean
+.PHONY: setup demo check test test-old test-neuron test-random bench clean
 
 setup: $(VENV)/.done
 
@@ -79,6 +79,10 @@ test-neuron: $(NEURON_VENV)/.done
 
 test: setup test-old test-neuron
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# Every property with a thousand random examples; hours. ARGS picks a part: ARGS=tests/kernels/test_tiling.py
+test-random: setup
+	$(VENV)/bin/python -m pytest -m "hypothesis and not slow" --hypothesis-profile=random $(ARGS)
 
 $(COMPRESSED): | setup
 	$(VENV)/bin/neuronmm compress $(MODEL) -o $@ --ratio 0.2 --targets mlp

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from neuronmm.kernels.durable import WRITING
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import stranger_in
+from neuronmm.models.version import VERSION
 
 _SIDES = ("outputs", "inputs")
 _RUN, _TOKENS = "run.json", "tokens"
@@ -51,7 +51,7 @@ class CalibrationStore:
     def __init__(self, folder: Path, dense: Path, size: int, device: str, config: CompressionConfig) -> None:
         self.seconds = 0.0  # what making the contents took that this run has read and not made
         self._folder, self._targets, self._known = folder, config.targets, set[str]()
-        run = {"model": str(dense), "bytes": size, "version": version("neuronmm"), "device": device}
+        run = {"model": str(dense), "bytes": size, "version": VERSION, "device": device}
         run |= config.model_dump(include=_TEXT)
         folder.mkdir(parents=True, exist_ok=True)
         before = read_own(folder / _RUN)

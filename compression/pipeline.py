@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from neuronmm.models.families import LAYERS
 from neuronmm.models.load import inspect
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
+from neuronmm.models.version import VERSION
 
 
 def compress(
@@ -88,7 +88,7 @@ def _compress(
     factors = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
     size = reader.total_bytes()
     check_room(workspace.out, 2 * size, size, total, factors, config)  # parts and final shards lie there together
-    run = {"model": str(folder), "bytes": size, "version": version("neuronmm"), "device": device}
+    run = {"model": str(folder), "bytes": size, "version": VERSION, "device": device}
     run |= config.model_dump()
     workspace.begin(run)
     reader.check_finite()
@@ -143,7 +143,7 @@ def _spec(config: CompressionConfig, plan: Plan, rows: Tensor | None, total: int
         model_ratio=plan.removed / total,
         align=plan.align,
         calibration=text,
-        version=version("neuronmm"),
+        version=VERSION,
     )
 
 

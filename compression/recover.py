@@ -6,7 +6,6 @@ What ``compress`` does with the setting ``recover``, done later: same text, same
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from neuronmm.models.load import inspect
 from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
+from neuronmm.models.version import VERSION
 
 _SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _GIVE = "give the dense model with --dense"
@@ -110,7 +110,7 @@ def _recover(
     trained = sum(count for name, count in counts.items() if name.endswith(FACTORS))
     check_room(workspace.out, size, size, sum(counts.values()), trained, config)
     run = {"verb": "recover", "model": str(folder), "bytes": size, "dense": str(source)}
-    run |= {"version": version("neuronmm"), "device": device, **config.model_dump()}
+    run |= {"version": VERSION, "device": device, **config.model_dump()}
     workspace.begin(run)
     common = None
     if store is not None:

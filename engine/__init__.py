@@ -1,1 +1,6 @@
 """Generation, benchmark and evaluation."""
+
+if "." not in __name__:
+    from neuronmm_checkout import stand_back
+
+    stand_back(__name__)

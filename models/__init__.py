@@ -1,11 +1,16 @@
 """Low-rank modules, family tables, the patch verb, and the bridge to transformers."""
 
-from neuronmm.models.errors import UserError
-from neuronmm.models.families import FAMILIES, Family, family_of
-from neuronmm.models.int8_linear import Int8Linear
-from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
-from neuronmm.models.patch import fuse, patch
-from neuronmm.models.spec import CompressionSpec
+if "." not in __name__:
+    from neuronmm_checkout import stand_back
+
+    stand_back(__name__)
+else:
+    from neuronmm.models.errors import UserError
+    from neuronmm.models.families import FAMILIES, Family, family_of
+    from neuronmm.models.int8_linear import Int8Linear
+    from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
+    from neuronmm.models.patch import fuse, patch
+    from neuronmm.models.spec import CompressionSpec
 
 __all__ = [
     "FAMILIES",

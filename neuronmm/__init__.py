@@ -5,12 +5,16 @@
 """
 
 from importlib import import_module
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from neuronmm.models.hf import register as _register
+_HERE = Path(__file__).parent
+if not (_HERE / "models").is_dir():  # a checkout: the sub-packages lie beside this folder
+    __path__.append(str(_HERE.parent))
 
-__version__ = version("neuronmm")
+from neuronmm.models.hf import register as _register  # noqa: E402  (found beside this folder only now)
+from neuronmm.models.version import VERSION as __version__  # noqa: E402
+
 __all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict", "recover"]
 
 _HOMES = {

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
+import draws
 from neuronmm.compression import last_steps
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import recovery_of
 from neuronmm.compression.recovery import Recovery
+
+settings.load_profile(draws.SUITE)  # --hypothesis-profile, read after this file, loads another
 
 
 @pytest.fixture(autouse=True)

@@ -94,7 +94,7 @@ def dependency_problems(root: Path) -> list[str]:
     listed = re.search(r"^dependencies = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     asked = set(re.findall(r'"([\w-]+)', listed.group(1) if listed else ""))
     known = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in asked}
-    known |= sys.stdlib_module_names | DEVICE_SDK | {"neuronmm"}
+    known |= sys.stdlib_module_names | DEVICE_SDK | {"neuronmm", "neuronmm_checkout"}
     found = {}
     for path, tree in modules(root):
         for line, name in imported(tree, ["neuronmm"]):
@@ -141,6 +141,17 @@ def docstring_problems(root: Path) -> list[str]:
         if is_command and not re.search(rf"^\s+neuronmm {path.stem}\b", text, re.MULTILINE):
             problems.append(f"{where}: the docstring shows no example of `neuronmm {path.stem}`")
     return problems
+
+
+def example_problems(root: Path) -> list[str]:
+    """Properties that fix how many examples they draw, so that a longer run could not raise it."""
+    paths = (path for path in files(root / "tests", {".py"}) if path.name != "draws.py")
+    fixed = re.compile(r"^\s*(@|\w+ = )settings\(", re.MULTILINE)
+    return [
+        f"{path.relative_to(root)}: settings(...) of hypothesis; say draws.examples(few)"
+        for path in paths
+        if fixed.search(path.read_text(encoding="utf-8"))
+    ]
 
 
 def leftover_problems(root: Path) -> list[str]:

@@ -16,6 +16,7 @@ RULES = [
     house.op_problems,
     house.length_problems,
     house.docstring_problems,
+    house.example_problems,
     house.leftover_problems,
 ]
 SOUND = {
@@ -131,6 +132,13 @@ def test_a_silent_module_and_a_command_without_example_are_found(tmp_path: Path)
         "models/a.py: no module docstring",
         "neuronmm/commands/fry.py: the docstring shows no example of `neuronmm fry`",
     ]
+
+
+@pytest.mark.parametrize("line", ["@settings(max_examples=9)\ndef test_it(): ...", "QUICK = settings(max_examples=9)"])
+def test_a_fixed_number_of_examples_is_found(line: str, tmp_path: Path) -> None:
+    plant(tmp_path, {**SOUND, "tests/test_a.py": f"from hypothesis import settings\n{line}\n"})
+    (found,) = house.example_problems(tmp_path)
+    assert found.startswith("tests/test_a.py: settings(...)")
 
 
 @pytest.mark.parametrize(

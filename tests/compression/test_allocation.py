@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import examples
 from neuronmm.compression.allocation import FLOOR, allocate, energy, relative, sharing_pays
 from neuronmm.compression.ranks import MAX_SCALE, Linear, balance, realised
 
@@ -29,7 +30,7 @@ def alike(targets: list[Linear]) -> dict[str, float]:
     return {linear.name: 0.1 for linear in targets}
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     layers=st.integers(2, 12),
     hidden=st.sampled_from([64, 96, 160]),
@@ -125,7 +126,6 @@ def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(same: bool) ->
     assert not sharing_pays(joint, {"a": None, "b": None}, apart, together)
 
 
-@settings(deadline=None)
 @given(energies=st.lists(st.floats(0, 1e12), min_size=1, max_size=4))
 def test_what_shares_an_a_is_scaled_to_the_loudest_and_silence_stays_silent(energies: list[float]) -> None:
     members = [Linear(str(number), 3, 5) for number in range(len(energies))]

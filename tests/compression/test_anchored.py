@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from brute import least
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draws import examples
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.moments import Moments
@@ -36,7 +37,7 @@ def objective(weight: Tensor, product: Tensor, wanted: Tensor, ours: Tensor, dam
     return float((wanted - product @ ours).square().sum() + damping * (weight - product).square().sum())
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     sizes=st.tuples(st.integers(2, 30), st.integers(2, 30), st.integers(1, 50)),
     share=st.floats(0, 1),

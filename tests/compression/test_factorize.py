@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from brute import least
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from draws import examples
 from neuronmm.compression.allocation import energy, relative
 from neuronmm.compression.block import swap, weight_of
 from neuronmm.compression.factorize import factorize, spectrum
@@ -50,7 +51,7 @@ def objective(delta: Tensor, gram: Tensor) -> float:
     return float(((delta @ gram) * delta).sum())
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(sizes=SIZES, share=st.floats(0, 1), of_inputs=st.booleans(), seed=st.integers(0, 99))
 def test_the_reported_loss_is_the_dropped_spectrum_and_the_direct_product(
     sizes: tuple[int, int, int], share: float, of_inputs: bool, seed: int
@@ -72,7 +73,7 @@ def test_the_reported_loss_is_the_dropped_spectrum_and_the_direct_product(
     assert direct == pytest.approx(factors.loss, rel=1e-6, abs=rounding)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(sizes=SIZES, seed=st.integers(0, 99))
 def test_plain_svd_is_torchs(sizes: tuple[int, int, int], seed: int) -> None:
     out, into, _ = sizes

@@ -12,12 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from draws import examples
 from neuronmm.compression import distillation, recovery
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
@@ -59,7 +60,7 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[...,
 
 @pytest.mark.parametrize("distil", [True, False])
 @given(batch=st.integers(1, 3), length=st.integers(2, 9), chunk=st.integers(1, 12), seed=st.integers(0, 5))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     distil: bool, batch: int, length: int, chunk: int, seed: int
 ) -> None:

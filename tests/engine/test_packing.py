@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import examples
 from neuronmm.engine import tasks
 from neuronmm.engine.packing import lay_out, pack
 from neuronmm.engine.tasks import Choice, score
@@ -59,7 +60,7 @@ def test_a_token_sees_the_beginning_and_its_own_branch_up_to_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(groups=st.lists(SEQUENCES, min_size=1, max_size=4), data=st.data())
 def test_scores_are_those_of_each_sequence_alone(kind: str, groups: list[list[list[int]]], data: st.DataObject) -> None:
     choices = [[Choice(ids, data.draw(st.integers(1, len(ids) - 1))) for ids in group] for group in groups]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import examples
 from neuronmm.kernels import quantise
 from neuronmm.kernels.int8 import dense
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(-150, 120), st.sampled_from(DTYPES))
 def test_no_element_is_off_by_more_than_half_a_step(rows: int, cols: int, power: int, dtype: torch.dtype) -> None:
     power = max(power, -20) if dtype == torch.float16 else power

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from draws import examples
 from neuronmm.kernels import (
     Int8,
     KernelError,
@@ -130,7 +131,7 @@ def test_every_op_has_a_reference_and_is_tested_here() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("op", "name"), TABLE)
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_error_is_at_most_twice_plain_torchs(op: Op, name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
     check(op, name, dtype, lambda: CALLS[op](shape, dtype), seed)
 
@@ -138,7 +139,7 @@ def test_error_is_at_most_twice_plain_torchs(op: Op, name: str, dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [i.name for i in implementations(Op.SWIGLU)])
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_so_is_it_with_a_shared_a(name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
     check(Op.SWIGLU, name, dtype, lambda: sharing_call(shape, dtype), seed)
 
@@ -146,7 +147,7 @@ def test_so_is_it_with_a_shared_a(name: str, dtype: torch.dtype, shape: Shape, s
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("op", "name"), TABLE)
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_and_so_is_it_with_int8_factors(op: Op, name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
     """Plain torch computes with the weights that int8 stands for, in the call's dtype."""
     check(op, name, dtype, lambda: int8_call(op, shape, dtype), seed)

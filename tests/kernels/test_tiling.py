@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import examples
 from neuronmm.emulator.nki import TensorSpec, nki_modules, run
 from neuronmm.emulator.nki.trace import Space, Trace
 from neuronmm.emulator.timing import report, simulate
@@ -96,7 +97,7 @@ def test_traffic_is_the_papers_equation() -> None:
     assert tiling.traffic == 2 * (m * k + m // tiling.blocks.tokens * (k * r + r * n) + m * n)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(problems, st.sampled_from(sorted(CORES)))
 def test_what_is_chosen_fits(problem: Problem | MlpProblem, device: str) -> None:
     core = CORES[device]
@@ -144,7 +145,7 @@ def test_the_simulator_agrees(problem: Problem | MlpProblem, device: str) -> Non
 FLAGS = {name: st.booleans() for name in ("norm", "residual", "tokens_first")}
 
 
-@settings(max_examples=16, deadline=None)
+@examples(16)
 @given(
     st.one_of(
         st.builds(

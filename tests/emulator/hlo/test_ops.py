@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from draws import examples
+
 Like = Callable[..., None]
-several = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+several = examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 sizes = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 floats = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 INTEGERS = [torch.int32, torch.int8, torch.uint8, torch.int64]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neuronmm.emulator.hlo import Program, Settings, UnsupportedError
@@ -118,7 +118,6 @@ def collective(name: str, ranks: int, groups: list[list[int]], sizes: tuple[int,
     return Program(module(graph), ranks)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(4)), st.sampled_from([1, 2, 4]))
 def test_collectives(order: list[int], size: int) -> None:
     groups = [list(order[i : i + size]) for i in range(0, 4, size)]

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import examples
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
 from neuronmm.emulator.nki.index import Affine, MGrid, arange, ds
 
@@ -18,7 +19,7 @@ with nki_modules():
     import nki.language as nl
 
 SHAPE = (6, 5, 8)
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = examples(40)
 
 
 def values() -> np.ndarray:
@@ -90,7 +91,7 @@ def test_affine_arithmetic_is_that_of_arrays() -> None:
 
 
 @given(inside=st.integers(1, 6))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_masks_bound_loads_and_stores(inside: int) -> None:
     def kernel(x: Any, out: Any) -> None:
         p, f = xl.arange(16)[:, None], xl.arange(8)[None, :]

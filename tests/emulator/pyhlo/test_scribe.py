@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import xla
+from draws import examples
 from neuronmm.emulator.pyhlo import HloScribe
 from neuronmm.emulator.pyhlo.literal import DTYPES, serialize_torch, tensor_of
 from neuronmm.emulator.pyhlo.messages import METANEFF, Kind, PrimitiveType
@@ -73,7 +74,7 @@ def test_a_missing_parameter_is_named() -> None:
         HloScribe()(lambda scribe: scribe.f32[2].Parameter(parameter_number=1))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.sampled_from([d for d in DTYPES.values() if d is not torch.uint64]), st.lists(st.integers(0, 3), max_size=3))
 def test_literals_keep_their_values(dtype: torch.dtype, sizes: list[int]) -> None:
     values = torch.randn(sizes) * 3 if dtype.is_floating_point else torch.randint(0, 2, sizes)

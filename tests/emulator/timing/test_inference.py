@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import examples
 from neuronmm import predict as predict_from
 from neuronmm.cli import main
 from neuronmm.emulator.timing.inference import Decoder, predict
@@ -55,7 +56,7 @@ def test_decode_is_bounded_by_the_bytes(model: Decoder, device: str) -> None:
     assert found.tokens_per_second == pytest.approx(1 / found.tpot)
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(st.integers(1, 4), st.integers(1, 64), st.integers(1, 3000))
 def test_more_work_takes_longer(layers: int, batch: int, prompt: int) -> None:
     ranks = (("gate", 128 * layers), ("up", 128 * layers), ("down", 128 * layers))

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import examples
 from neuronmm.emulator.nki.trace import Engine, Region, Space, Trace
 from neuronmm.emulator.timing import CapacityError, Timeline, report, simulate, spill
 from neuronmm.emulator.timing.published import dense_xw, fused_xuv
@@ -74,7 +75,7 @@ def check_order(timeline: Timeline) -> None:
                 assert timeline.start[j] >= timeline.end[i], (early, late)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(steps)
 def test_dependencies_are_respected(chosen: Steps) -> None:
     trace = program(chosen)
@@ -83,7 +84,7 @@ def test_dependencies_are_respected(chosen: Steps) -> None:
     check_order(timeline)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(steps)
 def test_latency_is_bounded_by_busy_time_and_critical_path(chosen: Steps) -> None:
     trace = program(chosen)
@@ -97,7 +98,7 @@ def test_latency_is_bounded_by_busy_time_and_critical_path(chosen: Steps) -> Non
     assert timeline.latency <= sum(c.busy for c in timeline.program.costs) + TRN1.dma_start_ns * len(chosen) + 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(steps)
 def test_traffic_is_the_sum_of_the_transfers(chosen: Steps) -> None:
     result = report(simulate(program(chosen), TRN1))
@@ -106,7 +107,7 @@ def test_traffic_is_the_sum_of_the_transfers(chosen: Steps) -> None:
     assert result.multiply_adds == sum(128 * 128 * size for op, *_, size in chosen if op == "matmul")
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(steps, st.integers(1, 20))
 def test_one_more_instruction_never_helps(chosen: Steps, cut: int) -> None:
     """In-order engines: a prefix ends no later. DMAs are excluded, which may overtake each other."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draws import examples
 from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH
@@ -101,7 +102,7 @@ class TestRule:
         yield
         torch.set_num_threads(before)
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40)
     @given(st.integers(1, MAX_BATCH), SIZES, SIZES, SIZES, st.booleans(), st.integers(0, 999))
     def test_linear(
         self, dtype: torch.dtype, rows: int, inner: int, rank: int, out: int, bias: bool, seed: int
@@ -110,7 +111,7 @@ class TestRule:
         with torch.inference_mode():
             check_linear(rows, inner, rank, out, bias, dtype)
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40)
     @given(st.integers(1, MAX_BATCH), SIZES, st.tuples(SIZES, SIZES, SIZES), SIZES, st.booleans(), st.integers(0, 999))
     def test_swiglu(
         self,

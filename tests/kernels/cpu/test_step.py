@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draws import examples
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import KernelError
@@ -143,7 +144,7 @@ def test_prompts_keep_the_rule_on_every_instruction_set(kind: str, length: int, 
 
 
 @pytest.mark.usefixtures("isa")
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(st.data())
 def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
     """Widths with tails in panels, vectors and rows, and beyond what a panel takes at once."""

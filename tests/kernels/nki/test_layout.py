@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from draws import examples
 from neuronmm.kernels.layout import Chunks, Packing, pack, unpack
 
 FEATURES = st.integers(1, 1200)
@@ -14,7 +15,7 @@ MODELS = [(2048, 8192, 1280), (3072, 8192, 1792), (2560, 9728, 1664), (4096, 143
 """Hidden size, intermediate size and a rank of Llama-3.2-1B and -3B, Qwen3-4B, Llama-3.1-8B, SmolLM2-135M."""
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(rows=FEATURES, columns=FEATURES, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_unpack_undoes_pack(rows: int, columns: int, dtype: torch.dtype) -> None:
     weight = torch.arange(rows * columns).reshape(columns, rows).remainder(251).to(dtype)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nki_cases import baselines_of, two_kernel_mlp
 
+from draws import examples
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.nki.blocks import Blocks
@@ -30,7 +31,7 @@ BLOCKS = st.builds(
     panels=st.sampled_from([1, 2, 3]),
 )
 OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("norm", "residual", "tokens_first")})
-QUICK = settings(max_examples=20, deadline=None)
+QUICK = examples(20)
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draws import examples
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.kernels.layout import pack
 from rule import assert_twice_plain, draws
@@ -30,7 +31,7 @@ def apply(kernels: Any, arrays: Any, w: Tensor, x: Tensor, layout: str) -> Tenso
 
 @pytest.mark.parametrize("layout", ["HSB", "BSH"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(inputs=SIZES, out=SIZES, tokens=TOKENS)
 def test_packed_matmul(
     kernels: Any, arrays: Any, dtype: torch.dtype, layout: str, inputs: int, out: int, tokens: int

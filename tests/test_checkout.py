@@ -1,0 +1,87 @@
+"""A clone is importable, installed or not: from its root, where its folders have the names of other packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import house
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = sorted(house.FOLDERS - {"neuronmm"})
+
+IMPORTS = """
+from transformers import LlamaConfig
+import neuronmm, pathlib, sys
+home = pathlib.Path(neuronmm.__file__).parent
+for module in (m for name, m in list(sys.modules.items()) if name.startswith("neuronmm.")):
+    assert pathlib.Path(module.__file__).is_relative_to(sys.argv[1]), module
+assert home == pathlib.Path(sys.argv[1]) / "neuronmm", home
+print(neuronmm.__version__, neuronmm.compress.__module__)
+"""
+
+
+def python(code: str, *arguments: str, path: list[Path], cwd: Path, site: bool = False) -> str:
+    """What ``python -c`` prints in ``cwd`` with ``path`` as PYTHONPATH; ``site``: with its installed packages too."""
+    command = [sys.executable, *([] if site else ["-S"]), "-c", code, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of every package that is installed here, but neuronmm."""
+    folder = tmp_path_factory.mktemp("others")
+    for name in ("purelib", "platlib"):
+        for package in Path(sysconfig.get_path(name)).iterdir():
+            if "neuronmm" not in package.name and not (folder / package.name).exists():
+                (folder / package.name).symlink_to(package)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as a regular install lays it out, without the C++ core."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+def test_with_no_install(others: Path, tmp_path: Path) -> None:
+    assert "compression.pipeline" in python(IMPORTS, str(ROOT), path=[others], cwd=ROOT)
+    assert "compression.pipeline" in python(IMPORTS, str(ROOT), path=[others, ROOT], cwd=tmp_path)
+
+
+def test_with_a_regular_install(others: Path, installed: Path, tmp_path: Path) -> None:
+    assert "compression.pipeline" in python(IMPORTS, str(ROOT), path=[others, installed], cwd=ROOT)
+    assert "compression.pipeline" in python(IMPORTS, str(installed), path=[others, installed], cwd=tmp_path)
+
+
+def test_with_an_editable_install(tmp_path: Path) -> None:
+    """The one that the tests run in."""
+    for cwd in (ROOT, tmp_path):
+        assert "compression.pipeline" in python(IMPORTS, str(ROOT), path=[], cwd=cwd, site=True)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_another_package_of_the_name_is_found(folder: str, tmp_path: Path) -> None:
+    """As the hub's ``kernels``, or the ``compression`` of Python 3.14's standard library."""
+    (tmp_path / folder / "_common").mkdir(parents=True)
+    (tmp_path / folder / "__init__.py").write_text(f"from {folder}._common import streams\n__version__ = '7'\n")
+    (tmp_path / folder / "_common" / "__init__.py").write_text("streams = 'theirs'\n")
+    code = f"from {folder} import streams; import {folder}; print(streams, {folder}.__version__)"
+    assert python(code, path=[tmp_path], cwd=ROOT) == "theirs 7\n"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_without_one_the_folder_is_empty(folder: str) -> None:
+    code = f"import {folder}, pkgutil; print({folder}.__version__, [*pkgutil.iter_modules({folder}.__path__)])"
+    assert python(code, path=[], cwd=ROOT) == "0 []\n"

@@ -1,0 +1,58 @@
+"""What a property draws: the same for everybody in the suite, something else every time in the long run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import draws
+
+ROOT = Path(__file__).parent.parent
+
+
+def drawn(profile: settings) -> list[int]:
+    seen: list[int] = []
+
+    @profile
+    @given(st.integers())
+    def collect(number: int) -> None:
+        seen.append(number)
+
+    collect()
+    return seen
+
+
+@pytest.fixture
+def profile(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--hypothesis-profile") or draws.SUITE
+
+
+def test_without_a_profile_the_suites_is_in_force(profile: str) -> None:
+    assert settings.default == settings.get_profile(profile)
+
+
+def test_the_suite_draws_the_same_every_time() -> None:
+    assert drawn(settings.get_profile(draws.SUITE)) == drawn(settings.get_profile(draws.SUITE))
+
+
+def test_the_long_run_draws_a_thousand_others() -> None:
+    first, second = (drawn(settings.get_profile(draws.RANDOM)) for _ in range(2))
+    assert len(first) == len(second) == 1000 and first != second
+
+
+@pytest.mark.parametrize(("name", "count"), [(draws.SUITE, 7), (draws.RANDOM, 1000)])
+def test_a_profile_says_how_many(name: str, count: int, profile: str) -> None:
+    settings.load_profile(name)
+    try:
+        assert draws.examples(7).max_examples == count
+    finally:
+        settings.load_profile(profile)
+
+
+def test_ci_runs_what_a_user_runs() -> None:
+    """No variable sets CI apart: it runs the README's commands."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "make test" in script and "export" not in script
