@@ -27,6 +27,7 @@ _FIRST_DIALECT_ONLY = {
     "mgrid": index.MGrid(),
     "par_dim": index.ParDim,
     "loop_reduce": language.loop_reduce,
+    "shared_identity_matrix": language.shared_identity_matrix,
 }
 
 
