@@ -16,6 +16,7 @@ from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype, dtype_name
 from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import Machine, current
 from neuronmm.emulator.nki.ops import OPS, Op
+from neuronmm.emulator.nki.symbol import LoopIndex
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Region, Space
 from neuronmm.kernels.hardware import NeuronCore
@@ -207,8 +208,8 @@ def elementwise(
                 machine.fail("shape", f"an operand of {op} does not fit the result", shape, source.shape)
             _no_hazard(machine, dst, written, source, region)
             reads.append(region)
-        elif isinstance(source, np.ndarray) and source.ndim:
-            machine.fail("operand", f"an operand of {op} must be a tile or a number, not an array")
+        elif isinstance(source, LoopIndex) or (isinstance(source, np.ndarray) and source.ndim):
+            machine.fail("operand", f"an operand of {op} must be a tile or a number, not {source!r}")
     machine.emit(
         engine, op, tuple(reads), (written,), dtype=dtype_name(dst.dtype), partitions=dst.shape[0],
         elements=prod(shape[1:]),

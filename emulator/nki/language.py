@@ -13,6 +13,7 @@ from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.neuronxcc_isa import reduced_shape
 from neuronmm.emulator.nki.ops import OPS
+from neuronmm.emulator.nki.symbol import LoopIndex
 from neuronmm.emulator.nki.tile import Tile, declare
 from neuronmm.emulator.nki.trace import Space
 
@@ -169,18 +170,20 @@ def program_ndim() -> int:
     return len(current().grid)
 
 
-def _loop(start: int, stop: int | None, step: int, parallel: bool) -> Iterator[int]:
-    return current().iterate(range(start) if stop is None else range(start, stop, step), parallel)
+def _loop(start: int, stop: int | None, step: int, parallel: bool) -> Iterator[LoopIndex]:
+    return map(LoopIndex, current().iterate(range(start) if stop is None else range(start, stop, step), parallel))
 
 
-def affine_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[int]:
+def affine_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[LoopIndex]:
     """A loop whose iterations may run in any order: they must not read or overwrite each other's writes."""
     return _loop(start, stop, step, parallel=True)
 
 
-def sequential_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[int]:
+def sequential_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[LoopIndex]:
     """A loop whose iterations run in order."""
     return _loop(start, stop, step, parallel=False)
 
 
-static_range = sequential_range
+def static_range(start: int, stop: int | None = None, step: int = 1) -> range:
+    """A loop that is unrolled while the kernel is traced: its index is a number."""
+    return range(start) if stop is None else range(start, stop, step)
