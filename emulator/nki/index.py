@@ -7,9 +7,12 @@ strided view, and a shape-only run costs nothing for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
+
+from neuronmm.emulator.nki.symbol import Predicate, number, predicate
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Affine:
 
     def __add__(self, other: Any) -> Affine:
         if not isinstance(other, Affine):
-            return Affine(self.shape, self.steps, self.offset + int(other))
+            return Affine(self.shape, self.steps, self.offset + number(other))
         rank = max(len(self.shape), len(other.shape))
         (a, p), (b, q) = self._aligned(rank), other._aligned(rank)
         steps = tuple((s if m > 1 else 0) + (t if n > 1 else 0) for m, s, n, t in zip(a, p, b, q, strict=True))
@@ -76,26 +79,26 @@ class Affine:
         spans = [step * (n - 1) for n, step in zip(self.shape, self.steps, strict=True)]
         return self.offset + sum(s for s in spans if s < 0), self.offset + sum(s for s in spans if s > 0)
 
-    def __lt__(self, bound: Any) -> np.ndarray:
-        return self.values() < _plain(bound)
+    def __lt__(self, bound: Any) -> Predicate:
+        return predicate(self.values() < _plain(bound))
 
-    def __le__(self, bound: Any) -> np.ndarray:
-        return self.values() <= _plain(bound)
+    def __le__(self, bound: Any) -> Predicate:
+        return predicate(self.values() <= _plain(bound))
 
-    def __gt__(self, bound: Any) -> np.ndarray:
-        return self.values() > _plain(bound)
+    def __gt__(self, bound: Any) -> Predicate:
+        return predicate(self.values() > _plain(bound))
 
-    def __ge__(self, bound: Any) -> np.ndarray:
-        return self.values() >= _plain(bound)
+    def __ge__(self, bound: Any) -> Predicate:
+        return predicate(self.values() >= _plain(bound))
 
 
 def _plain(value: Any) -> Any:
-    return value.values() if isinstance(value, Affine) else value
+    return value.values() if isinstance(value, Affine) else number(value)
 
 
 def arange(start: int, stop: int | None = None) -> Affine:
     """``nl.arange``: an index grid of one axis."""
-    first, last = (0, start) if stop is None else (start, stop)
+    first, last = (0, index(start)) if stop is None else (index(start), index(stop))
     return Affine((last - first,), (1,), first)
 
 

@@ -13,6 +13,7 @@ from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.neuronxcc_isa import reduced_shape
 from neuronmm.emulator.nki.ops import OPS
+from neuronmm.emulator.nki.symbol import LoopIndex
 from neuronmm.emulator.nki.tile import Tile, declare
 from neuronmm.emulator.nki.trace import Space
 
@@ -71,6 +72,14 @@ def ones(shape: Any, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "") -
     return full(shape, 1.0, dtype, buffer, name)
 
 
+def shared_identity_matrix(n: int, dtype: Any = np.uint8) -> Tile:
+    """An identity [n, n] in HBM, which the compiler puts there."""
+    tile = declare((n, n), as_dtype(dtype), Space.HBM, "identity")
+    if tile.storage.data is not None:
+        tile.storage.data[...] = np.eye(n, dtype=tile.dtype).reshape(-1)
+    return tile
+
+
 def load(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
     """HBM to a new SBUF tile."""
     shape = src.shape if len(src.shape) > 1 else (*src.shape, 1)
@@ -95,7 +104,7 @@ def copy(x: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
 
 def matmul(x: Tile, y: Tile, *, transpose_x: bool = False, mask: Any = None) -> Tile:
     """``x y`` as a new PSUM tile (``x^T y`` with ``transpose_x``); else x is transposed first, on the tensor engine."""
-    left = x if transpose_x else copy(transpose(x))
+    left = x if transpose_x else copy(transpose(x), dtype=x.dtype)
     result = fresh((left.elements, *y.shape[1:]), FLOAT32, Space.PSUM)
     engines.matmul(result, left, y, accumulate=False)
     return result
@@ -103,10 +112,7 @@ def matmul(x: Tile, y: Tile, *, transpose_x: bool = False, mask: Any = None) -> 
 
 def transpose(x: Tile, *, dtype: Any = None, mask: Any = None) -> Tile:
     """``x^T`` as a new PSUM tile."""
-    source = x if x.space is Space.SBUF else copy(x)
-    result = fresh((x.elements, x.shape[0]), dtype or x.dtype, Space.PSUM)
-    instructions.transpose(result, source)
-    return result
+    return instructions.transposition(x if x.space is Space.SBUF else copy(x), dtype)
 
 
 def _reduction(op: str) -> Any:
@@ -164,18 +170,20 @@ def program_ndim() -> int:
     return len(current().grid)
 
 
-def _loop(start: int, stop: int | None, step: int, parallel: bool) -> Iterator[int]:
-    return current().iterate(range(start) if stop is None else range(start, stop, step), parallel)
+def _loop(start: int, stop: int | None, step: int, parallel: bool) -> Iterator[LoopIndex]:
+    return map(LoopIndex, current().iterate(range(start) if stop is None else range(start, stop, step), parallel))
 
 
-def affine_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[int]:
+def affine_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[LoopIndex]:
     """A loop whose iterations may run in any order: they must not read or overwrite each other's writes."""
     return _loop(start, stop, step, parallel=True)
 
 
-def sequential_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[int]:
+def sequential_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[LoopIndex]:
     """A loop whose iterations run in order."""
     return _loop(start, stop, step, parallel=False)
 
 
-static_range = sequential_range
+def static_range(start: int, stop: int | None = None, step: int = 1) -> range:
+    """A loop that is unrolled while the kernel is traced: its index is a number."""
+    return range(start) if stop is None else range(start, stop, step)

@@ -13,7 +13,8 @@ from neuronmm.emulator.nki.dtypes import NAMES
 from neuronmm.emulator.nki.framework import FrameworkKernel
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import OPS
-from neuronmm.emulator.nki.run import jit, simulate_kernel
+from neuronmm.emulator.nki.run import compiled_jit, jit, simulate_kernel
+from neuronmm.emulator.nki.values import NKIObject
 
 _LANGUAGE = (
     "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "ndarray", "zeros", "ones", "full", "load",
@@ -27,6 +28,7 @@ _FIRST_DIALECT_ONLY = {
     "mgrid": index.MGrid(),
     "par_dim": index.ParDim,
     "loop_reduce": language.loop_reduce,
+    "shared_identity_matrix": language.shared_identity_matrix,
 }
 
 
@@ -35,11 +37,12 @@ def _isa(module: ModuleType) -> dict[str, Any]:
 
 
 def _language(first: bool) -> dict[str, Any]:
-    """``nki.language``: in the second dialect ``affine_range`` is a plain ``range``, so no race rules hold."""
+    """``nki.language``: the second dialect unrolls every loop, so no race rules hold."""
     names = {**NAMES, **OPS, **{n: getattr(language, n) for n in _LANGUAGE}, "ds": index.ds}
     if first:
         return {**names, **_FIRST_DIALECT_ONLY}
-    return {**names, "affine_range": language.sequential_range}
+    loops = dict.fromkeys(("affine_range", "sequential_range"), language.static_range)
+    return {**names, **loops, "NKIObject": NKIObject}
 
 
 COMPILER = "2.21.33363.0+emulated"
@@ -77,7 +80,7 @@ def surface(dialect: str) -> dict[str, dict[str, Any]]:
             "neuronxcc.nki.kernels.attention": {name: _sdk_kernel(name) for name in _SDK_KERNELS},
         }
     return {
-        "nki": {"jit": jit, "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k)},
+        "nki": {"jit": compiled_jit, "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k)},
         "nki.language": _language(first=False),
         "nki.isa": _isa(nki_isa),
         "nki.typing": {"tensor": _Subscript()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ __all__ = [
     "activation_reduce",
     "dma_copy",
     "engine",
+    "get_nc_version",
     "gpsimd_engine",
     "memset",
     "nc_matmul",
     "nc_transpose",
+    "nc_version",
     "reciprocal",
     "scalar_engine",
     "tensor_copy",
@@ -44,20 +47,37 @@ class engine:
     tensor, vector, scalar, gpsimd, unknown = Engine.TENSOR, Engine.VECTOR, Engine.SCALAR, Engine.GPSIMD, None
 
 
-def nc_matmul(stationary: Tile, moving: Tile, *, mask: Any = None) -> Tile:
-    """``stationary^T moving`` as a new PSUM tile; ``psum += nc_matmul(...)`` accumulates."""
+class nc_version(Enum):
+    """The generations of the NeuronCore, in their order."""
+
+    gen2, gen3, gen4 = 2, 3, 4
+
+
+def get_nc_version() -> nc_version:
+    """The generation the kernel runs on."""
+    return nc_version(int(current().core.name.removeprefix("v")))
+
+
+def nc_matmul(
+    stationary: Tile, moving: Tile, *, is_moving_onezero: bool = False, is_transpose: bool = False, mask: Any = None
+) -> Tile:
+    """``stationary^T moving`` as a new PSUM tile; ``psum += nc_matmul(...)`` accumulates.
+
+    ``is_transpose`` says that ``moving`` is an identity. ``is_moving_onezero`` is a hint about time.
+    """
     _unmasked(mask)
-    result = fresh((stationary.elements, *moving.shape[1:]), FLOAT32, Space.PSUM)
-    engines.matmul(result, stationary, moving, accumulate=False)
+    dtype = engines.transposed(current().core, stationary.dtype) if is_transpose else FLOAT32
+    result = fresh((stationary.elements, *moving.shape[1:]), dtype, Space.PSUM)
+    if is_transpose:
+        instructions.check_identity(moving)
+    engines.matmul(result, stationary, moving, accumulate=False, transpose=is_transpose)
     return result
 
 
 def nc_transpose(data: Tile, *, mask: Any = None, dtype: Any = None, engine: Any = None) -> Tile:
-    """``data^T`` as a new PSUM tile (tensor engine)."""
+    """``data^T`` as a new PSUM tile (tensor engine); another ``dtype`` than the engine writes takes one more copy."""
     _unmasked(mask)
-    result = fresh((data.elements, data.shape[0]), dtype or data.dtype, Space.PSUM)
-    instructions.transpose(result, data)
-    return result
+    return instructions.transposition(data, dtype)
 
 
 def activation(

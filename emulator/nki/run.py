@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,10 @@ import numpy as np
 from neuronmm.emulator.nki import machine as machines
 from neuronmm.emulator.nki.dtypes import as_dtype
 from neuronmm.emulator.nki.machine import Machine
+from neuronmm.emulator.nki.ranges import sequential_ranges
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space, Trace
+from neuronmm.emulator.nki.values import check_values
 from neuronmm.kernels.hardware import TRN1, NeuronCore
 
 
@@ -43,7 +46,7 @@ class Kernel:
         self.__doc__ = function.__doc__
 
     def __getitem__(self, grid: Any) -> Kernel:
-        return Kernel(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,))
+        return type(self)(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,))
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         if machines.running():
@@ -51,9 +54,23 @@ class Kernel:
         return simulate_kernel(self, *arguments, **constants)
 
 
+class CompiledKernel(Kernel):
+    """What ``@nki.jit`` of the second dialect makes: its loops are unrolled, its arguments are those of the language."""
+
+    def __call__(self, *arguments: Any, **constants: Any) -> Any:
+        if machines.running():
+            check_values(self.__name__, [*arguments, *constants.values()])
+        return super().__call__(*arguments, **constants)
+
+
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """``@nki.jit``, with or without options (they concern the compiler and are ignored)."""
     return Kernel if function is None else Kernel(function)
+
+
+def compiled_jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``@nki.jit`` of the second dialect."""
+    return CompiledKernel if function is None else CompiledKernel(function)
 
 
 def simulate_kernel(kernel: Callable[..., Any], *arguments: Any, **constants: Any) -> Any:
@@ -94,9 +111,12 @@ def run(
         tensors = [_tensor(machine, a, f"argument {i}") for i, a in enumerate(arguments)]
         named = {name: _tensor(machine, a, name) for name, a in constants.items()}
         made = [_output(machine, spec, f"output {i}") for i, spec in enumerate(outputs)]
-        for program in itertools.product(*(range(n) for n in machine.grid)):
-            machine.program, machine.declared = program, 0
-            result = function(*tensors, *made, **named)
+        if isinstance(kernel, CompiledKernel):
+            check_values(kernel.__name__, [*arguments, *constants.values()])
+        with nullcontext() if isinstance(kernel, CompiledKernel) else sequential_ranges(function):
+            for program in itertools.product(*(range(n) for n in machine.grid)):
+                machine.program, machine.declared = program, 0
+                result = function(*tensors, *made, **named)
         trace = machine.finish(capacity)
     finally:
         machines.pop()

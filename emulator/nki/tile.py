@@ -14,6 +14,7 @@ import numpy as np
 from neuronmm.emulator.nki.dtypes import FLOAT32
 from neuronmm.emulator.nki.index import Affine, ParDim
 from neuronmm.emulator.nki.machine import Storage, current
+from neuronmm.emulator.nki.symbol import number
 from neuronmm.emulator.nki.trace import Region, Space
 
 Mask = np.ndarray | None
@@ -95,14 +96,14 @@ class Tile:
                 current().fail("rank", f"too many indices for a tile of shape {self.shape}", len(self.shape), len(keys))
             n, stride = self.shape[axis], self.strides[axis]
             if isinstance(k, slice):
-                start = 0 if k.start is None else int(k.start)
-                stop = n if k.stop is None else int(k.stop)
+                start = 0 if k.start is None else number(k.start)
+                stop = n if k.stop is None else number(k.stop)
                 step = 1 if k.step is None else int(k.step)
                 count = -(-(stop - start) // step)
                 if start < 0 or count <= 0 or start + (count - 1) * step >= n:
                     beyond = (axis, stop - 1 if count > 0 else start, n)
             else:
-                start, step, count = int(k), 1, 1
+                start, step, count = number(k), 1, 1
                 if start < 0 or start >= n:
                     beyond = (axis, start, n)
             offset += start * stride
@@ -137,11 +138,12 @@ class Tile:
         grids: list[Affine] = []
         for axis, k in enumerate(keys):
             if isinstance(k, slice):
-                start, stop = k.start or 0, self.shape[axis] if k.stop is None else k.stop
+                start = 0 if k.start is None else number(k.start)
+                stop = self.shape[axis] if k.stop is None else number(k.stop)
                 own = tuple(int(axis == a) for a in slices)
                 grids.append(Affine(tuple(stop - start if o else 1 for o in own), own, start))
             else:
-                grid = k if isinstance(k, Affine) else Affine((), (), int(k))
+                grid = k if isinstance(k, Affine) else Affine((), (), number(k))
                 grids.append(Affine(grid.shape + tail, grid.steps + (0,) * len(tail), grid.offset))
         total = Affine((), (), self.offset)
         for grid, stride in zip(grids, self.strides, strict=True):

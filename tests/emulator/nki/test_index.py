@@ -86,8 +86,8 @@ def test_affine_arithmetic_is_that_of_arrays() -> None:
         assert isinstance(got, Affine)
         np.testing.assert_array_equal(got.values(), np.broadcast_to(want, got.shape))
         assert got.bounds() == (want.min(), want.max())
-    np.testing.assert_array_equal(i + j < 5, x + y < 5)
-    np.testing.assert_array_equal(i >= j, x >= y)
+    np.testing.assert_array_equal(np.asarray(i + j < 5), x + y < 5)
+    np.testing.assert_array_equal(np.asarray(i >= j), x >= y)
 
 
 @given(inside=st.integers(1, 6))

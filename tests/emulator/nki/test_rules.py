@@ -270,8 +270,8 @@ def test_capacity_counts_live_ranges(space: Any, columns: int, fits: int) -> Non
 def carried(x: Any, out: Any) -> None:
     t = xl.ndarray((64, 1), dtype=F32)
     t[...] = xl.load(x[0:64, 0:1])
-    for i in xl.affine_range(4):
-        t[...] = xisa.tensor_scalar(t, op0=xl.multiply, operand0=2.0 + i)
+    for _ in xl.affine_range(4):
+        t[...] = xisa.tensor_scalar(t, op0=xl.multiply, operand0=2.0)
     xl.store(out[0:64, 0:1], t)
 
 

@@ -1,0 +1,108 @@
+"""The index of a loop that the compiler of the first dialect does not unroll: a symbol, no number.
+
+The compiler traces the body of such a loop once. The index may appear in affine expressions that address a tile and in
+comparisons that make a mask. Python code that needs its value (an index of a list, a branch, the end of another loop)
+would see the symbol; here it raises the error that the device's compiler has no way to raise.
+
+Source: programming guide of NKI 2.26, "loop iterators"; migration guide to NKI 0.2, "consistent control flow".
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from neuronmm.emulator.nki.machine import current
+
+
+class LoopIndex:
+    """An iteration number, ``value`` to the emulator alone."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def _concrete(self) -> NoReturn:
+        _refuse("the index of a loop that is not unrolled is no number: Python cannot index a list or branch with it")
+
+    __index__ = __int__ = __float__ = __bool__ = __hash__ = _concrete  # type: ignore[assignment]
+
+    def __add__(self, other: Any) -> Any:
+        return LoopIndex(self.value + number(other)) if _scalar(other) else NotImplemented
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return LoopIndex(self.value - number(other)) if _scalar(other) else NotImplemented
+
+    def __rsub__(self, other: Any) -> Any:
+        return LoopIndex(number(other) - self.value) if _scalar(other) else NotImplemented
+
+    def __neg__(self) -> LoopIndex:
+        return LoopIndex(-self.value)
+
+    def __mul__(self, factor: Any) -> Any:
+        return LoopIndex(self.value * factor) if _constant(factor) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, divisor: Any) -> Any:
+        return LoopIndex(self.value // divisor) if _constant(divisor) else NotImplemented
+
+    def __mod__(self, divisor: Any) -> Any:
+        return LoopIndex(self.value % divisor) if _constant(divisor) else NotImplemented
+
+    def __eq__(self, other: Any) -> Any:
+        return predicate(self.value == number(other)) if _scalar(other) else NotImplemented
+
+    def __ne__(self, other: Any) -> Any:
+        return predicate(self.value != number(other)) if _scalar(other) else NotImplemented
+
+    def __lt__(self, other: Any) -> Any:
+        return predicate(self.value < number(other)) if _scalar(other) else NotImplemented
+
+    def __le__(self, other: Any) -> Any:
+        return predicate(self.value <= number(other)) if _scalar(other) else NotImplemented
+
+    def __gt__(self, other: Any) -> Any:
+        return predicate(self.value > number(other)) if _scalar(other) else NotImplemented
+
+    def __ge__(self, other: Any) -> Any:
+        return predicate(self.value >= number(other)) if _scalar(other) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"LoopIndex({self.value})"
+
+
+class Predicate(np.ndarray):
+    """A comparison of indices: a mask for an instruction, but no condition for Python."""
+
+    def __bool__(self) -> bool:
+        _refuse("control flow cannot depend on a loop's index or on nl.arange: use mask=, or nl.static_range")
+
+
+def predicate(values: Any) -> Predicate:
+    """Booleans as a :class:`Predicate`."""
+    return np.asarray(values).view(Predicate)
+
+
+def number(value: Any) -> int:
+    """The integer an index stands for."""
+    return value.value if isinstance(value, LoopIndex) else int(value)
+
+
+def _scalar(value: Any) -> bool:
+    return isinstance(value, LoopIndex) or _constant(value)
+
+
+def _constant(value: Any) -> bool:
+    """Whether ``value`` is an integer; a float or a symbol beside an index makes no affine expression."""
+    if isinstance(value, (float, LoopIndex)):
+        _refuse(f"a loop's index and {value!r} make no affine expression")
+    return isinstance(value, int)
+
+
+def _refuse(message: str) -> NoReturn:
+    current().fail("symbolic index", message, "nl.static_range, which is unrolled", "nl.affine_range or sequential")
