@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import CodeType
@@ -23,7 +23,7 @@ _plumbing: dict[CodeType, bool] = {}
 _lines: dict[tuple[CodeType, int], str] = {}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Storage:
     """One allocation's memory. ``data`` is a flat array, or None in a shape-only run.
 
@@ -44,13 +44,17 @@ class Storage:
 
 @dataclass(slots=True)
 class Loop:
-    """A loop the kernel is in; ``started`` and ``iteration`` are instruction numbers."""
+    """A loop the kernel is in; ``started`` and ``iteration`` are instruction numbers.
+
+    ``reads``, of a ``parallel`` loop: what of each storage was read, as (instruction, view, mask).
+    """
 
     parallel: bool
     started: int
     iteration: int
     index: int
     location: str
+    reads: dict[Storage, list[tuple[int, Any, Any]]] = field(default_factory=dict)
 
 
 class Machine:
@@ -163,30 +167,6 @@ class Machine:
             if folded and position == 1:
                 self.trace.folds.append(Fold(loop.iteration, len(self.trace.instructions), len(order) - 2))
         self.loops.pop()
-
-    def stamps(self, storage: Storage) -> np.ndarray | None:
-        """The storage's stamps to write to: None where no race can be, because every parallel loop around allocates it.
-
-        They are made when first asked for: most tiles live and die within one iteration.
-        """
-        if not any(loop.parallel and storage.born <= loop.started for loop in self.loops):
-            return None
-        if storage.stamps is None:
-            storage.stamps = np.full(prod(storage.record.shape), -1, np.int64)
-        return storage.stamps
-
-    def check_race(self, storage: Storage, stamps: np.ndarray, verb: str) -> None:
-        """Raise if an earlier iteration of a parallel loop wrote these elements of a buffer from outside the loop."""
-        for loop in self.loops:
-            if not loop.parallel or storage.born > loop.started or loop.iteration == loop.started:
-                continue
-            if ((stamps >= loop.started) & (stamps < loop.iteration)).any():
-                self.fail(
-                    "race",
-                    f"iteration {loop.index} of the affine_range at {loop.location} {verb} elements of "
-                    f"{storage.record.name or 'the buffer allocated at ' + storage.record.location} "
-                    "that another iteration wrote",
-                )
 
     def finish(self, capacity: bool) -> Trace:
         """Check the capacities over all live ranges (unless not ``capacity``) and return the trace.

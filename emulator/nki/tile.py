@@ -254,34 +254,36 @@ class Tile:
         else:
             values = np.where(chosen, storage.data[np.where(chosen, self._flat(), 0)].astype(np.float64), np.nan)
             values = values.astype(storage.dtype if storage.dtype.kind != "i" else np.float64)
-        if storage.stamps is not None and machine.loops and not accumulating:
-            machine.check_race(storage, self._picked(storage.stamps, chosen), "reads")
+        if machine.loops and not accumulating:
+            races.note_read(self, chosen)
         return values
 
-    def _picked(self, array: np.ndarray, chosen: np.ndarray | None) -> np.ndarray:
-        return self._view(array) if chosen is None else array[self._flat()[chosen]]
+    def numbers(self, chosen: Mask) -> np.ndarray:
+        """Element numbers of the view, or of the part under ``chosen``."""
+        return self._flat() if chosen is None else self._flat()[chosen]
+
+    def picked(self, array: np.ndarray, chosen: Mask) -> np.ndarray:
+        """What ``array``, flat with one entry an element of the storage, has for this view or its part ``chosen``."""
+        return self._view(array) if chosen is None else array[self.numbers(chosen)]
+
+    def put(self, array: np.ndarray, values: Any, chosen: Mask) -> None:
+        """The reverse of :meth:`picked`; ``values`` are those chosen, or one for all."""
+        if chosen is None:
+            self._view(array)[...] = values
+        else:
+            array[self.numbers(chosen)] = values
 
     def write(self, values: Any, mask: Mask = None, accumulating: bool = False) -> None:
         """Store what the instruction emitted last computed, cast to the tile's dtype, under ``mask``."""
         machine, storage = current(), self.storage
         self.inside(mask)
         assert storage.data is not None
-        number = len(machine.trace.instructions) - 1
-        stamps = machine.stamps(storage)
         chosen = None if mask is None else np.broadcast_to(mask, self.shape)
-        if stamps is not None and not accumulating:
-            machine.check_race(storage, self._picked(stamps, chosen), "overwrites")
+        if machine.loops:
+            races.note_write(self, chosen, accumulating)
         with np.errstate(invalid="ignore", over="ignore"):
             cast = np.broadcast_to(np.asarray(values), self.shape).astype(storage.dtype, copy=False)
-        if chosen is None:
-            self._view(storage.data)[...] = cast
-            if stamps is not None:
-                self._view(stamps)[...] = number
-            return
-        at = self._flat()[chosen]
-        storage.data[at] = cast[chosen]
-        if stamps is not None:
-            stamps[at] = number
+        self.put(storage.data, cast if chosen is None else cast[chosen], chosen)
 
     # --- operators (the language's infix form; one vector instruction each) -------------------------------------------
 
@@ -329,5 +331,5 @@ def declare(shape: Any, dtype: np.dtype = FLOAT32, space: Space = Space.SBUF, na
 
 
 # A tile's operators are instructions, and instructions work on tiles: these two come last.
-from neuronmm.emulator.nki import engines  # noqa: E402
+from neuronmm.emulator.nki import engines, races  # noqa: E402
 from neuronmm.emulator.nki.ops import OPS  # noqa: E402

@@ -280,16 +280,34 @@ def overwritten(x: Any, out: Any) -> None:
         xl.store(out[0:64, 0:1], xl.load(x[0:64, i : i + 1]))
 
 
-def independent(x: Any, out: Any) -> None:
+def read_then_overwritten(x: Any, out: Any) -> None:
+    t = xl.ndarray((64, 5), dtype=F32)
+    t[...] = xl.load(x[0:64, 0:5])
+    for i in xl.affine_range(4):
+        xl.store(out[0:64, i : i + 1], t[0:64, i + 1 : i + 2])
+        t[0:64, i : i + 1] = xl.load(x[0:64, i : i + 1])
+
+
+def partial_sums(x: Any, out: Any) -> None:
     total = xl.zeros((64, 1), dtype=F32)
     for i in xl.affine_range(4):
+        total += xl.load(x[0:64, i : i + 1])
+        xl.store(out[0:64, i : i + 1], total)
+
+
+def independent(x: Any, out: Any) -> None:
+    total = xl.zeros((64, 1), dtype=F32)
+    own = xl.zeros((64, 8), dtype=F32)
+    for i in xl.affine_range(4):
+        own[0:64, i::4] = xl.load(x[0:64, i : i + 2])
+        own[0:64, i::4] = own[0:64, i::4] + 1.0
         t = xl.load(x[0:64, i : i + 1])
         total += t
         xl.store(out[0:64, i + 1 : i + 2], t)
     xl.store(out[0:64, 0:1], total)
 
 
-@pytest.mark.parametrize("kernel", [carried, overwritten])
+@pytest.mark.parametrize("kernel", [carried, overwritten, read_then_overwritten, partial_sums])
 @pytest.mark.parametrize("shuffle", [None, 3])
 def test_races_in_affine_range(kernel: Callable[..., None], shuffle: int | None) -> None:
     with pytest.raises(NkiError, match="affine_range") as caught:
