@@ -30,6 +30,7 @@ def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], 
     if tile.space not in spaces:
         allowed = " or ".join(s.value for s in spaces)
         machine.fail("operand space", f"{role} must be in {allowed}", allowed, tile.space.value)
+    machine.check_scope(tile.storage)
     if tile.beyond is not None:
         tile.inside(mask)
         region = Region(
@@ -218,6 +219,7 @@ def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
             machine.fail("operand", f"the {role} of a DMA must be a tile, not {type(tile).__name__}")
         if tile.space is Space.PSUM:
             machine.fail("operand space", f"the {role} of a DMA must be in hbm or sbuf", "hbm or sbuf", "psum")
+        machine.check_scope(tile.storage)
         tile.inside(mask)
     if dst.size != src.size:
         machine.fail("shape", "source and destination of a DMA differ in size", dst.shape, src.shape)
@@ -314,6 +316,7 @@ def accumulate(dst: Tile, value: Any) -> None:
 
 def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
     """Make the last instruction, which wrote the whole of ``value``, write ``dst`` instead."""
+    machine.check_scope(value.storage)
     last = machine.trace.instructions[-1]
     tensor = last.engine is Engine.TENSOR
     if last.engine is Engine.DMA:

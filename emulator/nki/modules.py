@@ -35,11 +35,11 @@ def _isa(module: ModuleType) -> dict[str, Any]:
 
 
 def _language(first: bool) -> dict[str, Any]:
-    """``nki.language``: in the second dialect ``affine_range`` is a plain ``range``, so no race rules hold."""
+    """``nki.language``: the second dialect unrolls every loop, so neither race rules nor loop scopes hold there."""
     names = {**NAMES, **OPS, **{n: getattr(language, n) for n in _LANGUAGE}, "ds": index.ds}
     if first:
         return {**names, **_FIRST_DIALECT_ONLY}
-    return {**names, "affine_range": language.sequential_range}
+    return {**names, "affine_range": language.static_range, "sequential_range": language.static_range}
 
 
 COMPILER = "2.21.33363.0+emulated"

@@ -194,6 +194,32 @@ def masked_product(x: Any) -> None:
     xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32), mask=i < 5)  # broken
 
 
+def tile_used_after_its_loop(x: Any) -> None:
+    for _ in xl.affine_range(2):
+        t = xl.load(x)
+    xl.exp(t)  # broken
+
+
+def tile_stored_after_its_loop(x: Any) -> None:
+    for _ in xl.sequential_range(2):
+        t = xl.load(x)
+    xl.store(x, t)  # broken
+
+
+def result_assigned_after_its_loop(x: Any) -> None:
+    out = xl.ndarray((64, 128), dtype=F32)
+    for _ in xl.affine_range(2):
+        t = xl.load(x)
+    out[...] = t  # broken
+
+
+def tile_of_another_iteration(x: Any) -> None:
+    tiles = []
+    for i in xl.sequential_range(2):
+        tiles.append(xl.load(x))
+        xl.exp(tiles[0] if i else tiles[-1])  # broken
+
+
 BROKEN: list[Callable[..., None]] = [
     f for f in list(globals().values()) if inspect.isfunction(f) and list(inspect.signature(f).parameters) == ["x"]
 ]
@@ -234,6 +260,23 @@ def test_limit_and_actual_value_are_given(kernel: Callable[..., None], rule: str
 @pytest.mark.parametrize("kernel", [bias_must_be_a_tile_on_v2, scalar_engine_of_v2_copies_only_by_activation])
 def test_v3_allows_what_v2_does_not(kernel: Callable[..., None]) -> None:
     run(kernel, TensorSpec((64, 128)), core=TRN2)
+
+
+def kept_from_an_unrolled_loop(x: Any) -> None:
+    tiles = [xl.load(x) for _ in xl.static_range(2)]
+    xl.exp(tiles[0])
+
+
+def kept_in_the_second_dialect(x: Any) -> None:
+    for _ in nl.affine_range(2):
+        t = sb(8, 4)
+        nisa.memset(t, 0.0)
+    nisa.tensor_copy(sb(8, 4), t)
+
+
+@pytest.mark.parametrize("kernel", [kept_from_an_unrolled_loop, kept_in_the_second_dialect])
+def test_an_unrolled_loop_has_no_scope(kernel: Callable[..., None]) -> None:
+    run(kernel, TensorSpec((64, 128)))
 
 
 def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[Any], None]:
