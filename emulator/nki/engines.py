@@ -12,15 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm.emulator.nki.access import check_access
 from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype, dtype_name
 from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import Machine, current
 from neuronmm.emulator.nki.ops import OPS, Op
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Region, Space
-
-_MOST_PARTITIONS = {0: 128, 32: 32, 64: 64, 96: 32}
-"""Start partition -> partitions an engine can then reach (architecture guide, "SBUF/PSUM access")."""
 
 
 def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], mask: Mask = None) -> Region:
@@ -38,13 +36,7 @@ def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], 
         )
     else:
         region = tile.region()
-    reach = _MOST_PARTITIONS.get(region.first)
-    if reach is None:
-        machine.fail(
-            "start partition", f"{role} starts at a partition engines cannot start at", (0, 32, 64, 96), region.first
-        )
-    if region.last - region.first > reach:
-        machine.fail("start partition", f"{role} starts at partition {region.first}", reach, region.last - region.first)
+    check_access(machine, tile, region, role)
     return region
 
 

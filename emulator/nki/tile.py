@@ -76,12 +76,12 @@ class Tile:
     def __getitem__(self, key: Any) -> Tile:
         keys = key if isinstance(key, tuple) else (key,)
         kinds = [type(k) for k in keys]
+        if Affine in kinds:
+            return self._grid(keys)
         if type(Ellipsis) in kinds:
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
             fill = len(self.shape) - sum(k is not None and k is not Ellipsis for k in keys)
             keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
-        if Affine in kinds:
-            return self._grid(keys)
         shape: list[int] = []
         strides: list[int] = []
         offset, axis, partition = self.offset, 0, self.partition
@@ -126,23 +126,22 @@ class Tile:
         return Tile(self.storage, tuple(shape), tuple(strides), offset, partition)
 
     def _grid(self, keys: tuple) -> Tile:
-        """Index with grids, one for each axis; integers may stand beside them, and slices give axes after theirs."""
-        keys += (slice(None),) * (len(self.shape) - len(keys))
-        if len(keys) != len(self.shape):
-            current().fail(
-                "rank", f"wrong number of indices for a tile of shape {self.shape}", len(self.shape), len(keys)
-            )
-        slices = [axis for axis, k in enumerate(keys) if isinstance(k, slice)]
-        tail = (1,) * len(slices)
+        """Index with grids, one for each axis; integers may stand beside them, axes without an index come last."""
+        machine, missing = current(), len(self.shape) - len(keys)
+        for k in keys:
+            if k is None or k is Ellipsis or isinstance(k, slice):
+                machine.fail("mixed index", "an index holds a grid (nl.arange, nl.mgrid) and a slice: use one kind")
+            if isinstance(k, Affine) and len(k.shape) == 1:
+                machine.fail("1-D index", "a grid of one axis cannot index: write nl.arange(n)[:, None] or [None, :]")
+        if missing < 0:
+            machine.fail("rank", f"too many indices for a tile of shape {self.shape}", len(self.shape), len(keys))
         grids: list[Affine] = []
-        for axis, k in enumerate(keys):
-            if isinstance(k, slice):
-                start, stop = k.start or 0, self.shape[axis] if k.stop is None else k.stop
-                own = tuple(int(axis == a) for a in slices)
-                grids.append(Affine(tuple(stop - start if o else 1 for o in own), own, start))
-            else:
-                grid = k if isinstance(k, Affine) else Affine((), (), int(k))
-                grids.append(Affine(grid.shape + tail, grid.steps + (0,) * len(tail), grid.offset))
+        for k in keys:
+            grid = k if isinstance(k, Affine) else Affine((), (), int(k))
+            grids.append(Affine(grid.shape + (1,) * missing, grid.steps + (0,) * missing, grid.offset))
+        for axis, n in enumerate(self.shape[len(keys) :]):
+            own = tuple(int(axis == a) for a in range(missing))
+            grids.append(Affine(tuple(n if o else 1 for o in own), own))
         total = Affine((), (), self.offset)
         for grid, stride in zip(grids, self.strides, strict=True):
             total = total + grid * stride

@@ -102,6 +102,18 @@ def start_partition_reach(x: Any) -> None:
     nisa.tensor_copy(sb(128, 4)[32:128, 0:4], sb(96, 4))  # broken
 
 
+def every_other_partition(x: Any) -> None:
+    nisa.tensor_copy(sb(16, 4), sb(32, 4)[0:32:2, 0:4])  # broken
+
+
+def every_other_partition_by_pattern(x: Any) -> None:
+    nisa.tensor_copy(sb(8, 32), sb(16, 32).ap([[64, 8], [1, 32]]))  # broken
+
+
+def stride_beyond_16_bits(x: Any) -> None:
+    nisa.tensor_copy(sb(128, 2), sb(128, 40_000, dtype=nl.bfloat16)[0:128, ::32_768])  # broken
+
+
 def dma_from_psum(x: Any) -> None:
     nisa.dma_copy(dst=x[0:8, 0:4], src=ps(8, 4))  # broken
 
@@ -194,6 +206,26 @@ def masked_product(x: Any) -> None:
     xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32), mask=i < 5)  # broken
 
 
+def one_axis_grid_on_chip(x: Any) -> None:
+    xl.ndarray((128, 4), dtype=F32)[xl.arange(64), 0]  # broken
+
+
+def one_axis_grid_in_hbm(x: Any) -> None:
+    x[xl.arange(64)[:, None], xl.arange(8)]  # broken
+
+
+def grid_beside_a_slice(x: Any) -> None:
+    x[xl.arange(64)[:, None], :]  # broken
+
+
+def grid_beside_a_dynamic_slice(x: Any) -> None:
+    x[xl.ds(0, 8), xl.arange(8)[None, :]]  # broken
+
+
+def grid_beside_an_ellipsis(x: Any) -> None:
+    x[xl.arange(64)[:, None], ...]  # broken
+
+
 def tile_used_after_its_loop(x: Any) -> None:
     for _ in xl.affine_range(2):
         t = xl.load(x)
@@ -245,6 +277,8 @@ def test_each_violation_names_file_line_and_figures(kernel: Callable[..., None],
         (stationary_too_wide, "stationary size", 128, 129),
         (moving_too_wide, "moving size", 512, 513),
         (start_partition_reach, "start partition", 32, 96),
+        (every_other_partition, "partition stride", 1, 2),
+        (stride_beyond_16_bits, "stride", 32_767, 32_768),
         (tile_beyond_a_partition, "free size", 192 * 1024, 200_000),
         (out_of_bounds, "out of bounds", 127, 199),
         (product_over_two_banks, "psum bank", 2048, 80),
@@ -276,6 +310,16 @@ def kept_in_the_second_dialect(x: Any) -> None:
 
 @pytest.mark.parametrize("kernel", [kept_from_an_unrolled_loop, kept_in_the_second_dialect])
 def test_an_unrolled_loop_has_no_scope(kernel: Callable[..., None]) -> None:
+    run(kernel, TensorSpec((64, 128)))
+
+
+def test_strides_an_engine_can_take() -> None:
+    def kernel(x: Any) -> None:
+        t = sb(128, 2, 40_000, dtype=nl.bfloat16)
+        nisa.memset(t, 0.0)  # its free axes lie as one
+        nisa.tensor_copy(sb(128, 2), t[0:128, 0, 0:40_000:32_767])
+        nisa.dma_copy(dst=t[0:4, 0:2, 0], src=t[64:72:2, 0:2, 1])  # a DMA goes by addresses
+
     run(kernel, TensorSpec((64, 128)))
 
 
