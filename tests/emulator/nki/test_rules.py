@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
+from neuronmm.emulator.nki.trace import Engine
 from neuronmm.kernels.hardware import TRN2
 
 with nki_modules():
@@ -162,6 +163,34 @@ def write_overlaps_its_source(x: Any) -> None:
 
 def scale_must_be_float32(x: Any) -> None:
     nisa.activation(sb(8, 4), op=nl.exp, data=sb(8, 4), scale=sb(8, 1, dtype=nl.bfloat16))  # broken
+
+
+def operand_column_must_be_float32(x: Any) -> None:
+    nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.multiply, sb(8, 1, dtype=nl.bfloat16))  # broken
+
+
+def second_operand_column_must_be_float32(x: Any) -> None:
+    nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.add, 1.0, False, nl.add, sb(8, 1, dtype=nl.bfloat16))  # broken
+
+
+def power_reads_psum(x: Any) -> None:
+    nisa.tensor_tensor(sb(8, 4), ps(8, 4), sb(8, 4), op=nl.power)  # broken
+
+
+def power_writes_psum(x: Any) -> None:
+    nisa.tensor_tensor(ps(8, 4), sb(8, 4), sb(8, 4), op=nl.power)  # broken
+
+
+def power_of_psum_by_a_number(x: Any) -> None:
+    xisa.tensor_scalar(xl.ndarray((8, 4), F32, buffer=xl.psum), xl.add, 1.0, op1=xl.power, operand1=-0.5)  # broken
+
+
+def activation_the_table_lacks(x: Any) -> None:
+    nisa.activation(sb(8, 4), op=nl.cos, data=sb(8, 4))  # broken
+
+
+def activation_by_a_binary_operator(x: Any) -> None:
+    xisa.activation(op=xl.maximum, data=xl.ndarray((8, 4), F32))  # broken
 
 
 def bias_must_be_a_column(x: Any) -> None:
@@ -321,6 +350,16 @@ def test_strides_an_engine_can_take() -> None:
         nisa.dma_copy(dst=t[0:4, 0:2, 0], src=t[64:72:2, 0:2, 1])  # a DMA goes by addresses
 
     run(kernel, TensorSpec((64, 128)))
+
+
+def test_a_bfloat16_operand_column_in_the_first_dialect_and_power_in_sbuf() -> None:
+    def kernel(x: Any) -> None:
+        tile, column = xl.ndarray((8, 4), F32), xl.ndarray((8, 1), xl.bfloat16)
+        xisa.tensor_scalar(tile, xl.multiply, column)
+        xisa.tensor_tensor(tile, xl.cos(tile), op=xl.power)
+
+    trace = run(kernel, TensorSpec((64, 128))).trace
+    assert [(i.op, i.engine) for i in trace.instructions][1:] == [("cos", Engine.SCALAR), ("power", Engine.GPSIMD)]
 
 
 def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[Any], None]:
