@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm.emulator.nki.access import check_access
 from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype, dtype_name
 from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import Machine, current
@@ -21,9 +22,6 @@ from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Region, Space
 from neuronmm.kernels.hardware import NeuronCore
 
-_MOST_PARTITIONS = {0: 128, 32: 32, 64: 64, 96: 32}
-"""Start partition -> partitions an engine can then reach (architecture guide, "SBUF/PSUM access")."""
-
 
 def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], mask: Mask = None) -> Region:
     """Check one on-chip operand of a compute engine; return its region."""
@@ -32,6 +30,7 @@ def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], 
     if tile.space not in spaces:
         allowed = " or ".join(s.value for s in spaces)
         machine.fail("operand space", f"{role} must be in {allowed}", allowed, tile.space.value)
+    machine.check_scope(tile.storage)
     if tile.beyond is not None:
         tile.inside(mask)
         region = Region(
@@ -39,13 +38,7 @@ def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], 
         )
     else:
         region = tile.region()
-    reach = _MOST_PARTITIONS.get(region.first)
-    if reach is None:
-        machine.fail(
-            "start partition", f"{role} starts at a partition engines cannot start at", (0, 32, 64, 96), region.first
-        )
-    if region.last - region.first > reach:
-        machine.fail("start partition", f"{role} starts at partition {region.first}", reach, region.last - region.first)
+    check_access(machine, tile, region, role)
     return region
 
 
@@ -234,6 +227,7 @@ def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
             machine.fail("operand", f"the {role} of a DMA must be a tile, not {type(tile).__name__}")
         if tile.space is Space.PSUM:
             machine.fail("operand space", f"the {role} of a DMA must be in hbm or sbuf", "hbm or sbuf", "psum")
+        machine.check_scope(tile.storage)
         tile.inside(mask)
     if dst.size != src.size:
         machine.fail("shape", "source and destination of a DMA differ in size", dst.shape, src.shape)
@@ -330,6 +324,7 @@ def accumulate(dst: Tile, value: Any) -> None:
 
 def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
     """Make the last instruction, which wrote the whole of ``value``, write ``dst`` instead."""
+    machine.check_scope(value.storage)
     last = machine.trace.instructions[-1]
     tensor = last.engine is Engine.TENSOR
     if last.engine is Engine.DMA:

@@ -10,7 +10,7 @@ import numpy as np
 from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
 from neuronmm.emulator.nki.engines import elementwise, fresh, matmul, transposed
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.ops import OPS, as_op
+from neuronmm.emulator.nki.ops import ACTIVATIONS, OPS, as_op
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Space
 
@@ -31,20 +31,27 @@ def _column(tile: Any, data: Tile, role: str) -> Any:
     return tile
 
 
+def need_float32(operand: Any, role: str) -> None:
+    """Refuse a tile of another dtype; a number is fine."""
+    if isinstance(operand, Tile) and operand.dtype != FLOAT32:
+        current().fail("operand dtype", f"{role} must be float32", "float32", operand.dtype.name)
+
+
 def activation(
     dst: Tile, op: Any, data: Tile, bias: Any = None, scale: Any = 1.0, mask: Mask = None, reduced: Tile | None = None
 ) -> None:
     """``dst = op(data * scale + bias)`` on the scalar engine; ``reduced`` receives the sum over the free axes."""
-    machine, function = current(), as_op(op).function
-    if isinstance(scale, Tile) and scale.dtype != FLOAT32:
-        machine.fail("operand dtype", "the scale of an activation must be float32", "float32", scale.dtype.name)
+    machine, name, function = current(), as_op(op).name, as_op(op).function
+    if name not in ACTIVATIONS:
+        machine.fail("activation", f"the scalar engine has no activation {name}", ", ".join(sorted(ACTIVATIONS)), name)
+    need_float32(scale, "the scale of an activation")
     _column(scale, data, "scale")
     _column(bias, data, "bias")
     if machine.core.name == "v2" and not (bias is None or isinstance(bias, Tile)):
         machine.fail("operand", "the bias of an activation is a tile on NeuronCore-v2", "[partitions, 1] tile", bias)
     offset = 0.0 if bias is None else bias
     elementwise(
-        Engine.SCALAR, as_op(op).name, dst, (data, scale, offset), lambda x, s, b: function(x * s + b), mask
+        Engine.SCALAR, name, dst, (data, scale, offset), lambda x, s, b: function(x * s + b), mask
     )  # fmt: skip
     if reduced is not None:
         reduce(reduced, "add", dst, tuple(range(1, dst.ndim)), mask, Engine.SCALAR)
@@ -89,10 +96,11 @@ def scalar_ops(
 
 
 def tensors(dst: Tile, a: Tile, b: Tile, op: Any, engine: Engine = Engine.VECTOR, mask: Mask = None) -> None:
-    """``dst = a op b``; the operands cannot both lie in PSUM."""
+    """``dst = a op b``; the operands cannot both lie in PSUM. GpSimd computes ``power``, and does not reach PSUM."""
     if all(isinstance(t, Tile) and t.space is Space.PSUM for t in (a, b)):
         current().fail("operand space", "both operands of tensor_tensor lie in psum", "one in sbuf", "psum, psum")
-    elementwise(engine, as_op(op).name, dst, (a, b), as_op(op).function, mask)
+    where = Engine.GPSIMD if as_op(op).engine is Engine.GPSIMD else engine
+    elementwise(where, as_op(op).name, dst, (a, b), as_op(op).function, mask)
 
 
 def copy(dst: Tile, src: Tile, engine: Engine, mask: Mask = None) -> None:

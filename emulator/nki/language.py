@@ -170,20 +170,24 @@ def program_ndim() -> int:
     return len(current().grid)
 
 
-def _loop(start: int, stop: int | None, step: int, parallel: bool) -> Iterator[LoopIndex]:
-    return map(LoopIndex, current().iterate(range(start) if stop is None else range(start, stop, step), parallel))
+def _range(start: int, stop: int | None, step: int) -> range:
+    return range(start) if stop is None else range(start, stop, step)
+
+
+def _loop(indices: range, parallel: bool) -> Iterator[LoopIndex]:
+    return map(LoopIndex, current().iterate(indices, parallel=parallel, scoped=True))
 
 
 def affine_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[LoopIndex]:
     """A loop whose iterations may run in any order: they must not read or overwrite each other's writes."""
-    return _loop(start, stop, step, parallel=True)
+    return _loop(_range(start, stop, step), parallel=True)
 
 
 def sequential_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[LoopIndex]:
-    """A loop whose iterations run in order."""
-    return _loop(start, stop, step, parallel=False)
+    """A loop whose iterations run in order; what its body allocates ends with it, as in :func:`affine_range`."""
+    return _loop(_range(start, stop, step), parallel=False)
 
 
-def static_range(start: int, stop: int | None = None, step: int = 1) -> range:
-    """A loop that is unrolled while the kernel is traced: its index is a number."""
-    return range(start) if stop is None else range(start, stop, step)
+def static_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[int]:
+    """A loop that is unrolled while the kernel is traced: what its body allocates lives on."""
+    return current().iterate(_range(start, stop, step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import CodeType
@@ -23,13 +23,13 @@ _plumbing: dict[CodeType, bool] = {}
 _lines: dict[tuple[CodeType, int], str] = {}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Storage:
     """One allocation's memory. ``data`` is a flat array, or None in a shape-only run.
 
     ``free`` is the number of elements a partition (a leading index in HBM). ``stamps``, where a race could be, holds
     for each element the number of the instruction that wrote it last (-1: none). ``groups`` maps what was written to
-    PSUM to the engine.
+    PSUM to the engine. ``scope`` is the loop body it was allocated in.
     """
 
     record: Buffer
@@ -40,17 +40,32 @@ class Storage:
     zeroed: bool = False
     stamps: np.ndarray | None = None
     groups: dict[tuple[int, int, int, int], Engine] | None = None
+    scope: Scope | None = None
+
+
+@dataclass(slots=True)
+class Scope:
+    """The body of a loop in one iteration; what is allocated there may only be used there."""
+
+    loop: str
+    open: bool = True
 
 
 @dataclass(slots=True)
 class Loop:
-    """A loop the kernel is in; ``started`` and ``iteration`` are instruction numbers."""
+    """A loop the kernel is in; ``started`` and ``iteration`` are instruction numbers.
+
+    ``scope`` is None where the loop is unrolled. ``reads``, of a ``parallel`` loop: what of each storage was read, as
+    (instruction, view, mask).
+    """
 
     parallel: bool
     started: int
     iteration: int
     index: int
     location: str
+    scope: Scope | None = None
+    reads: dict[Storage, list[tuple[int, Any, Any]]] = field(default_factory=dict)
 
 
 class Machine:
@@ -131,7 +146,17 @@ class Machine:
         data = None
         if self.data:
             data = unwritten(size, dtype) if content is None else np.ascontiguousarray(content).reshape(-1).copy()
-        return Storage(record, dtype, free, data, at, groups={} if space is Space.PSUM else None)
+        scope = next((loop.scope for loop in reversed(self.loops) if loop.scope), None)
+        return Storage(record, dtype, free, data, at, groups={} if space is Space.PSUM else None, scope=scope)
+
+    def check_scope(self, storage: Storage) -> None:
+        """Raise if the storage was allocated in a loop body that has ended."""
+        if storage.scope is not None and not storage.scope.open:
+            self.fail(
+                "scope",
+                f"the buffer allocated at {storage.record.location} belongs to the body of the loop at "
+                f"{storage.scope.loop} and is used outside of it: declare it before the loop",
+            )
 
     def emit(
         self, engine: Engine, op: str, reads: tuple[Region, ...], writes: tuple[Region, ...], **fields: Any
@@ -146,8 +171,11 @@ class Machine:
         for region in writes:
             trace.buffers[region.buffer].released = end
 
-    def iterate(self, indices: range, parallel: bool) -> Iterator[int]:
-        """Run a loop of the kernel: the race rules of ``affine_range`` hold where ``parallel``."""
+    def iterate(self, indices: range, *, parallel: bool = False, scoped: bool = False) -> Iterator[int]:
+        """Run a loop of the kernel: the race rules of ``affine_range`` hold where ``parallel``.
+
+        Where ``scoped``, what the body allocates may not be used after it.
+        """
         now = len(self.trace.instructions)
         loop = Loop(parallel, now, now, 0, self.location())
         order = list(indices)
@@ -159,34 +187,13 @@ class Machine:
             if folded and 1 < position < len(order) - 1:
                 continue
             loop.index, loop.iteration = index, len(self.trace.instructions)
+            loop.scope = scope = Scope(loop.location) if scoped else None
             yield index
+            if scope is not None:
+                scope.open = False
             if folded and position == 1:
                 self.trace.folds.append(Fold(loop.iteration, len(self.trace.instructions), len(order) - 2))
         self.loops.pop()
-
-    def stamps(self, storage: Storage) -> np.ndarray | None:
-        """The storage's stamps to write to: None where no race can be, because every parallel loop around allocates it.
-
-        They are made when first asked for: most tiles live and die within one iteration.
-        """
-        if not any(loop.parallel and storage.born <= loop.started for loop in self.loops):
-            return None
-        if storage.stamps is None:
-            storage.stamps = np.full(prod(storage.record.shape), -1, np.int64)
-        return storage.stamps
-
-    def check_race(self, storage: Storage, stamps: np.ndarray, verb: str) -> None:
-        """Raise if an earlier iteration of a parallel loop wrote these elements of a buffer from outside the loop."""
-        for loop in self.loops:
-            if not loop.parallel or storage.born > loop.started or loop.iteration == loop.started:
-                continue
-            if ((stamps >= loop.started) & (stamps < loop.iteration)).any():
-                self.fail(
-                    "race",
-                    f"iteration {loop.index} of the affine_range at {loop.location} {verb} elements of "
-                    f"{storage.record.name or 'the buffer allocated at ' + storage.record.location} "
-                    "that another iteration wrote",
-                )
 
     def finish(self, capacity: bool) -> Trace:
         """Check the capacities over all live ranges (unless not ``capacity``) and return the trace.

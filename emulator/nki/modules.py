@@ -37,7 +37,7 @@ def _isa(module: ModuleType) -> dict[str, Any]:
 
 
 def _language(first: bool) -> dict[str, Any]:
-    """``nki.language``: the second dialect unrolls every loop, so no race rules hold."""
+    """``nki.language``: the second dialect unrolls every loop, so neither race rules nor loop scopes hold there."""
     names = {**NAMES, **OPS, **{n: getattr(language, n) for n in _LANGUAGE}, "ds": index.ds}
     if first:
         return {**names, **_FIRST_DIALECT_ONLY}

@@ -11,6 +11,7 @@ from neuronmm.emulator.nki import engines, instructions
 from neuronmm.emulator.nki.dtypes import FLOAT32
 from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.machine import current
+from neuronmm.emulator.nki.ops import as_op
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Engine, Space
 
@@ -121,7 +122,8 @@ def tensor_scalar(
 ) -> Tile:  # fmt: skip
     """``(data op0 operand0) op1 operand1`` with per-partition operands."""
     result = fresh(data.shape, dtype or data.dtype, mask=mask)
-    where = engine or Engine.VECTOR
+    power = any(op is not None and as_op(op).engine is Engine.GPSIMD for op in (op0, op1))
+    where = Engine.GPSIMD if power else engine or Engine.VECTOR
     instructions.scalar_ops(result, data, op0, operand0, reverse0, op1, operand1, reverse1, where, mask)
     return result
 

@@ -85,7 +85,9 @@ def tensor_scalar(
     dst: Tile, data: Tile, op0: Any, operand0: Any, reverse0: bool = False, op1: Any = None, operand1: Any = None,
     reverse1: bool = False, engine: Any = None, name: str | None = None,
 ) -> None:  # fmt: skip
-    """``dst = (data op0 operand0) op1 operand1`` with per-partition operands."""
+    """``dst = (data op0 operand0) op1 operand1`` with per-partition operands, float32 in this dialect."""
+    instructions.need_float32(operand0, "operand0 of tensor_scalar")
+    instructions.need_float32(operand1, "operand1 of tensor_scalar")
     where = engine or Engine.VECTOR
     instructions.scalar_ops(dst, data, op0, operand0, reverse0, op1, operand1, reverse1, where)
 

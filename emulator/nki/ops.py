@@ -77,8 +77,11 @@ _VECTOR_UNARY: dict[str, Callable[..., np.ndarray]] = {
     "reciprocal": np.reciprocal,
 }
 
+ACTIVATIONS = frozenset({*_ACTIVATIONS, "copy", "reciprocal"} - {"cos"})
+"""What ``nki.isa.activation`` computes, by the SDK's table; it has no cosine, though the language has ``nl.cos``."""
+
 OPS: dict[str, Op] = {
-    **{name: Op(name, f, Engine.VECTOR, 2) for name, f in _BINARY.items()},
+    **{name: Op(name, f, Engine.GPSIMD if name == "power" else Engine.VECTOR, 2) for name, f in _BINARY.items()},
     **{name: Op(name, f, Engine.SCALAR, 1) for name, f in _ACTIVATIONS.items()},
     **{name: Op(name, f, Engine.VECTOR, 1) for name, f in _VECTOR_UNARY.items()},
 }

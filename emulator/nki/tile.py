@@ -77,12 +77,12 @@ class Tile:
     def __getitem__(self, key: Any) -> Tile:
         keys = key if isinstance(key, tuple) else (key,)
         kinds = [type(k) for k in keys]
+        if Affine in kinds:
+            return self._grid(keys)
         if type(Ellipsis) in kinds:
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
             fill = len(self.shape) - sum(k is not None and k is not Ellipsis for k in keys)
             keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
-        if Affine in kinds:
-            return self._grid(keys)
         shape: list[int] = []
         strides: list[int] = []
         offset, axis, partition = self.offset, 0, self.partition
@@ -127,24 +127,22 @@ class Tile:
         return Tile(self.storage, tuple(shape), tuple(strides), offset, partition)
 
     def _grid(self, keys: tuple) -> Tile:
-        """Index with grids, one for each axis; integers may stand beside them, and slices give axes after theirs."""
-        keys += (slice(None),) * (len(self.shape) - len(keys))
-        if len(keys) != len(self.shape):
-            current().fail(
-                "rank", f"wrong number of indices for a tile of shape {self.shape}", len(self.shape), len(keys)
-            )
-        slices = [axis for axis, k in enumerate(keys) if isinstance(k, slice)]
-        tail = (1,) * len(slices)
+        """Index with grids, one for each axis; integers may stand beside them, axes without an index come last."""
+        machine, missing = current(), len(self.shape) - len(keys)
+        for k in keys:
+            if k is None or k is Ellipsis or isinstance(k, slice):
+                machine.fail("mixed index", "an index holds a grid (nl.arange, nl.mgrid) and a slice: use one kind")
+            if isinstance(k, Affine) and len(k.shape) == 1:
+                machine.fail("1-D index", "a grid of one axis cannot index: write nl.arange(n)[:, None] or [None, :]")
+        if missing < 0:
+            machine.fail("rank", f"too many indices for a tile of shape {self.shape}", len(self.shape), len(keys))
         grids: list[Affine] = []
-        for axis, k in enumerate(keys):
-            if isinstance(k, slice):
-                start = 0 if k.start is None else number(k.start)
-                stop = self.shape[axis] if k.stop is None else number(k.stop)
-                own = tuple(int(axis == a) for a in slices)
-                grids.append(Affine(tuple(stop - start if o else 1 for o in own), own, start))
-            else:
-                grid = k if isinstance(k, Affine) else Affine((), (), number(k))
-                grids.append(Affine(grid.shape + tail, grid.steps + (0,) * len(tail), grid.offset))
+        for k in keys:
+            grid = k if isinstance(k, Affine) else Affine((), (), number(k))
+            grids.append(Affine(grid.shape + (1,) * missing, grid.steps + (0,) * missing, grid.offset))
+        for axis, n in enumerate(self.shape[len(keys) :]):
+            own = tuple(int(axis == a) for a in range(missing))
+            grids.append(Affine(tuple(n if o else 1 for o in own), own))
         total = Affine((), (), self.offset)
         for grid, stride in zip(grids, self.strides, strict=True):
             total = total + grid * stride
@@ -256,34 +254,36 @@ class Tile:
         else:
             values = np.where(chosen, storage.data[np.where(chosen, self._flat(), 0)].astype(np.float64), np.nan)
             values = values.astype(storage.dtype if storage.dtype.kind != "i" else np.float64)
-        if storage.stamps is not None and machine.loops and not accumulating:
-            machine.check_race(storage, self._picked(storage.stamps, chosen), "reads")
+        if machine.loops and not accumulating:
+            races.note_read(self, chosen)
         return values
 
-    def _picked(self, array: np.ndarray, chosen: np.ndarray | None) -> np.ndarray:
-        return self._view(array) if chosen is None else array[self._flat()[chosen]]
+    def numbers(self, chosen: Mask) -> np.ndarray:
+        """Element numbers of the view, or of the part under ``chosen``."""
+        return self._flat() if chosen is None else self._flat()[chosen]
+
+    def picked(self, array: np.ndarray, chosen: Mask) -> np.ndarray:
+        """What ``array``, flat with one entry an element of the storage, has for this view or its part ``chosen``."""
+        return self._view(array) if chosen is None else array[self.numbers(chosen)]
+
+    def put(self, array: np.ndarray, values: Any, chosen: Mask) -> None:
+        """The reverse of :meth:`picked`; ``values`` are those chosen, or one for all."""
+        if chosen is None:
+            self._view(array)[...] = values
+        else:
+            array[self.numbers(chosen)] = values
 
     def write(self, values: Any, mask: Mask = None, accumulating: bool = False) -> None:
         """Store what the instruction emitted last computed, cast to the tile's dtype, under ``mask``."""
         machine, storage = current(), self.storage
         self.inside(mask)
         assert storage.data is not None
-        number = len(machine.trace.instructions) - 1
-        stamps = machine.stamps(storage)
         chosen = None if mask is None else np.broadcast_to(mask, self.shape)
-        if stamps is not None and not accumulating:
-            machine.check_race(storage, self._picked(stamps, chosen), "overwrites")
+        if machine.loops:
+            races.note_write(self, chosen, accumulating)
         with np.errstate(invalid="ignore", over="ignore"):
             cast = np.broadcast_to(np.asarray(values), self.shape).astype(storage.dtype, copy=False)
-        if chosen is None:
-            self._view(storage.data)[...] = cast
-            if stamps is not None:
-                self._view(stamps)[...] = number
-            return
-        at = self._flat()[chosen]
-        storage.data[at] = cast[chosen]
-        if stamps is not None:
-            stamps[at] = number
+        self.put(storage.data, cast if chosen is None else cast[chosen], chosen)
 
     # --- operators (the language's infix form; one vector instruction each) -------------------------------------------
 
@@ -331,5 +331,5 @@ def declare(shape: Any, dtype: np.dtype = FLOAT32, space: Space = Space.SBUF, na
 
 
 # A tile's operators are instructions, and instructions work on tiles: these two come last.
-from neuronmm.emulator.nki import engines  # noqa: E402
+from neuronmm.emulator.nki import engines, races  # noqa: E402
 from neuronmm.emulator.nki.ops import OPS  # noqa: E402

@@ -77,6 +77,8 @@ def test_grids(a: int, b: int, c: int, start: int) -> None:
     array = tuple(k.values() for k in key)
     np.testing.assert_array_equal(read(key), values()[array])
     np.testing.assert_array_equal(read((key[0], 2, key[2])), values()[array[0], 2, array[2]])
+    i, j = MGrid()[0:3, 0:2]
+    np.testing.assert_array_equal(read((i + start, j)), values()[i.values() + start, j.values()])
 
 
 def test_affine_arithmetic_is_that_of_arrays() -> None:

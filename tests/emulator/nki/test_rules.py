@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
+from neuronmm.emulator.nki.trace import Engine
 from neuronmm.kernels.hardware import TRN2
 
 with nki_modules():
@@ -102,6 +103,18 @@ def start_partition_reach(x: Any) -> None:
     nisa.tensor_copy(sb(128, 4)[32:128, 0:4], sb(96, 4))  # broken
 
 
+def every_other_partition(x: Any) -> None:
+    nisa.tensor_copy(sb(16, 4), sb(32, 4)[0:32:2, 0:4])  # broken
+
+
+def every_other_partition_by_pattern(x: Any) -> None:
+    nisa.tensor_copy(sb(8, 32), sb(16, 32).ap([[64, 8], [1, 32]]))  # broken
+
+
+def stride_beyond_16_bits(x: Any) -> None:
+    nisa.tensor_copy(sb(128, 2), sb(128, 40_000, dtype=nl.bfloat16)[0:128, ::32_768])  # broken
+
+
 def dma_from_psum(x: Any) -> None:
     nisa.dma_copy(dst=x[0:8, 0:4], src=ps(8, 4))  # broken
 
@@ -152,6 +165,34 @@ def scale_must_be_float32(x: Any) -> None:
     nisa.activation(sb(8, 4), op=nl.exp, data=sb(8, 4), scale=sb(8, 1, dtype=nl.bfloat16))  # broken
 
 
+def operand_column_must_be_float32(x: Any) -> None:
+    nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.multiply, sb(8, 1, dtype=nl.bfloat16))  # broken
+
+
+def second_operand_column_must_be_float32(x: Any) -> None:
+    nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.add, 1.0, False, nl.add, sb(8, 1, dtype=nl.bfloat16))  # broken
+
+
+def power_reads_psum(x: Any) -> None:
+    nisa.tensor_tensor(sb(8, 4), ps(8, 4), sb(8, 4), op=nl.power)  # broken
+
+
+def power_writes_psum(x: Any) -> None:
+    nisa.tensor_tensor(ps(8, 4), sb(8, 4), sb(8, 4), op=nl.power)  # broken
+
+
+def power_of_psum_by_a_number(x: Any) -> None:
+    xisa.tensor_scalar(xl.ndarray((8, 4), F32, buffer=xl.psum), xl.add, 1.0, op1=xl.power, operand1=-0.5)  # broken
+
+
+def activation_the_table_lacks(x: Any) -> None:
+    nisa.activation(sb(8, 4), op=nl.cos, data=sb(8, 4))  # broken
+
+
+def activation_by_a_binary_operator(x: Any) -> None:
+    xisa.activation(op=xl.maximum, data=xl.ndarray((8, 4), F32))  # broken
+
+
 def bias_must_be_a_column(x: Any) -> None:
     nisa.activation(sb(8, 4), op=nl.exp, data=sb(8, 4), bias=sb(8, 4))  # broken
 
@@ -194,6 +235,52 @@ def masked_product(x: Any) -> None:
     xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32), mask=i < 5)  # broken
 
 
+def one_axis_grid_on_chip(x: Any) -> None:
+    xl.ndarray((128, 4), dtype=F32)[xl.arange(64), 0]  # broken
+
+
+def one_axis_grid_in_hbm(x: Any) -> None:
+    x[xl.arange(64)[:, None], xl.arange(8)]  # broken
+
+
+def grid_beside_a_slice(x: Any) -> None:
+    x[xl.arange(64)[:, None], :]  # broken
+
+
+def grid_beside_a_dynamic_slice(x: Any) -> None:
+    x[xl.ds(0, 8), xl.arange(8)[None, :]]  # broken
+
+
+def grid_beside_an_ellipsis(x: Any) -> None:
+    x[xl.arange(64)[:, None], ...]  # broken
+
+
+def tile_used_after_its_loop(x: Any) -> None:
+    for _ in xl.affine_range(2):
+        t = xl.load(x)
+    xl.exp(t)  # broken
+
+
+def tile_stored_after_its_loop(x: Any) -> None:
+    for _ in xl.sequential_range(2):
+        t = xl.load(x)
+    xl.store(x, t)  # broken
+
+
+def result_assigned_after_its_loop(x: Any) -> None:
+    out = xl.ndarray((64, 128), dtype=F32)
+    for _ in xl.affine_range(2):
+        t = xl.load(x)
+    out[...] = t  # broken
+
+
+def tile_of_another_iteration(x: Any) -> None:
+    tiles = []
+    for i in xl.sequential_range(2):
+        tiles.append(xl.load(x))
+        xl.exp(tiles[0] if i else tiles[-1])  # broken
+
+
 BROKEN: list[Callable[..., None]] = [
     f for f in list(globals().values()) if inspect.isfunction(f) and list(inspect.signature(f).parameters) == ["x"]
 ]
@@ -219,6 +306,8 @@ def test_each_violation_names_file_line_and_figures(kernel: Callable[..., None],
         (stationary_too_wide, "stationary size", 128, 129),
         (moving_too_wide, "moving size", 512, 513),
         (start_partition_reach, "start partition", 32, 96),
+        (every_other_partition, "partition stride", 1, 2),
+        (stride_beyond_16_bits, "stride", 32_767, 32_768),
         (tile_beyond_a_partition, "free size", 192 * 1024, 200_000),
         (out_of_bounds, "out of bounds", 127, 199),
         (product_over_two_banks, "psum bank", 2048, 80),
@@ -236,12 +325,49 @@ def test_v3_allows_what_v2_does_not(kernel: Callable[..., None]) -> None:
     run(kernel, TensorSpec((64, 128)), core=TRN2)
 
 
+def kept_from_an_unrolled_loop(x: Any) -> None:
+    tiles = [xl.load(x) for _ in xl.static_range(2)]
+    xl.exp(tiles[0])
+
+
+def kept_in_the_second_dialect(x: Any) -> None:
+    for _ in nl.affine_range(2):
+        t = sb(8, 4)
+        nisa.memset(t, 0.0)
+    nisa.tensor_copy(sb(8, 4), t)
+
+
+@pytest.mark.parametrize("kernel", [kept_from_an_unrolled_loop, kept_in_the_second_dialect])
+def test_an_unrolled_loop_has_no_scope(kernel: Callable[..., None]) -> None:
+    run(kernel, TensorSpec((64, 128)))
+
+
+def test_strides_an_engine_can_take() -> None:
+    def kernel(x: Any) -> None:
+        t = sb(128, 2, 40_000, dtype=nl.bfloat16)
+        nisa.memset(t, 0.0)  # its free axes lie as one
+        nisa.tensor_copy(sb(128, 2), t[0:128, 0, 0:40_000:32_767])
+        nisa.dma_copy(dst=t[0:4, 0:2, 0], src=t[64:72:2, 0:2, 1])  # a DMA goes by addresses
+
+    run(kernel, TensorSpec((64, 128)))
+
+
+def test_a_bfloat16_operand_column_in_the_first_dialect_and_power_in_sbuf() -> None:
+    def kernel(x: Any) -> None:
+        tile, column = xl.ndarray((8, 4), F32), xl.ndarray((8, 1), xl.bfloat16)
+        xisa.tensor_scalar(tile, xl.multiply, column)
+        xisa.tensor_tensor(tile, xl.cos(tile), op=xl.power)
+
+    trace = run(kernel, TensorSpec((64, 128))).trace
+    assert [(i.op, i.engine) for i in trace.instructions][1:] == [("cos", Engine.SCALAR), ("power", Engine.GPSIMD)]
+
+
 def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[Any], None]:
     """A kernel with ``buffers`` tiles, live ``together`` or one after the other."""
 
     def kernel(x: Any) -> None:
         tiles = []
-        for _ in range(buffers):
+        for _ in nl.static_range(buffers):
             tile = nl.ndarray((128, columns), dtype=F32, buffer=space)
             nisa.memset(tile, 0.0)
             if together:
@@ -280,16 +406,34 @@ def overwritten(x: Any, out: Any) -> None:
         xl.store(out[0:64, 0:1], xl.load(x[0:64, i : i + 1]))
 
 
-def independent(x: Any, out: Any) -> None:
+def read_then_overwritten(x: Any, out: Any) -> None:
+    t = xl.ndarray((64, 5), dtype=F32)
+    t[...] = xl.load(x[0:64, 0:5])
+    for i in xl.affine_range(4):
+        xl.store(out[0:64, i : i + 1], t[0:64, i + 1 : i + 2])
+        t[0:64, i : i + 1] = xl.load(x[0:64, i : i + 1])
+
+
+def partial_sums(x: Any, out: Any) -> None:
     total = xl.zeros((64, 1), dtype=F32)
     for i in xl.affine_range(4):
+        total += xl.load(x[0:64, i : i + 1])
+        xl.store(out[0:64, i : i + 1], total)
+
+
+def independent(x: Any, out: Any) -> None:
+    total = xl.zeros((64, 1), dtype=F32)
+    own = xl.zeros((64, 8), dtype=F32)
+    for i in xl.affine_range(4):
+        own[0:64, i::4] = xl.load(x[0:64, i : i + 2])
+        own[0:64, i::4] = own[0:64, i::4] + 1.0
         t = xl.load(x[0:64, i : i + 1])
         total += t
         xl.store(out[0:64, i + 1 : i + 2], t)
     xl.store(out[0:64, 0:1], total)
 
 
-@pytest.mark.parametrize("kernel", [carried, overwritten])
+@pytest.mark.parametrize("kernel", [carried, overwritten, read_then_overwritten, partial_sums])
 @pytest.mark.parametrize("shuffle", [None, 3])
 def test_races_in_affine_range(kernel: Callable[..., None], shuffle: int | None) -> None:
     with pytest.raises(NkiError, match="affine_range") as caught:
