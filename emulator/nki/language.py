@@ -7,18 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki import engines, instructions
-from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
+from neuronmm.emulator.nki import engines, instructions, neuronxcc_isa
+from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype, promoted
 from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.neuronxcc_isa import reduced_shape
-from neuronmm.emulator.nki.ops import OPS
+from neuronmm.emulator.nki.neuronxcc_isa import reduction_result
+from neuronmm.emulator.nki.ops import OPS, as_op
 from neuronmm.emulator.nki.tile import Tile, declare
-from neuronmm.emulator.nki.trace import Space
+from neuronmm.emulator.nki.trace import Engine, Space
 
 sbuf, psum, hbm, private_hbm = Space.SBUF, Space.PSUM, Space.HBM, Space.HBM
 shared_hbm = object()
 """HBM that all programs of a launch grid share."""
+
+
+class fp32:
+    """Constants of float32."""
+
+    min = float(np.finfo(np.float32).min)
 
 
 class tile_size:
@@ -71,6 +77,30 @@ def ones(shape: Any, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "") -
     return full(shape, 1.0, dtype, buffer, name)
 
 
+def empty_like(a: Tile, dtype: Any = None, *, buffer: Any = sbuf, name: str = "") -> Tile:
+    """An unwritten tile of the shape (and dtype) of ``a``."""
+    return ndarray(a.shape, dtype or a.dtype, buffer, name)
+
+
+def zeros_like(a: Tile, dtype: Any = None, *, buffer: Any = sbuf, name: str = "") -> Tile:
+    """A tile of zeros of the shape (and dtype) of ``a``."""
+    return zeros(a.shape, dtype or a.dtype, buffer, name)
+
+
+def shared_constant(constant: np.ndarray, dtype: Any = None) -> Tile:
+    """An array known to the compiler as a tensor in HBM, which :func:`load` brings on chip."""
+    array = static_cast(constant, constant.dtype if dtype is None else dtype)
+    tile = declare(array.shape, array.dtype, Space.HBM, "constant")
+    if tile.storage.data is not None:
+        tile.storage.data[...] = array.reshape(-1)
+    return tile
+
+
+def static_cast(input_data: Any, dtype: Any) -> Any:
+    """An array or a number outside of a kernel in another dtype."""
+    return np.asarray(input_data).astype(as_dtype(dtype))
+
+
 def load(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
     """HBM to a new SBUF tile."""
     shape = src.shape if len(src.shape) > 1 else (*src.shape, 1)
@@ -82,10 +112,20 @@ def load(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
 
 
 def store(dst: Tile, value: Any, *, mask: Any = None) -> None:
-    """An SBUF tile to HBM."""
+    """An SBUF tile to HBM; a tile in PSUM is copied to SBUF first."""
     if dst.space is not Space.HBM:
         current().fail("operand space", "nl.store writes hbm", "hbm", dst.space.value)
-    engines.dma(dst, value, mask)
+    leaves = isinstance(value, Tile) and value.space is Space.PSUM
+    engines.dma(dst, copy(value) if leaves else value, mask)
+
+
+def load_transpose2d(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
+    """HBM [n, m] to a new SBUF tile [m, n], transposed by the DMA."""
+    if src.space is not Space.HBM or src.ndim != 2:
+        current().fail(
+            "operand", "nl.load_transpose2d reads a matrix in hbm", "2 axes in hbm", f"{src.shape} {src.space.value}"
+        )
+    return neuronxcc_isa.dma_transpose(src, mask=mask, dtype=dtype)
 
 
 def copy(x: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
@@ -111,7 +151,7 @@ def transpose(x: Tile, *, dtype: Any = None, mask: Any = None) -> Tile:
 
 def _reduction(op: str) -> Any:
     def reduction(x: Tile, axis: Any, *, dtype: Any = None, mask: Any = None, keepdims: bool = False) -> Tile:
-        result = fresh(reduced_shape(x, axis, keepdims), dtype or x.dtype, mask=mask)
+        result = reduction_result(x, axis, keepdims, dtype, mask)
         instructions.reduce(result, op, x, axis, mask)
         return result
 
@@ -123,9 +163,11 @@ sum, max, min, prod = (_reduction(op) for op in ("add", "maximum", "minimum", "m
 
 
 def mean(x: Tile, axis: Any, *, dtype: Any = None, mask: Any = None, keepdims: bool = False) -> Tile:
-    """Mean over free axes."""
+    """Mean over free axes; a mask may leave out whole rows only."""
+    if mask is not None and instructions.reduces_part(x, axis, mask):
+        current().fail("unsupported", "the emulator's nl.mean takes no mask along the reduced axis: sum and divide")
     total = sum(x, axis, dtype=dtype, mask=mask, keepdims=keepdims)
-    return OPS["multiply"](total, total.elements / x.elements, dtype=dtype)
+    return OPS["multiply"](total, total.elements / x.elements, dtype=dtype or x.dtype)
 
 
 def softmax(x: Tile, axis: Any = -1, *, dtype: Any = None, mask: Any = None) -> Tile:
@@ -134,9 +176,22 @@ def softmax(x: Tile, axis: Any = -1, *, dtype: Any = None, mask: Any = None) -> 
     return OPS["divide"](numerator, sum(numerator, axis, keepdims=True, mask=mask), dtype=dtype or x.dtype, mask=mask)
 
 
-def loop_reduce(value: Tile, op: Any, loop_indices: Any, *, dtype: Any = None) -> Tile:
-    """The value of this iteration, to be reduced over the loops: only as ``tile[...] = loop_reduce(...)``."""
-    current().fail("unsupported", "loop_reduce is not emulated: write ``tile[...] += value``")
+def loop_reduce(x: Tile, op: Any, loop_indices: Any, *, dtype: Any = None, mask: Any = None) -> engines.LoopReduction:
+    """The value of this iteration, to be reduced over the loops: only as ``tile[...] = loop_reduce(...)``.
+
+    ``op`` is add, maximum or minimum, whose order over the iterations does not matter.
+    """
+    if as_op(op).name not in ("add", "maximum", "minimum"):
+        current().fail("reduction", "loops reduce with add, maximum or minimum", "add, maximum, minimum", str(op))
+    return engines.LoopReduction(x, as_op(op), mask)
+
+
+def where(condition: Tile, x: Any, y: Any, *, dtype: Any = None, mask: Any = None) -> Tile:
+    """``x`` where ``condition`` is not 0, else ``y``."""
+    default = promoted(*(o.dtype if isinstance(o, Tile) else o for o in (x, y)))
+    result = fresh(condition.shape, dtype or default, mask=mask)
+    engines.elementwise(Engine.VECTOR, "where", result, (condition, x, y), lambda c, a, b: np.where(c != 0, a, b), mask)
+    return result
 
 
 def broadcast_to(x: Tile, shape: tuple[int, ...]) -> Tile:
@@ -173,8 +228,8 @@ def affine_range(start: int, stop: int | None = None, step: int = 1) -> Iterator
     return _loop(start, stop, step, parallel=True)
 
 
-def sequential_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[int]:
-    """A loop whose iterations run in order."""
+def sequential_range(start: int, stop: int | None = None, step: int = 1, *, directives: Any = None) -> Iterator[int]:
+    """A loop whose iterations run in order; ``directives`` concern the compiler."""
     return _loop(start, stop, step, parallel=False)
 
 
