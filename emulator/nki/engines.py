@@ -19,6 +19,7 @@ from neuronmm.emulator.nki.machine import Machine, current
 from neuronmm.emulator.nki.ops import OPS, Op
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Region, Space
+from neuronmm.kernels.hardware import NeuronCore
 
 _MOST_PARTITIONS = {0: 128, 32: 32, 64: 64, 96: 32}
 """Start partition -> partitions an engine can then reach (architecture guide, "SBUF/PSUM access")."""
@@ -69,8 +70,8 @@ def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, t
     """``dst (+)= stationary^T moving`` on the tensor engine.
 
     Dimensions: stationary [K <= 128, M <= 128] and moving [K, N <= 512] in SBUF, dst [M, N] in one PSUM bank.
-    ``accumulate`` None: the first product into a PSUM location overwrites, later ones add. ``transpose`` records the
-    product with an identity as what it is; its dst has the operands' dtype.
+    ``accumulate`` None: the first product into a PSUM location overwrites, later ones add. ``transpose``: moving is an
+    identity, and dst has the dtype that :func:`transposed` gives.
     """
     machine = current()
     core = machine.core
@@ -92,7 +93,7 @@ def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, t
         )
     if (stationary.dtype == FLOAT32) != (moving.dtype == FLOAT32):
         machine.fail("operand dtype", "float32 multiplies only float32", stationary.dtype.name, moving.dtype.name)
-    _check_result(machine, dst, written, stationary.dtype if transpose else FLOAT32)
+    _check_result(machine, dst, written, transposed(core, stationary.dtype) if transpose else FLOAT32)
     adds = _joins(machine, dst, written, accumulate)
     op = "transpose" if transpose else "matmul"
     machine.emit(
@@ -101,15 +102,29 @@ def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, t
     if machine.data:
         with np.errstate(invalid="ignore", over="ignore"):
             a = stationary.read().reshape(k, m).astype(np.float32)
-            product = (a.T @ moving.read().reshape(k, n).astype(np.float32)).reshape(dst.shape)
+            # from NeuronCore-v3 a transposition moves the elements; before, NaN and Inf spread over the products with 0
+            moved = transpose and core.name != "v2"
+            product = a.T if moved else a.T @ moving.read().reshape(k, n).astype(np.float32)
+            product = product.reshape(dst.shape)
             total = dst.read(accumulating=True) + product if adds else product
         dst.write(total, accumulating=adds)
+
+
+def transposed(core: NeuronCore, dtype: np.dtype) -> np.dtype:
+    """The dtype in which the tensor engine writes a transposition of ``dtype`` to PSUM.
+
+    NeuronCore-v2 multiplies with an identity, and every product leaves in float32; from v3 the transpose mode keeps the
+    dtype. Source: the architecture guides of Trainium/Inferentia2 ("Data Types") and Trainium2 ("Built-in Transpose
+    Support").
+    """
+    return FLOAT32 if core.name == "v2" else dtype
 
 
 def _check_result(machine: Machine, dst: Tile, written: Region, dtype: np.dtype) -> None:
     """The rules for what the tensor engine writes to."""
     if dst.dtype != dtype:
-        machine.fail("result dtype", "a matrix product accumulates in float32", dtype.name, dst.dtype.name)
+        message = f"the tensor engine of NeuronCore-{machine.core.name} writes this result in another dtype"
+        machine.fail("result dtype", message, dtype.name, dst.dtype.name)
     bank = machine.core.psum_bank_bytes
     if written.low // bank != (written.high - 1) // bank:
         machine.fail("psum bank", "the result crosses a PSUM bank", bank, written.high - written.low)
@@ -315,11 +330,9 @@ def assign(dst: Tile, value: Any) -> None:
     if value.storage is dst.storage and same:
         return None  # the second half of ``tile[...] += x``
     maker = machine.trace.instructions[value.result] if value.result >= 0 else None
-    product = maker is not None and maker.engine is Engine.TENSOR
-    if product and maker.op == "matmul" and dst.space is not Space.PSUM:
+    moved = maker is not None and maker.engine is Engine.TENSOR and dst.space is not Space.PSUM
+    if moved and maker.op != "transpose":  # of a transposition into SBUF the compiler makes two instructions
         machine.fail("operand space", "the tensor engine writes only PSUM", "psum", dst.space.value)
-    # of a transposition into SBUF, or into float32 where it keeps its dtype, the compiler makes two instructions
-    moved = product and (dst.space is not Space.PSUM or FLOAT32 == dst.dtype != value.dtype)
     if maker is None or moved or value.result != len(machine.trace.instructions) - 1:
         return elementwise(Engine.VECTOR, "copy", dst, (value,), OPS["copy"].function, value.mask)
     if maker.engine is Engine.DMA and dst.space is Space.PSUM:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki.dtypes import FLOAT32
-from neuronmm.emulator.nki.engines import elementwise, matmul
+from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
+from neuronmm.emulator.nki.engines import elementwise, fresh, matmul, transposed
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import OPS, as_op
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
@@ -217,3 +217,24 @@ def transpose(dst: Tile, data: Tile) -> None:
     if machine.data:
         identity.storage.data = np.eye(p, dtype=data.dtype).reshape(-1)
     matmul(dst, data, identity, accumulate=False, transpose=True)
+
+
+def transposition(data: Tile, dtype: Any = None) -> Tile:
+    """``data^T`` as a new PSUM tile, in the dtype that the tensor engine writes or, by one more copy, in ``dtype``."""
+    written = transposed(current().core, data.dtype)
+    result = fresh((data.elements, data.shape[0]), written, Space.PSUM)
+    transpose(result, data)
+    if dtype is None or as_dtype(dtype) == written:
+        return result
+    cast = fresh(result.shape, dtype, Space.PSUM)
+    copy(cast, result, Engine.VECTOR)
+    return cast
+
+
+def check_identity(tile: Tile) -> None:
+    """Refuse a product marked as a transposition whose moving operand is no identity."""
+    machine, p = current(), tile.shape[0]
+    if tile.elements != p:
+        machine.fail("identity", "a transposition multiplies with a square identity", (p, p), tile.shape)
+    if machine.data and not np.array_equal(tile.read().reshape(p, p).astype(np.float32), np.eye(p)):
+        machine.fail("identity", "a product marked is_transpose multiplies with something else than the identity")

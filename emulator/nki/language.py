@@ -101,6 +101,11 @@ def static_cast(input_data: Any, dtype: Any) -> Any:
     return np.asarray(input_data).astype(as_dtype(dtype))
 
 
+def shared_identity_matrix(n: int, dtype: Any = np.uint8) -> Tile:
+    """An identity [n, n] in HBM, which the compiler puts there."""
+    return shared_constant(np.eye(n), dtype)
+
+
 def load(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
     """HBM to a new SBUF tile."""
     shape = src.shape if len(src.shape) > 1 else (*src.shape, 1)
@@ -135,7 +140,7 @@ def copy(x: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
 
 def matmul(x: Tile, y: Tile, *, transpose_x: bool = False, mask: Any = None) -> Tile:
     """``x y`` as a new PSUM tile (``x^T y`` with ``transpose_x``); else x is transposed first, on the tensor engine."""
-    left = x if transpose_x else copy(transpose(x))
+    left = x if transpose_x else copy(transpose(x), dtype=x.dtype)
     result = fresh((left.elements, *y.shape[1:]), FLOAT32, Space.PSUM)
     engines.matmul(result, left, y, accumulate=False)
     return result
@@ -143,10 +148,7 @@ def matmul(x: Tile, y: Tile, *, transpose_x: bool = False, mask: Any = None) -> 
 
 def transpose(x: Tile, *, dtype: Any = None, mask: Any = None) -> Tile:
     """``x^T`` as a new PSUM tile."""
-    source = x if x.space is Space.SBUF else copy(x)
-    result = fresh((x.elements, x.shape[0]), dtype or x.dtype, Space.PSUM)
-    instructions.transpose(result, source)
-    return result
+    return instructions.transposition(x if x.space is Space.SBUF else copy(x), dtype)
 
 
 def _reduction(op: str) -> Any:

@@ -21,10 +21,12 @@ __all__ = [
     "dma_copy",
     "dma_transpose",
     "engine",
+    "get_nc_version",
     "gpsimd_engine",
     "memset",
     "nc_matmul",
     "nc_transpose",
+    "nc_version",
     "reciprocal",
     "reduce_cmd",
     "scalar_engine",
@@ -77,20 +79,37 @@ def last(result: Tile) -> Tile:
     return result
 
 
-def nc_matmul(stationary: Tile, moving: Tile, *, mask: Any = None) -> Tile:
-    """``stationary^T moving`` as a new PSUM tile; ``psum += nc_matmul(...)`` accumulates."""
+class nc_version(IntEnum):
+    """The generations of the NeuronCore, in their order."""
+
+    gen2, gen3, gen4 = 2, 3, 4
+
+
+def get_nc_version() -> nc_version:
+    """The generation the kernel runs on."""
+    return nc_version(int(current().core.name.removeprefix("v")))
+
+
+def nc_matmul(
+    stationary: Tile, moving: Tile, *, is_moving_onezero: bool = False, is_transpose: bool = False, mask: Any = None
+) -> Tile:
+    """``stationary^T moving`` as a new PSUM tile; ``psum += nc_matmul(...)`` accumulates.
+
+    ``is_transpose`` says that ``moving`` is an identity. ``is_moving_onezero`` is a hint about time.
+    """
     _unmasked(mask)
-    result = fresh((stationary.elements, *moving.shape[1:]), FLOAT32, Space.PSUM)
-    engines.matmul(result, stationary, moving, accumulate=False)
+    dtype = engines.transposed(current().core, stationary.dtype) if is_transpose else FLOAT32
+    result = fresh((stationary.elements, *moving.shape[1:]), dtype, Space.PSUM)
+    if is_transpose:
+        instructions.check_identity(moving)
+    engines.matmul(result, stationary, moving, accumulate=False, transpose=is_transpose)
     return result
 
 
 def nc_transpose(data: Tile, *, mask: Any = None, dtype: Any = None, engine: Any = None) -> Tile:
-    """``data^T`` as a new PSUM tile (tensor engine)."""
+    """``data^T`` as a new PSUM tile (tensor engine); another ``dtype`` than the engine writes takes one more copy."""
     _unmasked(mask)
-    result = fresh((data.elements, data.shape[0]), dtype or data.dtype, Space.PSUM)
-    instructions.transpose(result, data)
-    return result
+    return instructions.transposition(data, dtype)
 
 
 def activation(
@@ -182,7 +201,7 @@ _TRANSPOSITIONS = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 """Number of axes -> the order of axes that a transposing DMA gives."""
 
 
-def transposed(src: Tile, axes: Any = None) -> Tile:
+def reordered(src: Tile, axes: Any = None) -> Tile:
     """The view of ``src`` that a transposing DMA moves."""
     order = _TRANSPOSITIONS.get(src.ndim)
     if order is None or (axes is not None and tuple(axes) != order):
@@ -197,7 +216,7 @@ def dma_transpose(src: Tile, *, axes: Any = None, mask: Any = None, dtype: Any =
     """A new SBUF tile with the axes of ``src`` (2 to 4, in HBM or SBUF) in reverse; of 4, the middle two stay."""
     if mask is not None:
         current().fail("unsupported", "the emulator does not mask a transposing DMA: slice the source")
-    view = transposed(src, axes)
+    view = reordered(src, axes)
     result = fresh(view.shape, dtype or src.dtype)
     engines.dma(result, view)
     return result

@@ -10,7 +10,7 @@ import numpy as np
 from neuronmm.emulator.nki import engines, instructions, selection, statistics
 from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.neuronxcc_isa import reads_out, transposed
+from neuronmm.emulator.nki.neuronxcc_isa import reads_out, reordered
 from neuronmm.emulator.nki.ops import OPS, as_op
 from neuronmm.emulator.nki.tile import Tile
 
@@ -87,7 +87,7 @@ def scalar_tensor_tensor(
 
 def dma_transpose(dst: Tile, src: Tile, axes: Any = None, name: str | None = None) -> None:
     """``dst`` = ``src`` (2 to 4 axes, in HBM or SBUF) with its axes in reverse; of 4, the middle two stay."""
-    engines.dma(dst, transposed(src, axes))
+    engines.dma(dst, reordered(src, axes))
 
 
 def bn_stats(dst: Tile, data: Tile, name: str | None = None) -> None:

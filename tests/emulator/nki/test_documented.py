@@ -159,10 +159,7 @@ def test_a_transposition_may_be_assigned_to_sbuf(dtype: Any) -> None:
     assert [i.engine for i in result.trace.instructions] == [Engine.DMA, Engine.TENSOR, Engine.VECTOR, Engine.DMA]
 
 
-@pytest.mark.parametrize("core", ["TRN1", "TRN2"])
-def test_bfloat16_may_be_transposed_into_float32(core: str) -> None:
-    from neuronmm.kernels import hardware
-
+def test_bfloat16_may_be_transposed_into_float32() -> None:
     def kernel(x: Any) -> Any:
         out = out_like(x, (x.shape[1], x.shape[0]), F32)
         wide = xl.ndarray((xl.par_dim(x.shape[1]), 2 * x.shape[0]), dtype=xl.float32, buffer=xl.psum)
@@ -171,7 +168,7 @@ def test_bfloat16_may_be_transposed_into_float32(core: str) -> None:
         return out
 
     x = normal(16, 8).astype(BF16)
-    np.testing.assert_array_equal(run(kernel, x, core=getattr(hardware, core)).outputs[0], x.T.astype(F32))
+    np.testing.assert_array_equal(run(kernel, x).outputs[0], x.T.astype(F32))
 
 
 def test_an_integer_index_leaves_a_tile_its_two_axes() -> None:
@@ -207,14 +204,10 @@ def test_transposing_loads() -> None:
 
 
 def test_annotations() -> None:
-    def kernel(x: xnki.tensor, y: xt.tensor[4, 8]) -> xnki.tensor:
-        out = out_like(x)
-        total: xt.tensor[4, 8] = xl.load(x) + xl.load(y)
-        xl.store(out, total)
-        return out
+    def kernel(x: Any) -> None:
+        assert isinstance(x, (xnki.tensor, xt.mutable_tensor, xt.tensor, xt.tensor[4, 8]))
 
-    x = normal(4, 8)
-    np.testing.assert_array_equal(run(xnki.jit(kernel), x, x).outputs[0], x + x)
+    run(kernel, TensorSpec((4, 8)))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "max", "min"])
