@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod as prod_of
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,14 @@ def shared_constant(constant: np.ndarray, dtype: Any = None) -> Tile:
     return tile
 
 
+def rand(shape: Any, dtype: Any = FLOAT32) -> Tile:
+    """A tile of uniform numbers in [0, 1), the same in every run; a device gives others."""
+    tile = ndarray(shape, dtype)
+    seed = len(current().trace.instructions)
+    engines.elementwise(Engine.GPSIMD, "rand", tile, (), lambda: np.random.default_rng(seed).random(tile.shape))
+    return tile
+
+
 def static_cast(input_data: Any, dtype: Any) -> Any:
     """An array or a number outside of a kernel in another dtype."""
     return np.asarray(input_data).astype(as_dtype(dtype))
@@ -139,10 +148,14 @@ def copy(x: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
 
 
 def matmul(x: Tile, y: Tile, *, transpose_x: bool = False, mask: Any = None) -> Tile:
-    """``x y`` as a new PSUM tile (``x^T y`` with ``transpose_x``); else x is transposed first, on the tensor engine."""
-    left = x if transpose_x else copy(transpose(x), dtype=x.dtype)
-    result = fresh((left.elements, *y.shape[1:]), FLOAT32, Space.PSUM)
-    engines.matmul(result, left, y, accumulate=False)
+    """``x y`` as a new PSUM tile (``x^T y`` with ``transpose_x``); else x is transposed first, on the tensor engine.
+
+    An operand in PSUM, such as the result of :func:`transpose`, is copied to SBUF first.
+    """
+    left, right = (t if t.space is Space.SBUF else copy(t) for t in (x, y))
+    left = left if transpose_x else copy(transpose(left), dtype=x.dtype)
+    result = fresh((left.elements, *right.shape[1:]), FLOAT32, Space.PSUM)
+    engines.matmul(result, left, right, accumulate=False)
     return result
 
 
@@ -219,6 +232,16 @@ def num_programs(axes: int = 0) -> int:
 def program_ndim() -> int:
     """The launch grid's number of axes."""
     return len(current().grid)
+
+
+def nc(count: int) -> int:
+    """A number of NeuronCores as a dimension of the launch grid: here the programs run one after the other."""
+    return count
+
+
+def spmd_dim(*sizes: int) -> int:
+    """A dimension of the launch grid made of several."""
+    return prod_of(sizes)
 
 
 def _loop(start: int, stop: int | None, step: int, parallel: bool) -> Iterator[int]:

@@ -32,7 +32,7 @@ _FIRST_DIALECT_ONLY = {
         name: getattr(language, name)
         for name in (
             "loop_reduce", "load_transpose2d", "where", "empty_like", "zeros_like", "shared_constant", "static_cast",
-            "shared_identity_matrix", "fp32",
+            "shared_identity_matrix", "fp32", "nc", "spmd_dim", "rand",
         )
     },
 }  # fmt: skip

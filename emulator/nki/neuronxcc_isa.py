@@ -91,19 +91,35 @@ def get_nc_version() -> nc_version:
 
 
 def nc_matmul(
-    stationary: Tile, moving: Tile, *, is_moving_onezero: bool = False, is_transpose: bool = False, mask: Any = None
-) -> Tile:
+    stationary: Tile, moving: Tile, *, is_stationary_onezero: bool = False, is_moving_onezero: bool = False,
+    is_transpose: bool = False, tile_position: tuple[int, ...] = (), tile_size: tuple[int, ...] = (), mask: Any = None,
+) -> Tile:  # fmt: skip
     """``stationary^T moving`` as a new PSUM tile; ``psum += nc_matmul(...)`` accumulates.
 
-    ``is_transpose`` says that ``moving`` is an identity. ``is_moving_onezero`` is a hint about time.
+    ``is_transpose`` says that ``moving`` is an identity. ``tile_position`` and ``tile_size`` place the product on a
+    part of the engine, beside others: that, and what the other flags hint at, changes its time only.
     """
     _unmasked(mask)
+    if tile_position or tile_size:
+        _check_part(stationary, tile_position, tile_size)
     dtype = engines.transposed(current().core, stationary.dtype) if is_transpose else FLOAT32
     result = fresh((stationary.elements, *moving.shape[1:]), dtype, Space.PSUM)
     if is_transpose:
         instructions.check_identity(moving)
     engines.matmul(result, stationary, moving, accumulate=False, transpose=is_transpose)
     return result
+
+
+def _check_part(stationary: Tile, position: tuple[int, ...], size: tuple[int, ...]) -> None:
+    machine, needed = current(), (stationary.shape[0], stationary.elements)
+    if len(position) != 2 or len(size) != 2 or any(n % 32 for n in (*position, *size)):
+        machine.fail("tile", "tile_position and tile_size are both pairs of multiples of 32", 32, (position, size))
+    if any(s < n for s, n in zip(size, needed, strict=True)):
+        machine.fail("tile", "the stationary operand is larger than tile_size", size, needed)
+    if any(p + s > 128 for p, s in zip(position, size, strict=True)):
+        machine.fail("tile", "the tile leaves the 128 x 128 engine", 128, (position, size))
+    if machine.core.name == "v2" and 32 in size:
+        machine.fail("tile", "a side of tile_size is 32 on NeuronCore-v2", 64, size)
 
 
 def nc_transpose(data: Tile, *, mask: Any = None, dtype: Any = None, engine: Any = None) -> Tile:

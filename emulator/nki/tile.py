@@ -84,6 +84,8 @@ class Tile:
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
             fill = len(self.shape) - sum(k is not None and k is not Ellipsis for k in keys)
             keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
+        if Tile in kinds:
+            current().fail("unsupported", "indirect addressing, with indices in a tile, is not emulated")
         if Affine in kinds:
             return self._grid(keys)
         shape: list[int] = []
