@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import ml_dtypes
@@ -26,6 +26,7 @@ NAMES: dict[str, np.dtype] = {
 """Name in ``nki.language`` -> dtype. tfloat32 computes as float32 here."""
 
 FLOAT32 = NAMES["float32"]
+BOOL = NAMES["bool_"]
 _FLOATS = frozenset(d for name, d in NAMES.items() if "float" in name)
 
 
@@ -36,6 +37,37 @@ def as_dtype(value: Any) -> np.dtype:
 
 def is_float(dtype: np.dtype) -> bool:
     return dtype in _FLOATS
+
+
+def promoted(*operands: Any) -> np.dtype:
+    """The dtype of an arithmetic result by NKI's type promotion; operands are dtypes or numbers.
+
+    The wider float wins, two floats of one width give the next wider type that holds both, a float wins over an
+    integer. A Python number counts as the widest type of its kind: ``bfloat16 * 1.5`` is float32.
+    """
+    return reduce(_promoted, (o if isinstance(o, np.dtype) else _scalar_dtype(o) for o in operands))
+
+
+def _scalar_dtype(number: Any) -> np.dtype:
+    dtype = getattr(number, "dtype", None)
+    if dtype in NAMES.values():
+        return dtype
+    if isinstance(number, (bool, np.bool_)):
+        return NAMES["uint8"]
+    return NAMES["int32"] if isinstance(number, (int, np.integer)) else FLOAT32
+
+
+def _promoted(a: np.dtype, b: np.dtype) -> np.dtype:
+    if a == b:
+        return a
+    if is_float(a) != is_float(b):
+        return a if is_float(a) else b
+    if is_float(a):
+        if a.itemsize != b.itemsize:
+            return max(a, b, key=lambda d: d.itemsize)
+        return NAMES["bfloat16"] if a.itemsize == 1 else FLOAT32
+    wider = np.promote_types(a, b)
+    return FLOAT32 if wider.itemsize > 4 else wider
 
 
 @cache

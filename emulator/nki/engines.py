@@ -7,13 +7,14 @@ destination's dtype; without data it does the same checks and leaves the same re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from neuronmm.emulator.nki.access import check_access
-from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype, dtype_name
+from neuronmm.emulator.nki.dtypes import BOOL, FLOAT32, as_dtype, dtype_name, promoted
 from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import Machine, current
 from neuronmm.emulator.nki.ops import OPS, Op
@@ -21,6 +22,9 @@ from neuronmm.emulator.nki.symbol import LoopIndex
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Region, Space
 from neuronmm.kernels.hardware import NeuronCore
+
+_MOVES = frozenset(("copy", "nc_stream_shuffle", "tensor_copy_predicated"))
+"""Instructions that move bits, not by way of float32, where the first source has the result's dtype."""
 
 
 def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], mask: Mask = None) -> Region:
@@ -42,14 +46,10 @@ def _operand(machine: Machine, tile: Any, role: str, spaces: tuple[Space, ...], 
     return region
 
 
-def _no_overlap(machine: Machine, dst: Tile) -> None:
+def _no_overlap(machine: Machine, dst: Tile, mask: Mask = None) -> None:
     """Refuse a destination that names an element twice."""
-    axes = [(s, n) for s, n in zip(dst.strides, dst.shape, strict=True) if n > 1]
-    reach = 0
-    for stride, n in sorted(axes):
-        if stride <= reach:
-            machine.fail("overlapping write", f"the destination view {dst.shape} names an element twice")
-        reach += stride * (n - 1)
+    if dst.names_an_element_twice(mask):
+        machine.fail("overlapping write", f"the destination view {dst.shape} names an element twice")
 
 
 def _no_hazard(machine: Machine, dst: Tile, written: Region, src: Any, read: Region) -> None:
@@ -183,21 +183,25 @@ def elementwise(
     mask: Mask = None,
     shape: tuple[int, ...] | None = None,
     adds: bool = False,
+    kept: Mask = None,
+    aligned: bool = True,
 ) -> None:
     """``dst = function(*sources)`` on one of the elementwise engines; sources are tiles or numbers.
 
-    ``shape`` is that of the largest source where it is not the destination's (reductions).
+    ``shape`` is that of the largest source where it is not the destination's (reductions); ``mask`` is then that of
+    the source and ``kept`` that of the destination. ``aligned`` False: ``function`` takes each source in its own shape.
     """
     machine = current()
     spaces = (Space.SBUF,) if engine is Engine.GPSIMD else (Space.SBUF, Space.PSUM)
-    written = _operand(machine, dst, f"the result of {op}", spaces, mask)
-    _no_overlap(machine, dst)
+    to = mask if shape is None else kept
+    written = _operand(machine, dst, f"the result of {op}", spaces, to)
+    _no_overlap(machine, dst, to)
     reads = []
     shape = dst.shape if shape is None else shape
     for source in sources:
         if isinstance(source, Tile):
             region = _operand(machine, source, f"an operand of {op}", spaces, mask)
-            if not _fits(source, shape):
+            if aligned and not _fits(source, shape):
                 machine.fail("shape", f"an operand of {op} does not fit the result", shape, source.shape)
             _no_hazard(machine, dst, written, source, region)
             reads.append(region)
@@ -209,14 +213,17 @@ def elementwise(
     )  # fmt: skip
     _mark(dst, written, engine)
     if machine.data:
-        values = [
-            _fit(s.read(mask if s.shape == shape else None, adds).astype(np.float32), s, shape)
-            if isinstance(s, Tile)
-            else np.float32(s)
-            for s in sources
-        ]
+        exact = op in _MOVES and getattr(sources[0], "dtype", None) == dst.dtype
+        values = []
+        for source in sources:
+            if not isinstance(source, Tile):
+                values.append(np.float32(source))
+                continue
+            read = source.read(mask if source.shape == shape else None, adds)
+            read = read if exact else read.astype(np.float32)
+            values.append(_fit(read, source, shape) if aligned else read)
         with np.errstate(all="ignore"):
-            dst.write(function(*values), mask, adds)
+            dst.write(function(*values), to, adds)
 
 
 def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
@@ -231,7 +238,7 @@ def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
         tile.inside(mask)
     if dst.size != src.size:
         machine.fail("shape", "source and destination of a DMA differ in size", dst.shape, src.shape)
-    _no_overlap(machine, dst)
+    _no_overlap(machine, dst, mask)
     regions = [_hull(t) for t in (src, dst)]
     _no_hazard(machine, dst, regions[1], src, regions[0])
     count = dst.size if mask is None else int(np.broadcast_to(mask, dst.shape).sum())
@@ -277,35 +284,54 @@ def fresh(shape: tuple[int, ...], dtype: Any, space: Space = Space.SBUF, mask: M
 
 
 def compute(op: Op, operands: Sequence[Any], dtype: Any = None, mask: Mask = None) -> Tile:
-    """Run an operator of the language on tiles and numbers; the result is a new tile in SBUF."""
+    """Run an operator of the language on tiles and numbers; the result is a new tile in SBUF.
+
+    Its dtype is ``dtype``, else bool for comparisons and logic, else the promoted dtype of the operands.
+    """
     tiles = [t for t in operands if isinstance(t, Tile)]
     if not tiles:
         current().fail("operand", f"nl.{op.name} needs a tile")
     shape = np.broadcast_shapes(*(t.shape + (1,) * (max(x.ndim for x in tiles) - t.ndim) for t in tiles))
-    largest = next(t for t in tiles if t.size == max(x.size for x in tiles))
-    result = fresh(shape if len(shape) > 1 else (*shape, 1), dtype or largest.dtype, mask=mask)
-    elementwise(op.engine, op.name, result, operands, op.function, mask)
+    default = BOOL if op.logical else promoted(*(o.dtype if isinstance(o, Tile) else o for o in operands))
+    result = fresh(shape if len(shape) > 1 else (*shape, 1), dtype or default, mask=mask)
+    elementwise(op.engine, op.name, result, [_spread(o, result.shape) for o in operands], op.function, mask)
     return result
+
+
+def _spread(operand: Any, shape: tuple[int, ...]) -> Any:
+    """A tile of one partition repeated over those of ``shape``, for which the compiler finds the instructions."""
+    if isinstance(operand, Tile) and operand.shape[0] == 1 < shape[0]:
+        return operand.broadcast_to((shape[0], *operand.shape[1:]))
+    return operand
+
+
+@dataclass(frozen=True)
+class LoopReduction:
+    """What ``nl.loop_reduce`` gives: assigned to a tile it becomes ``tile = op(tile, value)`` in each iteration."""
+
+    tile: Tile
+    op: Op
+    mask: Mask = None
 
 
 def assign(dst: Tile, value: Any) -> None:
     """``tile[...] = value``: redirect the instruction that just made ``value``, else copy on the vector engine."""
     machine = current()
+    if isinstance(value, LoopReduction):
+        op = value.op
+        return elementwise(op.engine, op.name, dst, (dst, value.tile), op.function, value.mask, adds=True)
     if not isinstance(value, Tile):
         return memset(dst, value)
     same = (value.offset, value.shape, value.strides) == (dst.offset, dst.shape, dst.strides)
     if value.storage is dst.storage and same:
         return None  # the second half of ``tile[...] += x``
-    last = machine.trace.instructions[-1] if machine.trace.instructions else None
-    if (
-        last is None
-        or value.result != len(machine.trace.instructions) - 1
-        or (last.engine is Engine.TENSOR and dst.space is not Space.PSUM)
-    ):
-        if value.space is Space.PSUM and last is not None and value.result >= 0 and dst.space is not Space.PSUM:
-            machine.fail("operand space", "the tensor engine writes only PSUM", "psum", dst.space.value)
-        return elementwise(Engine.VECTOR, "copy", dst, (value,), OPS["copy"].function)
-    if last.engine is Engine.DMA and dst.space is Space.PSUM:
+    maker = machine.trace.instructions[value.result] if value.result >= 0 else None
+    moved = maker is not None and maker.engine is Engine.TENSOR and dst.space is not Space.PSUM
+    if moved and maker.op != "transpose":  # of a transposition into SBUF the compiler makes two instructions
+        machine.fail("operand space", "the tensor engine writes only PSUM", "psum", dst.space.value)
+    if maker is None or moved or value.result != len(machine.trace.instructions) - 1:
+        return elementwise(Engine.VECTOR, "copy", dst, (value,), OPS["copy"].function, value.mask)
+    if maker.engine is Engine.DMA and dst.space is Space.PSUM:
         machine.fail("operand space", "the destination of a DMA must be in hbm or sbuf", "hbm or sbuf", "psum")
     _redirect(machine, dst, value, adds=False)
     return None

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod as prod_of
 from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki import engines, instructions
-from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
+from neuronmm.emulator.nki import engines, instructions, neuronxcc_isa
+from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype, promoted
 from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.neuronxcc_isa import reduced_shape
-from neuronmm.emulator.nki.ops import OPS
+from neuronmm.emulator.nki.neuronxcc_isa import reduction_result
+from neuronmm.emulator.nki.ops import OPS, as_op
 from neuronmm.emulator.nki.symbol import LoopIndex
 from neuronmm.emulator.nki.tile import Tile, declare
-from neuronmm.emulator.nki.trace import Space
+from neuronmm.emulator.nki.trace import Engine, Space
 
 sbuf, psum, hbm, private_hbm = Space.SBUF, Space.PSUM, Space.HBM, Space.HBM
 shared_hbm = object()
 """HBM that all programs of a launch grid share."""
+
+
+class fp32:
+    """Constants of float32."""
+
+    min = float(np.finfo(np.float32).min)
 
 
 class tile_size:
@@ -72,12 +79,41 @@ def ones(shape: Any, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "") -
     return full(shape, 1.0, dtype, buffer, name)
 
 
+def empty_like(a: Tile, dtype: Any = None, *, buffer: Any = sbuf, name: str = "") -> Tile:
+    """An unwritten tile of the shape (and dtype) of ``a``."""
+    return ndarray(a.shape, dtype or a.dtype, buffer, name)
+
+
+def zeros_like(a: Tile, dtype: Any = None, *, buffer: Any = sbuf, name: str = "") -> Tile:
+    """A tile of zeros of the shape (and dtype) of ``a``."""
+    return zeros(a.shape, dtype or a.dtype, buffer, name)
+
+
+def shared_constant(constant: np.ndarray, dtype: Any = None) -> Tile:
+    """An array known to the compiler as a tensor in HBM, which :func:`load` brings on chip."""
+    array = static_cast(constant, constant.dtype if dtype is None else dtype)
+    tile = declare(array.shape, array.dtype, Space.HBM, "constant")
+    if tile.storage.data is not None:
+        tile.storage.data[...] = array.reshape(-1)
+    return tile
+
+
+def rand(shape: Any, dtype: Any = FLOAT32) -> Tile:
+    """A tile of uniform numbers in [0, 1), the same in every run; a device gives others."""
+    tile = ndarray(shape, dtype)
+    seed = len(current().trace.instructions)
+    engines.elementwise(Engine.GPSIMD, "rand", tile, (), lambda: np.random.default_rng(seed).random(tile.shape))
+    return tile
+
+
+def static_cast(input_data: Any, dtype: Any) -> Any:
+    """An array or a number outside of a kernel in another dtype."""
+    return np.asarray(input_data).astype(as_dtype(dtype))
+
+
 def shared_identity_matrix(n: int, dtype: Any = np.uint8) -> Tile:
     """An identity [n, n] in HBM, which the compiler puts there."""
-    tile = declare((n, n), as_dtype(dtype), Space.HBM, "identity")
-    if tile.storage.data is not None:
-        tile.storage.data[...] = np.eye(n, dtype=tile.dtype).reshape(-1)
-    return tile
+    return shared_constant(np.eye(n), dtype)
 
 
 def load(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
@@ -91,10 +127,20 @@ def load(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
 
 
 def store(dst: Tile, value: Any, *, mask: Any = None) -> None:
-    """An SBUF tile to HBM."""
+    """An SBUF tile to HBM; a tile in PSUM is copied to SBUF first."""
     if dst.space is not Space.HBM:
         current().fail("operand space", "nl.store writes hbm", "hbm", dst.space.value)
-    engines.dma(dst, value, mask)
+    leaves = isinstance(value, Tile) and value.space is Space.PSUM
+    engines.dma(dst, copy(value) if leaves else value, mask)
+
+
+def load_transpose2d(src: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
+    """HBM [n, m] to a new SBUF tile [m, n], transposed by the DMA."""
+    if src.space is not Space.HBM or src.ndim != 2:
+        current().fail(
+            "operand", "nl.load_transpose2d reads a matrix in hbm", "2 axes in hbm", f"{src.shape} {src.space.value}"
+        )
+    return neuronxcc_isa.dma_transpose(src, mask=mask, dtype=dtype)
 
 
 def copy(x: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
@@ -103,10 +149,14 @@ def copy(x: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
 
 
 def matmul(x: Tile, y: Tile, *, transpose_x: bool = False, mask: Any = None) -> Tile:
-    """``x y`` as a new PSUM tile (``x^T y`` with ``transpose_x``); else x is transposed first, on the tensor engine."""
-    left = x if transpose_x else copy(transpose(x), dtype=x.dtype)
-    result = fresh((left.elements, *y.shape[1:]), FLOAT32, Space.PSUM)
-    engines.matmul(result, left, y, accumulate=False)
+    """``x y`` as a new PSUM tile (``x^T y`` with ``transpose_x``); else x is transposed first, on the tensor engine.
+
+    An operand in PSUM, such as the result of :func:`transpose`, is copied to SBUF first.
+    """
+    left, right = (t if t.space is Space.SBUF else copy(t) for t in (x, y))
+    left = left if transpose_x else copy(transpose(left), dtype=x.dtype)
+    result = fresh((left.elements, *right.shape[1:]), FLOAT32, Space.PSUM)
+    engines.matmul(result, left, right, accumulate=False)
     return result
 
 
@@ -117,7 +167,7 @@ def transpose(x: Tile, *, dtype: Any = None, mask: Any = None) -> Tile:
 
 def _reduction(op: str) -> Any:
     def reduction(x: Tile, axis: Any, *, dtype: Any = None, mask: Any = None, keepdims: bool = False) -> Tile:
-        result = fresh(reduced_shape(x, axis, keepdims), dtype or x.dtype, mask=mask)
+        result = reduction_result(x, axis, keepdims, dtype, mask)
         instructions.reduce(result, op, x, axis, mask)
         return result
 
@@ -129,9 +179,11 @@ sum, max, min, prod = (_reduction(op) for op in ("add", "maximum", "minimum", "m
 
 
 def mean(x: Tile, axis: Any, *, dtype: Any = None, mask: Any = None, keepdims: bool = False) -> Tile:
-    """Mean over free axes."""
+    """Mean over free axes; a mask may leave out whole rows only."""
+    if mask is not None and instructions.reduces_part(x, axis, mask):
+        current().fail("unsupported", "the emulator's nl.mean takes no mask along the reduced axis: sum and divide")
     total = sum(x, axis, dtype=dtype, mask=mask, keepdims=keepdims)
-    return OPS["multiply"](total, total.elements / x.elements, dtype=dtype)
+    return OPS["multiply"](total, total.elements / x.elements, dtype=dtype or x.dtype)
 
 
 def softmax(x: Tile, axis: Any = -1, *, dtype: Any = None, mask: Any = None) -> Tile:
@@ -140,9 +192,22 @@ def softmax(x: Tile, axis: Any = -1, *, dtype: Any = None, mask: Any = None) -> 
     return OPS["divide"](numerator, sum(numerator, axis, keepdims=True, mask=mask), dtype=dtype or x.dtype, mask=mask)
 
 
-def loop_reduce(value: Tile, op: Any, loop_indices: Any, *, dtype: Any = None) -> Tile:
-    """The value of this iteration, to be reduced over the loops: only as ``tile[...] = loop_reduce(...)``."""
-    current().fail("unsupported", "loop_reduce is not emulated: write ``tile[...] += value``")
+def loop_reduce(x: Tile, op: Any, loop_indices: Any, *, dtype: Any = None, mask: Any = None) -> engines.LoopReduction:
+    """The value of this iteration, to be reduced over the loops: only as ``tile[...] = loop_reduce(...)``.
+
+    ``op`` is add, maximum or minimum, whose order over the iterations does not matter.
+    """
+    if as_op(op).name not in ("add", "maximum", "minimum"):
+        current().fail("reduction", "loops reduce with add, maximum or minimum", "add, maximum, minimum", str(op))
+    return engines.LoopReduction(x, as_op(op), mask)
+
+
+def where(condition: Tile, x: Any, y: Any, *, dtype: Any = None, mask: Any = None) -> Tile:
+    """``x`` where ``condition`` is not 0, else ``y``."""
+    default = promoted(*(o.dtype if isinstance(o, Tile) else o for o in (x, y)))
+    result = fresh(condition.shape, dtype or default, mask=mask)
+    engines.elementwise(Engine.VECTOR, "where", result, (condition, x, y), lambda c, a, b: np.where(c != 0, a, b), mask)
+    return result
 
 
 def broadcast_to(x: Tile, shape: tuple[int, ...]) -> Tile:
@@ -174,6 +239,16 @@ def _range(start: int, stop: int | None, step: int) -> range:
     return range(start) if stop is None else range(start, stop, step)
 
 
+def nc(count: int) -> int:
+    """A number of NeuronCores as a dimension of the launch grid: here the programs run one after the other."""
+    return count
+
+
+def spmd_dim(*sizes: int) -> int:
+    """A dimension of the launch grid made of several."""
+    return prod_of(sizes)
+
+
 def _loop(indices: range, parallel: bool) -> Iterator[LoopIndex]:
     return map(LoopIndex, current().iterate(indices, parallel=parallel, scoped=True))
 
@@ -183,8 +258,13 @@ def affine_range(start: int, stop: int | None = None, step: int = 1) -> Iterator
     return _loop(_range(start, stop, step), parallel=True)
 
 
-def sequential_range(start: int, stop: int | None = None, step: int = 1) -> Iterator[LoopIndex]:
-    """A loop whose iterations run in order; what its body allocates ends with it, as in :func:`affine_range`."""
+def sequential_range(
+    start: int, stop: int | None = None, step: int = 1, *, directives: Any = None
+) -> Iterator[LoopIndex]:
+    """A loop whose iterations run in order; what its body allocates ends with it, as in :func:`affine_range`.
+
+    ``directives`` concern the compiler.
+    """
     return _loop(_range(start, stop, step), parallel=False)
 
 

@@ -8,12 +8,14 @@ from types import ModuleType
 from typing import Any
 
 from neuronmm.emulator.importable import importable, offers
-from neuronmm.emulator.nki import index, language, neuronxcc_isa, nki_isa
+from neuronmm.emulator.nki import index, language, neuronxcc_isa, neuronxcc_selection, nki_isa, nki_selection
+from neuronmm.emulator.nki.compiler import compiler, measured
 from neuronmm.emulator.nki.dtypes import NAMES
 from neuronmm.emulator.nki.framework import FrameworkKernel
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import OPS
 from neuronmm.emulator.nki.run import compiled_jit, jit, simulate_kernel
+from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.values import NKIObject
 
 _LANGUAGE = (
@@ -27,13 +29,18 @@ _FIRST_DIALECT_ONLY = {
     "arange": index.arange,
     "mgrid": index.MGrid(),
     "par_dim": index.ParDim,
-    "loop_reduce": language.loop_reduce,
-    "shared_identity_matrix": language.shared_identity_matrix,
-}
+    **{
+        name: getattr(language, name)
+        for name in (
+            "loop_reduce", "load_transpose2d", "where", "empty_like", "zeros_like", "shared_constant", "static_cast",
+            "shared_identity_matrix", "fp32", "nc", "spmd_dim", "rand",
+        )
+    },
+}  # fmt: skip
 
 
-def _isa(module: ModuleType) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in module.__all__}
+def _isa(*modules: ModuleType) -> dict[str, Any]:
+    return {name: getattr(module, name) for module in modules for name in module.__all__}
 
 
 def _language(first: bool) -> dict[str, Any]:
@@ -59,31 +66,28 @@ def _sdk_kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
-class _Subscript:
-    """``nki.typing.tensor[...]``: an annotation, without meaning here."""
-
-    def __getitem__(self, key: Any) -> _Subscript:
-        return self
-
-
 def surface(dialect: str) -> dict[str, dict[str, Any]]:
     """Module name -> attributes, for ``neuronxcc`` or ``nki``."""
     if dialect == "neuronxcc":
-        top = {"jit": jit, "trace": jit, "simulate_kernel": simulate_kernel, "FrameworkKernel": FrameworkKernel}
+        top = {
+            "jit": jit, "trace": jit, "baremetal": jit, "simulate_kernel": simulate_kernel, "tensor": Tile,
+            "FrameworkKernel": FrameworkKernel, "benchmark": measured("benchmark"), "profile": measured("profile"),
+        }  # fmt: skip
         return {
             "neuronxcc": {"__version__": COMPILER},
             "neuronxcc.nki": top,
             "neuronxcc.nki.language": _language(first=True),
-            "neuronxcc.nki.isa": _isa(neuronxcc_isa),
-            "neuronxcc.nki.typing": {"tensor": _Subscript()},
+            "neuronxcc.nki.isa": _isa(neuronxcc_isa, neuronxcc_selection),
+            "neuronxcc.nki.typing": {"tensor": Tile, "mutable_tensor": Tile},
+            **compiler("neuronxcc.nki.compiler"),
             "neuronxcc.nki.kernels": {},
             "neuronxcc.nki.kernels.attention": {name: _sdk_kernel(name) for name in _SDK_KERNELS},
         }
     return {
         "nki": {"jit": compiled_jit, "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k)},
         "nki.language": _language(first=False),
-        "nki.isa": _isa(nki_isa),
-        "nki.typing": {"tensor": _Subscript()},
+        "nki.isa": _isa(nki_isa, nki_selection),
+        "nki.typing": {"tensor": Tile},
     }
 
 

@@ -11,6 +11,8 @@ from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.neuronxcc_isa import (
     engine,
     gpsimd_engine,
+    reads_out,
+    reduce_cmd,
     scalar_engine,
     tensor_engine,
     unknown_engine,
@@ -29,6 +31,7 @@ __all__ = [
     "nc_matmul",
     "nc_transpose",
     "reciprocal",
+    "reduce_cmd",
     "scalar_engine",
     "tensor_copy",
     "tensor_engine",
@@ -55,10 +58,10 @@ def nc_transpose(dst: Tile, data: Tile, engine: Any = None, name: str | None = N
 
 def activation(
     dst: Tile, op: Any, data: Tile, bias: Any = None, scale: Any = 1.0, reduce_op: Any = None,
-    reduce_res: Tile | None = None, name: str | None = None,
+    reduce_res: Tile | None = None, reduce_cmd: Any = None, name: str | None = None,
 ) -> None:  # fmt: skip
-    """``dst = op(data * scale + bias)`` on the scalar engine."""
-    instructions.activation(dst, op, data, bias, scale, None, reduce_res)
+    """``dst = op(data * scale + bias)`` on the scalar engine; ``reduce_res`` receives its sum over the free axes."""
+    instructions.activation(dst, op, data, bias, scale, None, reads_out(reduce_cmd, reduce_res), reduce_op)
 
 
 def activation_reduce(
@@ -66,7 +69,7 @@ def activation_reduce(
     name: str | None = None,
 ) -> None:  # fmt: skip
     """:func:`activation` that also sums its result over the free axes into ``reduce_res``."""
-    instructions.activation(dst, op, data, bias, scale, None, reduce_res)
+    instructions.activation(dst, op, data, bias, scale, None, reduce_res, reduce_op)
 
 
 def tensor_reduce(
@@ -93,10 +96,11 @@ def tensor_scalar(
 
 
 def tensor_tensor_scan(
-    dst: Tile, data0: Tile, data1: Tile, initial: Any, op0: Any, op1: Any, name: str | None = None
-) -> None:
-    """The recurrence ``dst[t] = (dst[t-1] op0 data0[t]) op1 data1[t]``."""
-    instructions.scan(dst, data0, data1, initial, op0, op1)
+    dst: Tile, data0: Tile, data1: Tile, initial: Any, op0: Any, op1: Any, reverse0: bool = False,
+    reverse1: bool = False, name: str | None = None,
+) -> None:  # fmt: skip
+    """The recurrence ``dst[t] = (data0[t] op0 dst[t-1]) op1 data1[t]``; the flags swap an operator's operands."""
+    instructions.scan(dst, data0, data1, initial, op0, op1, reverse0, reverse1)
 
 
 def tensor_copy(dst: Tile, src: Tile, engine: Any = None, name: str | None = None) -> None:

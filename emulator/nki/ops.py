@@ -25,10 +25,14 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 class Op:
-    """One operator: ``function`` on float32 arrays, the engine that runs it, how many operands it takes."""
+    """One operator: ``function`` on float32 arrays, the engine that runs it, how many operands it takes.
+
+    ``logical`` operators give booleans unless a dtype is asked for.
+    """
 
     def __init__(self, name: str, function: Callable[..., np.ndarray], engine: Engine, operands: int) -> None:
         self.name, self.function, self.engine, self.operands = name, function, engine, operands
+        self.logical = name in _LOGICAL
 
     def __call__(self, *operands: Any, dtype: Any = None, mask: Any = None) -> Any:
         return engines.compute(self, operands, dtype, mask)
@@ -54,6 +58,9 @@ _BINARY: dict[str, Callable[..., np.ndarray]] = {
     "logical_and": np.logical_and,
     "logical_or": np.logical_or,
 }
+_LOGICAL = frozenset(
+    ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or")
+)
 _ACTIVATIONS: dict[str, Callable[..., np.ndarray]] = {
     "exp": np.exp,
     "log": np.log,
@@ -65,6 +72,9 @@ _ACTIVATIONS: dict[str, Callable[..., np.ndarray]] = {
     "silu": lambda x: x * _sigmoid(x),
     "relu": lambda x: np.maximum(x, 0),
     "gelu": lambda x: x * 0.5 * (1 + _erf(x / np.sqrt(2))),
+    "gelu_apprx_sigmoid": lambda x: x * _sigmoid(1.702 * x),
+    "gelu_apprx_tanh": lambda x: x * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "softplus": lambda x: np.logaddexp(x, 0),
     "erf": _erf,
     "sin": np.sin,
     "cos": np.cos,

@@ -18,7 +18,7 @@ from neuronmm.emulator.nki.ranges import sequential_ranges
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space, Trace
 from neuronmm.emulator.nki.values import check_values
-from neuronmm.kernels.hardware import TRN1, NeuronCore
+from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,15 @@ class Run:
 class Kernel:
     """What ``@nki.jit`` makes of a function: inside a kernel a plain call, outside a simulation on arrays."""
 
-    def __init__(self, function: Callable[..., Any], grid: tuple[int, ...] = (1,)) -> None:
-        self.function, self.grid = function, grid
+    def __init__(
+        self, function: Callable[..., Any], grid: tuple[int, ...] = (1,), core: NeuronCore | None = None
+    ) -> None:
+        self.function, self.grid, self.core = function, grid, core
         self.__name__ = getattr(function, "__name__", "kernel")
         self.__doc__ = function.__doc__
 
     def __getitem__(self, grid: Any) -> Kernel:
-        return type(self)(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,))
+        return type(self)(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,), self.core)
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         if machines.running():
@@ -63,9 +65,10 @@ class CompiledKernel(Kernel):
         return super().__call__(*arguments, **constants)
 
 
-def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``@nki.jit``, with or without options (they concern the compiler and are ignored)."""
-    return Kernel if function is None else Kernel(function)
+def jit(function: Callable[..., Any] | None = None, *, platform_target: str = "", **options: Any) -> Any:
+    """``@nki.jit``, with or without options: ``platform_target`` names the device, all others are the compiler's."""
+    core = CORES.get(platform_target)
+    return (lambda f: Kernel(f, core=core)) if function is None else Kernel(function, core=core)
 
 
 def compiled_jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -83,7 +86,7 @@ def run(
     kernel: Callable[..., Any],
     *arguments: Any,
     outputs: Sequence[TensorSpec] = (),
-    core: NeuronCore = TRN1,
+    core: NeuronCore | None = None,
     shuffle: int | None = None,
     fold: bool = False,
     capacity: bool = True,
@@ -95,15 +98,18 @@ def run(
     among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
     them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of
     ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only). ``capacity``
-    False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill.
+    False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill. ``core`` is the NeuronCore;
+    without it that of the kernel's ``platform_target``, else Trainium 1's.
 
     Raises:
         NkiError: the kernel broke a rule.
     """
-    function = kernel.function if isinstance(kernel, Kernel) else kernel
     data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
-    machine = Machine(getattr(kernel, "__name__", "kernel"), core, data=data, shuffle=shuffle, fold=fold)
-    machine.grid = kernel.grid if isinstance(kernel, Kernel) else (1,)
+    own = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
+    machine = Machine(own.__name__, core or own.core or TRN1, data=data, shuffle=shuffle, fold=fold)
+    machine.grid = own.grid
+    if 0 in own.grid:
+        machine.fail("launch grid", f"the launch grid {own.grid} of {own.__name__} has no programs", ">= 1", 0)
     machines.push(machine)
     collecting = gc.isenabled()
     gc.disable()  # a long trace is many live objects and no garbage: collecting would take most of the time
@@ -111,12 +117,12 @@ def run(
         tensors = [_tensor(machine, a, f"argument {i}") for i, a in enumerate(arguments)]
         named = {name: _tensor(machine, a, name) for name, a in constants.items()}
         made = [_output(machine, spec, f"output {i}") for i, spec in enumerate(outputs)]
-        if isinstance(kernel, CompiledKernel):
-            check_values(kernel.__name__, [*arguments, *constants.values()])
-        with nullcontext() if isinstance(kernel, CompiledKernel) else sequential_ranges(function):
+        if isinstance(own, CompiledKernel):
+            check_values(own.__name__, [*arguments, *constants.values()])
+        with nullcontext() if isinstance(own, CompiledKernel) else sequential_ranges(own.function):
             for program in itertools.product(*(range(n) for n in machine.grid)):
                 machine.program, machine.declared = program, 0
-                result = function(*tensors, *made, **named)
+                result = own.function(*tensors, *made, **named)
         trace = machine.finish(capacity)
     finally:
         machines.pop()

@@ -72,6 +72,10 @@ class Tile:
         """Elements a partition."""
         return prod(self.shape[1:])
 
+    def __class_getitem__(cls, shape: Any) -> type[Tile]:
+        """``tensor[128, 512]`` in a kernel is an annotation, without meaning here."""
+        return cls
+
     # --- views -----------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> Tile:
@@ -83,6 +87,8 @@ class Tile:
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
             fill = len(self.shape) - sum(k is not None and k is not Ellipsis for k in keys)
             keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
+        if Tile in kinds:
+            current().fail("unsupported", "indirect addressing, with indices in a tile, is not emulated")
         shape: list[int] = []
         strides: list[int] = []
         offset, axis, partition = self.offset, 0, self.partition
@@ -117,6 +123,9 @@ class Tile:
         strides += self.strides[axis:]
         if axis <= self.partition:
             partition = len(shape) - (len(self.shape) - self.partition)
+        if len(shape) == 1 and self.space is not Space.HBM:  # a tile always has a partition and a free axis
+            shape.append(1)
+            strides.append(0)
         if beyond:
             current().fail(
                 "out of bounds",
@@ -172,6 +181,12 @@ class Tile:
         strides = tuple(0 if m == 1 else s for m, s in zip(self.shape, self.strides, strict=True))
         np.broadcast_shapes(self.shape, shape)
         return Tile(self.storage, tuple(shape), strides, self.offset, self.partition)
+
+    def permuted(self, axes: tuple[int, ...]) -> Tile:
+        """The view with its axes in another order, for a DMA: on chip the partitions may come last."""
+        view = Tile(self.storage, tuple(self.shape[a] for a in axes), tuple(self.strides[a] for a in axes), self.offset)
+        view._region = self.region()
+        return view
 
     def ap(self, pattern: list, offset: int = 0) -> Tile:
         """The access pattern ``[[step, count], ...]`` from element ``offset`` of an allocation, in elements."""
@@ -273,6 +288,20 @@ class Tile:
         else:
             array[self.numbers(chosen)] = values
 
+    def names_an_element_twice(self, mask: Mask) -> bool:
+        """Whether two indices of the view (under ``mask``) are the same element."""
+        reach = 0
+        for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            if stride <= reach:
+                break
+            reach += stride * (n - 1)
+        else:
+            return False
+        if mask is None:
+            return True
+        chosen = self._flat()[np.broadcast_to(mask, self.shape)]
+        return np.unique(chosen).size < chosen.size
+
     def write(self, values: Any, mask: Mask = None, accumulating: bool = False) -> None:
         """Store what the instruction emitted last computed, cast to the tile's dtype, under ``mask``."""
         machine, storage = current(), self.storage
@@ -323,9 +352,13 @@ class Tile:
 
 
 def declare(shape: Any, dtype: np.dtype = FLOAT32, space: Space = Space.SBUF, name: str = "") -> Tile:
-    """Allocate a tile or tensor of ``shape`` (an axis marked ``par_dim`` is the partition axis, else axis 0)."""
+    """Allocate a tile or tensor of ``shape``.
+
+    On chip the axis marked ``par_dim`` is the partition axis, else axis 0. HBM has no partitions: a tensor there is
+    row-major wherever the mark is.
+    """
     dims = tuple(shape) if not isinstance(shape, int) else (shape,)
-    axis = next((i for i, n in enumerate(dims) if isinstance(n, ParDim)), 0)
+    axis = 0 if space is Space.HBM else next((i for i, n in enumerate(dims) if isinstance(n, ParDim)), 0)
     storage = current().allocate(tuple(int(n) for n in dims), axis, dtype, space, name)
     return Tile.of(storage, axis)
 

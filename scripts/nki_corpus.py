@@ -1,0 +1,237 @@
+"""Run public NKI kernels, unchanged, under the emulator, and count what it serves of the language: as Markdown.
+
+Takes checkouts of aws-neuron-sdk, nki-samples, nki-library or nki-moe; which is which is found from their files. In
+each it runs the documentation's tests (``nki/test``) and the kernels listed in ``nki_corpus_cases.py``, compares their
+values with NumPy in float64, counts the functions of ``nki/api`` that the emulator has, and lists the names that files
+with kernels use and the emulator lacks. Nothing of a checkout is copied.
+
+  python scripts/nki_corpus.py CHECKOUT [CHECKOUT ...] [--output docs/results/nki_corpus.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import unittest
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from nki_corpus_cases import CASES, Case
+from rich.progress import track
+
+from neuronmm.emulator.importable import importable
+from neuronmm.emulator.nki import nki_modules, run
+from neuronmm.emulator.nki.modules import surface
+from neuronmm.emulator.nki.run import Kernel
+from neuronmm.kernels.hardware import TRN1, TRN2
+
+HOSTS: dict[str, dict[str, Any]] = {
+    "torch_neuronx": {},
+    "torch_xla": {},
+    "torch_xla.core": {},
+    "torch_xla.core.xla_model": {},
+    "loguru": {"logger": None},
+    "scipy": {},
+    "scipy.special": {"softmax": None},
+}
+"""What tutorials import for their own measurements and references, absent or not: empty stand-ins."""
+NAME = re.compile(r"\b(nl|nisa)\.([A-Za-z_]\w*)")
+HEAD = """\
+# Public NKI kernels under the emulator
+
+Made by `python scripts/nki_corpus.py`. The files are those of the checkouts, unchanged; no Trainium device was used.
+Values are compared with NumPy in float64: *agrees* gives the largest difference over the largest element.
+"""
+
+
+@contextlib.contextmanager
+def loaded(file: Path) -> Iterator[ModuleType]:
+    """The module of a file whose neighbours it may import; none of them stays imported."""
+    before = dict(sys.modules)
+    sys.path.insert(0, str(file.parent))
+    try:
+        with importable(HOSTS), nki_modules(), contextlib.redirect_stdout(io.StringIO()):
+            spec = importlib.util.spec_from_file_location(file.stem, file)
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            yield module
+    finally:
+        sys.path.remove(str(file.parent))
+        for name in set(sys.modules) - set(before):
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(file.parent)):
+                del sys.modules[name]
+
+
+def reason(error: BaseException, root: Path) -> str:
+    """Why a kernel did not run, in one line without the machine's paths."""
+    missing = re.search(r"has no attribute '(\w+)'", str(error)) or re.search(r"import name '(\w+)'", str(error))
+    if missing:
+        return f"`{missing[1]}` is not served"
+    text = f"{type(error).__name__}: {error}" if type(error).__name__ != "NkiError" else str(error)
+    return text.replace(str(root) + "/", "").splitlines()[0].replace("|", "\\|")[:200]
+
+
+def second(file: Path) -> bool:
+    """Whether a file is of the second dialect."""
+    return "neuronxcc" not in file.read_text(errors="replace")
+
+
+def outcome(case: Case, module: ModuleType, file: Path) -> str:
+    """What running a case gave."""
+    arguments, expected = case.make()
+    kernel = getattr(module, case.kernel)
+    if case.grid:
+        kernel = kernel[case.grid]
+    if isinstance(kernel, Kernel) or case.bare:
+        results = run(kernel, *arguments, core=TRN2 if second(file) else TRN1).outputs
+    else:
+        results = kernel(*arguments)
+    got = np.asarray(results[0] if isinstance(results, tuple) else results).astype(np.float64)
+    if got.shape != expected.shape:
+        return f"**wrong shape** {got.shape}, not {expected.shape}"
+    error = float(np.max(np.abs(got - expected)) / np.max(np.abs(expected)))
+    return f"agrees, {error:.1e}" if error <= case.tolerance else f"**wrong values**, {error:.1e}"
+
+
+def kernels(root: Path) -> Iterator[tuple[str, str, str]]:
+    """File, kernel and outcome of every listed kernel that the checkout has."""
+    found = [(file, case) for case in CASES for file in sorted(root.rglob(case.file))]
+    for file, case in track(found, f"{root.name}: kernels", disable=not sys.stderr.isatty()):
+        if not re.search(rf"^def {case.kernel}\b", file.read_text(), re.M):
+            continue
+        try:
+            with loaded(file) as module:
+                result = outcome(case, module, file)
+        except Exception as error:
+            result = f"refused: {reason(error, root)}"
+        yield str(file.relative_to(root)), case.kernel, result
+
+
+def tests(root: Path) -> Iterator[tuple[str, str, str]]:
+    """File, test and outcome of the documentation's tests."""
+    files = sorted(root.glob("nki/test/test_*.py"))
+    for file in track(files, f"{root.name}: tests", disable=not sys.stderr.isatty()):
+        try:
+            with loaded(file) as module:
+                for suite in unittest.defaultTestLoader.loadTestsFromModule(module):
+                    for test in suite:
+                        yield file.name, test.id().rpartition(".")[2], verdict(test, root)
+        except Exception as error:
+            yield file.name, "(the whole file)", f"refused: {reason(error, root)}"
+
+
+class Result(unittest.TestResult):
+    """Keeps the exceptions themselves."""
+
+    raised: BaseException | None = None
+
+    def addError(self, test: Any, err: Any) -> None:
+        super().addError(test, err)
+        self.raised = err[1]
+
+    def addFailure(self, test: Any, err: Any) -> None:
+        super().addFailure(test, err)
+        self.raised = err[1]
+
+
+def verdict(test: Any, root: Path) -> str:
+    result = Result()
+    test.run(result)
+    if result.raised is None:
+        return "passes"
+    return "**fails**" if result.failures else f"refused: {reason(result.raised, root)}"
+
+
+def coverage(root: Path) -> Iterator[str]:
+    """How many documented functions the emulator has, and the names of the others."""
+    for part in ("language", "isa"):
+        stub = root / "nki" / "api" / "nki" / part / "__init__.py"
+        if not stub.exists():
+            continue
+        defined = [n.name for n in ast.parse(stub.read_text()).body if isinstance(n, ast.FunctionDef)]
+        dialect = "neuronxcc.nki" if (root / "nki" / "api" / "nki" / "compiler").exists() else "nki"
+        served = surface(dialect.split(".")[0])[f"{dialect}.{part}"]
+        missing = sorted(name for name in defined if name not in served)
+        yield f"`{dialect}.{part}`: {len(defined) - len(missing)} of {len(defined)} functions. Not served: " + (
+            ", ".join(f"`{name}`" for name in missing) or "none"
+        )
+
+
+def usage(root: Path) -> tuple[int, int, Counter[str]]:
+    """Kernel files, those of them that use served names only, and how many files use each name not served."""
+    files = whole = 0
+    lacking: Counter[str] = Counter()
+    names = {d: surface(d) for d in ("neuronxcc", "nki")}
+    for file in sorted(root.rglob("*.py")):
+        text = file.read_text(errors="replace")
+        if "nki/api" in str(file) or not re.search(r"^(import|from) (neuronxcc\.)?nki\b", text, re.M):
+            continue
+        if not re.search(r"\bnisa\.|\bnl\.(load|store|ndarray)\b", text):
+            continue
+        dialect, prefix = ("nki", "nki") if second(file) else ("neuronxcc", "neuronxcc.nki")
+        parts = {"nl": names[dialect][f"{prefix}.language"], "nisa": names[dialect][f"{prefix}.isa"]}
+        missing = {f"{alias}.{name}" for alias, name in NAME.findall(text) if name not in parts[alias]}
+        files, whole = files + 1, whole + (not missing)
+        lacking.update(missing)
+    return files, whole, lacking
+
+
+def table(head: str, rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    yield f"| {head} | outcome |"
+    yield "|---|---|---|"
+    yield from (f"| {a} | {b} | {c} |" for a, b, c in rows)
+    yield ""
+
+
+def report(root: Path) -> Iterator[str]:
+    commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    yield f"## {root.name}, at {commit.stdout.strip() or 'an unknown commit'}"
+    yield ""
+    for line in coverage(root):
+        yield from (line, "")
+    if rows := list(kernels(root)):
+        yield f"{sum('agrees' in r[2] for r in rows)} of {len(rows)} kernels run unchanged with right values."
+        yield ""
+        yield from table("file | kernel", rows)
+    if rows := list(tests(root)):
+        yield f"{sum(r[2] == 'passes' for r in rows)} of {len(rows)} entries of the documentation's tests pass."
+        yield ""
+        yield from table("file | test", rows)
+    files, whole, lacking = usage(root)
+    if files:
+        yield f"{whole} of {files} files with kernels use only names that the emulator has. The others use:"
+        yield ", ".join(f"`{name}` {count}" for name, count in lacking.most_common()) or "nothing"
+        yield ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    for root in options.checkout:
+        if not root.is_dir():
+            parser.error(f"{root} is no folder: give a checkout, made with git clone")
+    warnings.simplefilter("ignore")
+    np.seterr(all="ignore")
+    text = "\n".join([HEAD, *(line for root in options.checkout for line in report(root.resolve()))])
+    if options.output:
+        options.output.write_text(text + "\n")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
