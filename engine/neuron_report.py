@@ -17,14 +17,11 @@ def print_neuron_benchmark(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name}: {variant['kernels']}")
     where = f"{result['cores']} {result['device']} core(s)"
     if result["emulated"]:
-        errors = result["validation"]
+        from neuronmm.emulator.timing.measured import CAVEAT
+
         console.print(f"predicted for {where}, not measured:")
         console.print(_table(result, "predicted"))
-        console.print(
-            f"timing model against published measurements ({errors['measured_on']}): kernel latencies "
-            f"{errors['published_kernel_latencies_mean_absolute_error']:.1%} mean absolute error, dense decode "
-            f"{errors['published_dense_decode_error']:+.1%}; it leaves out the {errors['left_out']}"
-        )
+        console.print(f"{CAVEAT} The model leaves out the {result['validation']['left_out']}.")
         console.print(f"time of the emulation on this CPU ({result['new_tokens']} tokens, one run), not of a device:")
         console.print(_table(result, "emulation"))
     else:
@@ -38,7 +35,8 @@ def _table(result: dict[str, Any], kind: str) -> Table:
     table = Table()
     for column in ("batch", "prompt", "variant"):
         table.add_column(column)
-    for column in ("TTFT ms", "TPOT ms", "decode tok/s"):
+    ttft = "TTFT ms (not validated)" if kind == "predicted" else "TTFT ms"
+    for column in (ttft, "TPOT ms", "decode tok/s"):
         table.add_column(column, justify="right", no_wrap=True)
     for point in result["points"]:
         for name, variant in point["variants"].items():

@@ -57,6 +57,8 @@ class NeuronCore:
     vector_min_cycles: int = 64
     access_cycles: int = 60
     """Fixed cost of a Vector, Scalar or GpSimd instruction's SBUF or PSUM access."""
+    exclusive: tuple[tuple[str, str, str], ...] = ()
+    """(memory, engine, engine): the memory serves only one of the two engines at a time."""
 
     @property
     def sbuf_bytes(self) -> int:
@@ -126,6 +128,7 @@ TRN1 = NeuronCore(
     sbuf_partition_bytes=192 << 10,
     dma_start_ns=1300.0,
     tensor_warm_up_ns=0.0,
+    exclusive=(("psum", "vector", "scalar"), ("sbuf", "vector", "gpsimd")),  # the v3 guide lifts both
 )
 
 TRN2 = NeuronCore(

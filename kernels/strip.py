@@ -198,7 +198,7 @@ class Strip:
             traffic += how.elements * size
             tiles += turns * -(-panels // self.blocks.panels)
             tile = max(tile, min(self.blocks.panels, panels) * row)
-        # transpositions come before or after the products; the vector and the scalar engine share their evictions
+        # transpositions come before or after the products; the simulator hides about half of their evictions' time
         blocks = turned * -(-self.tokens // PARTITIONS)
         turning = blocks * (PARTITIONS + core.access_cycles) / core.vector_ghz / 2
         # two tiles in turn: each is loaded, after a start latency, once the one before the last is used up

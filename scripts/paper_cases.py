@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.trace import Trace
 from neuronmm.emulator.timing import report, simulate, spill
+from neuronmm.emulator.timing.measured import SWEEP
 from neuronmm.emulator.timing.published import dense_xw, fused_xuv, sequential_xuv
 from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
 from neuronmm.kernels.layout import Packing
@@ -23,6 +24,14 @@ from neuronmm.kernels.nki.low_rank_mlp import Ranks, Weights
 from neuronmm.kernels.tiling import MlpProblem, Problem, solve
 
 DTYPE = "bfloat16"
+SIZES = (2048, 4096, 8192, 16384, 32768)
+SHAPES = [*((m, *SWEEP) for m in SIZES), (4096, 7168, 4096, 18432)]
+"""Tokens, in, rank and out of the linears; the last one is DeepSeek-V3's up projection."""
+LARGEST = SHAPES[len(SIZES) - 1]
+BUCKETS = (32, 128, 512)
+"""Sizes to which a host may pad a prompt of 32 tokens."""
+PREFILLS = (256, 2048)
+DECODES = (1, 4, 16, 64)
 
 
 class Mlp(NamedTuple):
@@ -48,12 +57,28 @@ MLPS = (
 )
 
 Figures = dict[str, float]
-"""``latency``, ``mfu`` and ``traffic`` of a kernel."""
+"""``latency``, ``mfu``, ``traffic`` and ``instructions`` (loops unrolled) of a kernel."""
+
+STALLS: dict[str, tuple[NeuronCore, int]] = {
+    "as modelled": (TRN1, 2),
+    "16 cycles (5.7 ns) more a product": (replace(TRN1, matmul_overhead_cycles=TRN1.matmul_overhead_cycles + 16), 2),
+    "no double buffering: every tile has one place": (TRN1, 1),
+    "transfers start after 5.2 µs in place of 1.3": (replace(TRN1, dma_start_ns=4 * TRN1.dma_start_ns), 2),
+    "half the DMA rate": (replace(TRN1, dma_engine_rate=TRN1.dma_engine_rate / 2), 2),
+    "Vector and Scalar at half their clocks": (replace(TRN1, vector_ghz=TRN1.vector_ghz / 2,
+                                                       scalar_ghz=TRN1.scalar_ghz / 2), 2),
+}  # fmt: skip
+"""What may make the tensor engine wait: a core, and how many places an allocation site has at most."""
 
 
 def ours(m: int, k: int, r: int, n: int) -> Figures:
     """The low-rank kernel with the block sizes of the tiling solver."""
     return figures(matmul_trace(m, k, r, n), TRN1)
+
+
+def stalled(name: str, shape: tuple[int, int, int, int]) -> Figures:
+    """The low-rank kernel on a core that is slower in one respect; its block sizes are those for the core as it is."""
+    return figures(matmul_trace(*shape), *STALLS[name])
 
 
 def paper(m: int, k: int, r: int, n: int) -> Figures:
@@ -162,7 +187,26 @@ def packed(rows: int, columns: int) -> tuple[int]:
     return (Packing.of(rows, columns, 2).elements,)
 
 
-def figures(trace: Trace, core: NeuronCore) -> Figures:
+def figures(trace: Trace, core: NeuronCore, generations: int = 2) -> Figures:
     """Simulate, spilling what does not fit (only the published schedules need that)."""
-    result = report(simulate(spill(trace, core.sbuf_partition_bytes), core))
-    return {"latency": result.latency, "mfu": result.mfu, "traffic": float(result.traffic)}
+    result = report(simulate(spill(trace, core.sbuf_partition_bytes), core, generations))
+    return {
+        "latency": result.latency,
+        "mfu": result.mfu,
+        "traffic": float(result.traffic),
+        "instructions": float(sum(trace.weights())),
+    }
+
+
+KERNELS: dict[str, Callable[..., Figures]] = {
+    "ours": ours,
+    "paper": paper,
+    "algorithm 1": algorithm_1,
+    "sequential": sequential,
+    "dense": dense,
+}
+MLP_KERNELS: dict[str, Callable[..., Figures]] = {
+    "ours": our_mlp,
+    "two": two_kernels,
+    "dense": dense_mlp,
+}

@@ -5,6 +5,10 @@ overlap of rectangles. Through memory: a tile that is allocated anew on every tu
 that has been released, so its first write waits for that one's last use. The allocator this stands for gives every
 allocation site up to ``generations`` places (2: double buffering) as long as all places fit the SBUF (PSUM: the
 banks); it ignores alignment and fragmentation.
+
+Through ports: on NeuronCore-v2 PSUM serves either the Vector or the Scalar engine, SBUF either Vector or GpSimd. The
+compiler serialises such accesses with semaphores, so their order is fixed before the kernel runs; here it is program
+order. On v3 two engines still may not access one PSUM bank at a time; that is not modelled.
 """
 
 from __future__ import annotations
@@ -95,6 +99,24 @@ class Tiles:
             slot.neighbours.append((slot, True))
             slots[region] = slot
         return slot
+
+
+class Ports:
+    """Memories that serve one of two engines at a time. Instructions must be added in program order."""
+
+    def __init__(self, exclusive: Iterable[tuple[str, str, str]]) -> None:
+        self._others: dict[tuple[Space, Engine], Engine] = {}
+        for memory, a, b in exclusive:
+            self._others[Space(memory), Engine(a)] = Engine(b)
+            self._others[Space(memory), Engine(b)] = Engine(a)
+        self._last: dict[tuple[Space, Engine], int] = {}
+
+    def add(self, index: int, engine: Engine, spaces: Iterable[Space]) -> set[int]:
+        """The instructions that ``index``, which accesses ``spaces``, must wait for."""
+        shared = [space for space in spaces if (space, engine) in self._others]
+        before = {self._last.get((space, self._others[space, engine]), -1) for space in shared}
+        self._last.update(((space, engine), index) for space in shared)
+        return before - {-1}
 
 
 def _covers(outer: Region, inner: Region) -> bool:

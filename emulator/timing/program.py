@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from neuronmm.emulator.nki.trace import Buffer, Engine, Space, Trace
 from neuronmm.emulator.timing.cost import Cost, cost
-from neuronmm.emulator.timing.dependencies import Memory, Tiles
+from neuronmm.emulator.timing.dependencies import Memory, Ports, Tiles
 from neuronmm.kernels.hardware import NeuronCore
 
 
@@ -51,7 +51,7 @@ def prepare(trace: Trace, core: NeuronCore, generations: int, samples: int) -> P
     allocations, releases = _schedule_of_buffers(trace)
     for space, memory in memories.items():
         memory.learn(_steps(trace, allocations, releases, space))
-    tiles = Tiles()
+    tiles, ports = Tiles(), Ports(core.exclusive)
     silent = _one_way_buffers(trace)
     keys = list(range(len(trace.buffers)))  # the key of each buffer's present incarnation
     alive = [False] * len(trace.buffers)
@@ -85,6 +85,8 @@ def prepare(trace: Trace, core: NeuronCore, generations: int, samples: int) -> P
             before, fresh = tiles.add(step, instruction.engine, reads, writes)
             for key in fresh:
                 before |= places.get(key, set())
+            touched = {trace.buffers[r.buffer].space for r in instruction.reads + instruction.writes}
+            before |= ports.add(step, instruction.engine, touched)
             program.source.append(i)
             program.costs.append(costs[i])
             program.before.append(_latest(before, instruction.engine, program))

@@ -1,8 +1,8 @@
 """The timing model against published measurements: every one, with its signed error.
 
 One constant is fitted: ``NeuronCore.matmul_overhead_cycles``, to the nine latencies of the three kernels whose
-schedules are known. :func:`leave_one_out` refits it without each one in turn. The compiler's own schedules are not
-published, so its rows carry a lower bound (tensor time or traffic, whichever is longer), not a prediction.
+schedules are known. :func:`leave_kernels_out` refits it without each kernel in turn. The compiler's own schedules are
+not published, so its rows carry a lower bound (tensor time or traffic, whichever is longer), not a prediction.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
 
 from neuronmm.emulator.nki.trace import Trace
 from neuronmm.emulator.timing import measured
@@ -23,6 +25,9 @@ from neuronmm.emulator.timing.spill import spill
 from neuronmm.kernels.hardware import TRN1, NeuronCore
 
 GIB = float(1 << 30)
+SIZES = (8192, 16384, 32768)
+LLAMA = Decoder(2048, 8192, layers=16, heads=32, kv_heads=8, head=64, vocabulary=128256)
+"""Llama-3.2-1B."""
 _K, _R, _N = measured.SWEEP
 _KERNELS: tuple[tuple[Sweep, Callable[[int], Trace]], ...] = (
     (measured.NEURONMM, lambda m: fused_xuv(m, _K, _R, _N)),
@@ -33,7 +38,7 @@ _KERNELS: tuple[tuple[Sweep, Callable[[int], Trace]], ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``kind`` is latency (ms), traffic (GiB) or bound (ms, a lower bound of a latency)."""
+    """One comparison. ``kind`` is latency (ms), traffic (GiB), bound (ms, a lower bound of a latency) or ttft (ms)."""
 
     kind: str
     case: str
@@ -47,16 +52,32 @@ class Row:
         return self.predicted / self.published - 1
 
 
-def rows(core: NeuronCore = TRN1, sizes: Iterable[int] = (8192, 16384, 32768)) -> list[Row]:
-    """Every published figure for the given M, and the dense decode step."""
-    return [*_kernel_rows(core, tuple(sizes)), *_bounds(core, tuple(sizes)), decode_row(core)]
+@dataclass(frozen=True)
+class LeftOut:
+    """The fit without one kernel: ``overhead`` in cycles, the search beginning at ``begin``, and the signed errors of
+    that kernel's latencies, in order of M."""
+
+    kernel: str
+    begin: int
+    overhead: int
+    errors: tuple[float, ...]
+
+
+def rows(core: NeuronCore = TRN1, sizes: Iterable[int] = SIZES) -> list[Row]:
+    """Every published figure for the given M, the dense decode step and the dense context encoding."""
+    return [*_kernel_rows(core, tuple(sizes)), *_bounds(core, tuple(sizes)), decode_row(core), context_row(core)]
 
 
 def decode_row(core: NeuronCore = TRN1) -> Row:
     """Dense decode of Llama-3.2-1B, every weight read once a token, against the published time a token."""
-    llama = Decoder(2048, 8192, layers=16, heads=32, kv_heads=8, head=64, vocabulary=128256)
-    tpot = predict(llama, core, prompt=32).tpot
+    tpot = predict(LLAMA, core, prompt=32).tpot
     return Row("latency", "dense decode of Llama-3.2-1B, a token", measured.DENSE_DECODE_MS, tpot * 1e3)
+
+
+def context_row(core: NeuronCore = TRN1, padded: int = 32) -> Row:
+    """Dense context encoding of Llama-3.2-1B, 32 tokens ``padded`` to a bucket, against the published time."""
+    ttft = predict(LLAMA, core, prompt=padded).ttft
+    return Row("ttft", "dense context encoding of Llama-3.2-1B, 32 tokens", measured.DENSE_CONTEXT_MS, ttft * 1e3)
 
 
 def mean_error(table: Iterable[Row], kind: str = "latency") -> float:
@@ -65,28 +86,32 @@ def mean_error(table: Iterable[Row], kind: str = "latency") -> float:
     return sum(errors) / len(errors)
 
 
-def leave_one_out(low: int = 32, high: int = 56) -> tuple[int, dict[str, float]]:
-    """The overhead fitted to all nine latencies, and each one's signed error when fitted to the other eight.
+def leave_kernels_out(
+    sizes: tuple[int, ...] = SIZES, begins: tuple[int, ...] = (0, 16, 32), last: int = 64, step: int = 16
+) -> tuple[int, list[LeftOut]]:
+    """The overhead fitted to all latencies, and without each kernel in turn from each of ``begins``.
 
-    The fit takes the whole number of cycles with the least mean absolute error; latencies between the two simulated
-    overheads are interpolated, which is exact where the same engine stays the longest.
+    The fit takes the whole number of cycles, up to ``last``, with the least mean absolute error. Every ``step`` cycles
+    are simulated; latencies in between are interpolated, which is exact where the same engine stays the longest.
     """
-    ends = []
-    for overhead in (low, high):
-        core = dataclasses.replace(TRN1, matmul_overhead_cycles=float(overhead))
-        ends.append([r for r in _kernel_rows(core, tuple(measured.NEURONMM.latency)) if r.kind == "latency"])
+    simulated = range(0, last + 1, step)
+    cores = [dataclasses.replace(TRN1, matmul_overhead_cycles=float(overhead)) for overhead in simulated]
+    found = [[row.error for row in _kernel_rows(core, sizes) if row.kind == "latency"] for core in cores]
+    overheads = np.arange(last + 1)
+    errors = np.array([np.interp(overheads, simulated, column) for column in zip(*found, strict=True)])
+    errors = errors.reshape(len(_KERNELS), len(sizes), last + 1)
 
-    def errors(overhead: int) -> list[float]:
-        share = (overhead - low) / (high - low)
-        return [a.error + share * (b.error - a.error) for a, b in zip(*ends, strict=True)]
+    def best(kernels: list[int], begin: int) -> int:
+        return begin + int(np.abs(errors[kernels, :, begin:]).sum(axis=(0, 1)).argmin())
 
-    def best(without: int | None) -> int:
-        def loss(overhead: int) -> float:
-            return sum(abs(e) for i, e in enumerate(errors(overhead)) if i != without)
-
-        return min(range(low, high + 1), key=loss)
-
-    return best(None), {row.case: errors(best(i))[i] for i, row in enumerate(ends[0])}
+    every = range(len(_KERNELS))
+    left_out = []
+    for kernel in every:
+        for begin in begins:
+            overhead = best([k for k in every if k != kernel], begin)
+            name, of_kernel = _KERNELS[kernel][0].name, errors[kernel, :, overhead]
+            left_out.append(LeftOut(name, begin, overhead, tuple(map(float, of_kernel))))
+    return best(list(every), 0), left_out
 
 
 @lru_cache(maxsize=64)

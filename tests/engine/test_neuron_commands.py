@@ -43,7 +43,9 @@ def test_an_emulated_benchmark_keeps_prediction_and_emulation_apart(
     assert cli.main(["benchmark", str(low), "--baseline", str(dense), *BENCHMARK, "--emulate"]) == 0
     out = capsys.readouterr().out
     assert "predicted for 1 trn1 core(s), not measured" in out and "not of a device" in out
+    assert "TTFT ms (not validated)" in out and "TTFT is not validated" in " ".join(out.split())
     result = json.loads(out.splitlines()[-1])
+    assert result["validation"]["ttft"] == "not validated"
     assert (result["kind"], result["emulated"], len(result["points"])) == ("predicted", True, 2)
     for point in result["points"]:
         assert list(point["variants"]) == ["dense", "fused"]

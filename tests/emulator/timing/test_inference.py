@@ -89,8 +89,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert main(["predict", str(tmp_path), "--ratio", "0.3", "--device", "trn2", "--prompt-length", "700"]) == 0
     printed = capsys.readouterr().out
-    assert "predicted, not measured" in printed and "mean absolute error" in printed
+    words = " ".join(printed.split())
+    assert "predicted, not measured" in words and "mean absolute error" in words
+    assert "TTFT ms (not validated)" in words and "took 50.07 ms and is predicted -81.3%" in words
     document = json.loads(printed.splitlines()[-1])
+    assert document["validation"]["ttft"] == "not validated"
+    assert document["validation"]["published_dense_context_encoding_error"] == -0.813
     assert document["kind"] == "predicted"
     assert document["targets"] == "mlp" and document["realised_ratio"] == pytest.approx(0.3, abs=0.02)
     assert document["compressed"]["tpot"] < document["dense"]["tpot"]

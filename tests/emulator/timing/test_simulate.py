@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draws import examples
-from neuronmm.emulator.nki.trace import Engine, Region, Space, Trace
+from neuronmm.emulator.nki.trace import Engine, Instruction, Region, Space, Trace
 from neuronmm.emulator.timing import CapacityError, Timeline, report, simulate, spill
 from neuronmm.emulator.timing.published import dense_xw, fused_xuv
 from neuronmm.emulator.timing.report import critical_path
@@ -82,6 +82,37 @@ def test_dependencies_are_respected(chosen: Steps) -> None:
     timeline = simulate(trace, TRN1)
     # HBM hazards: the tensor is waited for only if it is both read and written, which is when they can occur
     check_order(timeline)
+
+
+@examples(60)
+@given(steps)
+def test_v2_serves_one_of_two_engines_at_a_time(chosen: Steps) -> None:
+    """Vector and Scalar share PSUM, Vector and GpSimd share SBUF; v3 lifted both restrictions."""
+    trace = program(chosen)
+    timeline = simulate(trace, TRN1)
+    order = [trace.instructions[i] for i in timeline.program.source]
+    for j, late in enumerate(order):
+        for i, early in enumerate(order[:j]):
+            pair = {early.engine, late.engine}
+            shared = {Space.PSUM: {Engine.VECTOR, Engine.SCALAR}, Space.SBUF: {Engine.VECTOR, Engine.GPSIMD}}
+            if any(pair == engines and space in touched(trace, early) & touched(trace, late)
+                   for space, engines in shared.items()):  # fmt: skip
+                assert timeline.start[j] >= timeline.end[i] or timeline.start[i] >= timeline.end[j], (early, late)
+
+
+def touched(trace: Trace, instruction: Instruction) -> set[Space]:
+    return {trace.buffers[r.buffer].space for r in instruction.reads + instruction.writes}
+
+
+def test_evictions_by_two_engines_overlap_from_v3_on_only() -> None:
+    sketch = Sketch("evictions")
+    for i in range(8):
+        psum, tile = sketch.tile(f"psum {i}", 512, "float32", Space.PSUM), sketch.tile(f"tile {i}", 512)
+        engine = (Engine.VECTOR, Engine.SCALAR)[i % 2]
+        sketch.elementwise(engine, "copy", part(tile, 0, 512), (part(psum, 0, 512),), 512, "bfloat16")
+    serial, parallel = simulate(sketch.trace, TRN1), simulate(sketch.trace, TRN3)
+    assert serial.latency == pytest.approx(sum(c.busy for c in serial.program.costs))
+    assert parallel.latency == pytest.approx(sum(c.busy for c in parallel.program.costs) / 2)
 
 
 @examples(60)
