@@ -89,14 +89,14 @@ def check_room(out: Path, before: int, size: int, parameters: int, factors: int,
     needed = before + state + max(state, rewritten)
     free = shutil.disk_usage(out.parent).free
     if free < needed:
-        raise UserError(f"{out.parent}: {_short(free, needed)}; free that much of the disk, or give another -o")
+        raise UserError(f"{out.parent}: {_short('disk', free, needed)}; free that much, or give another -o")
     if config.recover == "off":
         return
     needed, free = 4 * parameters + state, psutil.virtual_memory().available
     if free < needed:
-        raise UserError(f"recover: of memory {_short(free, needed)}; refine trains block by block instead")
+        raise UserError(f"recover: {_short('memory', free, needed)}; refine trains block by block instead")
 
 
-def _short(free: int, needed: int) -> str:
-    """What is there, what is needed and what lacks, each in the unit that suits it."""
-    return f"{decimal(free)} free, about {decimal(needed)} needed, {decimal(needed - free)} more"
+def _short(what: str, free: int, needed: int) -> str:
+    """What is there of ``what``, what is needed and what lacks, bytes each in the unit that suits them."""
+    return f"{decimal(free)} of {what} free, about {decimal(needed)} needed, {decimal(needed - free)} more"

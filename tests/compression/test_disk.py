@@ -44,7 +44,7 @@ def test_a_run_never_holds_more_tensors_on_the_disk_than_it_asked_room_for(
     def refused_with_less(make: Callable[[Path], Any], small: int) -> None:
         make(tmp_path / "out")
         usage = shutil.disk_usage(tmp_path)
-        with monkeypatch.context() as patched, pytest.raises(UserError, match="free, about"):
+        with monkeypatch.context() as patched, pytest.raises(UserError, match="of disk free, about"):
             patched.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=max(most) - small - 1))
             make(tmp_path / "again")
 
@@ -57,6 +57,18 @@ def test_a_run_never_holds_more_tensors_on_the_disk_than_it_asked_room_for(
     shutil.rmtree(tmp_path / "out")
     refused_with_less(lambda out: recover(tmp_path / "low", out, settings.recover, factors=settings.factors), SMALL)
     assert max(most) > 1.5 * Reader(tmp_path / "low").total_bytes(), "the largest moment was not seen"
+
+
+def test_what_lacks_is_said_in_a_unit_that_shows_it(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, usage = dense(), shutil.disk_usage(tmp_path)
+    needed = 2 * Reader(source).total_bytes()
+    kilobytes = rf"{needed / 1000:.1f} kB"
+    for free, has, lacks in ((0, "0 bytes", kilobytes), (7, "7 bytes", kilobytes), (needed - 1, kilobytes, "1 byte")):
+        monkeypatch.setattr(last_steps.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with pytest.raises(UserError, match=f"{tmp_path}: {has} of disk free, about {kilobytes} needed, {lacks} more;"):
+            compress(source, tmp_path / "out", config())
 
 
 def _content(file: Path) -> int:

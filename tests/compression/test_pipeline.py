@@ -234,7 +234,7 @@ def test_what_cannot_be_compressed_is_refused(
     with monkeypatch.context() as patched:
         usage = shutil.disk_usage(tmp_path)
         patched.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(UserError, match="free, about"):
+        with pytest.raises(UserError, match="of disk free"):
             compress(source, out, config())
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 
@@ -244,11 +244,11 @@ def test_recovery_that_would_not_fit_in_memory_or_on_the_disk_is_refused_at_once
 ) -> None:
     source, usage = dense(), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(last_steps.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    with pytest.raises(UserError, match="of memory"):
+    with pytest.raises(UserError, match="of memory free"):
         compress(source, tmp_path / "out", config(recover="factors"))
     free = 3 * Reader(source).total_bytes()  # enough for LoRA: the state of the factors' training comes on top
     monkeypatch.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=free))
-    for recover, missing in (("factors", "free, about"), ("lora", "of memory")):
+    for recover, missing in (("factors", "of disk free"), ("lora", "of memory free")):
         with pytest.raises(UserError, match=missing):
             compress(source, tmp_path / "out", config(recover=recover))
     assert not (tmp_path / "out.partial").exists()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs import snapshot
 
 from neuronmm.cli import main
 
@@ -58,6 +59,34 @@ def test_benchmark_ends_with_one_json_document(
     assert sorted(p.name for p in (tmp_path / "results").iterdir()) == ["benchmark.json", "benchmark.png"]
     assert main([*command, str(tmp_path / "results"), "--json"]) == 0
     json.loads(capsys.readouterr().out)
+
+
+def test_benchmark_writes_over_its_own_files_alone_and_not_into_a_model(
+    checkpoint: Callable[..., Path], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuronmm.engine.benchmark.benchmark", lambda *a, **b: pytest.fail("it was measured"))
+    model = checkpoint()
+    for name, file, content in (
+        ("a", "benchmark.json", "[]"),
+        ("b", "benchmark.json", '{"mine": 1}'),
+        ("c", "benchmark.png", ""),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(content)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(model, target_is_directory=True)
+    (tmp_path / "nothing").symlink_to("nowhere")
+    before = snapshot(tmp_path)
+    capsys.readouterr()
+    for out in ("a", "b", "c", "file", "file/sub", str(model), f"{model}/sub", "link", "nothing"):
+        assert main(["benchmark", str(model), "--output", str(tmp_path / out)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1 and "error: " in said.err
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert main(["benchmark", str(model), "--output", str(tmp_path / "a" / "sub")]) == 2
+    assert "read-only" in capsys.readouterr().err
+    (tmp_path / "a" / "sub").rmdir()
+    assert snapshot(tmp_path) == before
 
 
 def test_evaluate_ends_with_one_json_document(checkpoint: Callable[..., Path], tmp_path: Path, capsys: Capture) -> None:
