@@ -30,6 +30,7 @@ from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_tokenizer, quiet
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
+from neuronmm.models.tensors import check_tokens
 
 SELF = "self"
 _CACHE_BYTES = 1 << 30  # KV cache of the rows sampled together
@@ -58,6 +59,7 @@ def make_rows(folder: Path, source: str, rows: Rows, device: str, progress: Prog
     tokenizer = load_tokenizer(folder)
     if source != SELF:
         found = from_file(Path(source), tokenizer, rows)
+        check_tokens(found, config.vocab_size)
         _check_memory(len(found), rows.length, config.hidden_size, device)
         return found
     _check_memory(rows.count, rows.length, config.hidden_size, device)

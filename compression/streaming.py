@@ -15,6 +15,7 @@ from neuronmm.compression.reader import Reader
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_config, quiet
+from neuronmm.models.tensors import check_tokens
 
 RESIDENT_BYTES = 1 << 30
 """A checkpoint up to this size stays in memory between passes; a larger one is read again for each."""
@@ -51,8 +52,13 @@ class StreamedModel:
         return {name: m for name, m in self._layers[index].named_modules() if isinstance(m, nn.Linear)}
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [rows, length, hidden] of ``tokens`` [rows, length]."""
+        """Embeddings [rows, length, hidden] of ``tokens`` [rows, length].
+
+        Raises:
+            UserError: the model has none for one of the tokens.
+        """
         table = self.reader[f"{LAYERS.rpartition('.')[0]}.embed_tokens.weight"]
+        check_tokens(tokens, len(table))
         return nn.functional.embedding(tokens, table).to(self.device, self.dtype)
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

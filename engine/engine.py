@@ -19,6 +19,7 @@ from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.load import load_config, load_tokenizer
 from neuronmm.models.source import read_config, resolve
+from neuronmm.models.tensors import check_tokens
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -30,15 +31,18 @@ class Engine:
     :class:`SamplingParams` says, greedy unless told otherwise.
     """
 
-    def __init__(self, host: Host, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], context: int) -> None:
+    def __init__(
+        self, host: Host, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], context: int, vocabulary: int
+    ) -> None:
         self.host, self.tokenizer = host, tokenizer
-        self.eos, self.context = eos, context
+        self.eos, self.context, self.vocabulary = eos, context, vocabulary
 
     def encode(self, prompt: str, chat: bool = False) -> list[int]:
         """The token ids of a prompt, special tokens as the tokenizer adds them; ``chat``: as one user message.
 
         Raises:
-            UserError: there is no chat template, nothing to encode, or no room to answer in the model's context.
+            UserError: there is no chat template, nothing to encode, no room to answer in the model's context, or a
+                token that the model does not know.
         """
         if chat:
             if not self.tokenizer.chat_template:
@@ -58,6 +62,7 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, but prompt and answer have to fit the model's context of "
                 f"{self.context} tokens; shorten the prompt"
             )
+        check_tokens(torch.tensor(ids), self.vocabulary)
         return list(ids)
 
     def generate(
@@ -155,7 +160,7 @@ def load(
     tokenizer = load_tokenizer(folder)
     config = load_config(folder)
     context = min(config.max_position_embeddings, host.max_len or config.max_position_embeddings)
-    return Engine(host, tokenizer, end_tokens(folder, config, tokenizer), context)
+    return Engine(host, tokenizer, end_tokens(folder, config, tokenizer), context, config.vocab_size)
 
 
 def pick_dtype(folder: Path, name: str) -> torch.dtype:

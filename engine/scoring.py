@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from neuronmm.kernels.products import fast_products
 from neuronmm.models.errors import UserError
+from neuronmm.models.tensors import check_tokens
 
 _ROWS = 256  # positions that meet the output head at once: the logits of a whole window would dwarf the model
 
@@ -19,7 +20,11 @@ def hidden_states(model: Any, ids: Tensor, positions: Tensor | None = None, mask
     """Final hidden states: ids [batch, n] -> [batch, n, hidden].
 
     Without ``positions`` [batch, n] and the additive ``mask`` [batch, 1, n, n] each row is one sequence from its start.
+
+    Raises:
+        UserError: the model has no embedding for one of the ids.
     """
+    check_tokens(ids, model.config.vocab_size)
     with fast_products(ids.device):
         return model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)[0]
 

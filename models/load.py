@@ -37,7 +37,7 @@ DTYPE = "dtype" if tuple(int(n) for n in transformers.__version__.split(".")[:2]
 SAFELY = {"local_files_only": True, "trust_remote_code": False}
 """A checkpoint is data: nothing is fetched for it, and no code that comes with it runs."""
 
-_PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
+_PLAIN_NAME = re.compile(r"[\w .-]{1,200}\.safetensors", re.ASCII)
 
 
 @contextmanager
@@ -159,7 +159,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint folder.
 
     Raises:
-        UserError: the folder holds none.
+        UserError: the folder holds none, or one that does not work.
     """
     with quiet(), reading(f"{folder}: no usable tokenizer there; transformers says so"):
-        return AutoTokenizer.from_pretrained(folder, **SAFELY)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **SAFELY)
+        tokenizer.decode(tokenizer("a").input_ids)  # some entries that are wrong show no sooner
+    return tokenizer

@@ -129,3 +129,17 @@ def check_finite(name: str, tensor: Tensor, where: Path) -> None:
     """
     if tensor.is_floating_point() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
         raise UserError(f"{where}: {name} holds NaN or infinity; the checkpoint is damaged, download or make it again")
+
+
+def check_tokens(ids: Tensor, vocabulary: int) -> None:
+    """Refuse token ids of any shape that the model has no embedding for.
+
+    Raises:
+        UserError: there is one.
+    """
+    highest = int(ids.max()) if ids.numel() else 0
+    if highest >= vocabulary:
+        raise UserError(
+            f"the tokenizer gives token {highest}, and the model's vocabulary has {vocabulary} tokens; they do not "
+            "belong together: download the checkpoint again"
+        )

@@ -1,0 +1,174 @@
+"""Thousands of damaged files: whatever a stranger's file holds, a command succeeds or says in one line what is wrong.
+
+The seeds are fixed, so that every run draws the same files; the study marked slow takes others, ten times as many.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fuzzing import bounded, damage_bytes, damage_json, each, ends_well
+from tiny_gguf import header_length, write_gguf
+from words import word_tokenizer
+
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.models import UserError
+from neuronmm.models.families import TARGETS
+from neuronmm.models.load import inspect
+from neuronmm.models.source import resolve
+from tiny import compress_tiny, layer_ranks, load_plain, make_tiny, write_checkpoint
+
+Capture = pytest.CaptureFixture[str]
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["suite", "study"])
+def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
+    """``seeds(n)``: the seeds of n files, or of the ten times as many that come after them."""
+    times: int = request.param
+    return lambda count: range(count) if times == 1 else range(count, count * (1 + times))
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    folder = tmp_path / "dense"
+    make_tiny(num_hidden_layers=1).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def low(tmp_path: Path) -> Path:
+    folder, model = tmp_path / "low", make_tiny(num_hidden_layers=1)
+    write_checkpoint(model, compress_tiny(model, layer_ranks(TARGETS["mlp"], 1)), folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def generate(folder: Path) -> list[str]:
+    return ["generate", str(folder), "--prompt", "w9 w10", "--max-new-tokens", "2", "--chat"]
+
+
+@pytest.mark.parametrize("command", ["generate", "predict", "compress"])
+def test_config_json(command: str, dense: Path, seeds: Callable[[int], range], tmp_path: Path, capsys: Capture) -> None:
+    path = dense / "config.json"
+    good = json.loads(path.read_text())
+    others = {
+        "predict": ["predict", str(dense), "--json"],
+        "compress": ["compress", str(dense), "-o", str(tmp_path / "out"), "--method", "svd", "--align", "2", "--force"],
+    }
+    arguments = others.get(command, generate(dense))
+    count = {"generate": 500, "predict": 500, "compress": 250}[command]
+    served = each(
+        seeds(count),
+        lambda seed: path.write_bytes(damage_json(good, seed)),
+        lambda: ends_well(arguments, capsys),
+        path,
+    )
+    assert count // 10 < served  # an entry that nobody reads does no harm
+
+
+def test_quantization_config(low: Path, seeds: Callable[[int], range], capsys: Capture) -> None:
+    path = low / "config.json"
+    good = json.loads(path.read_text())
+    block = good["quantization_config"]
+
+    def write(seed: int) -> None:
+        path.write_text(json.dumps(good | {"quantization_config": json.loads(damage_json(block, 6 * seed + 1))}))
+
+    assert each(seeds(400), write, lambda: ends_well(generate(low), capsys), path)
+
+
+def test_quantization_config_in_plain_transformers(low: Path, seeds: Callable[[int], range]) -> None:
+    path = low / "config.json"
+    good = json.loads(path.read_text())
+    block = good["quantization_config"]
+
+    def write(seed: int) -> None:
+        damaged = json.loads(damage_json(block, 6 * seed + 1))
+        if isinstance(damaged, dict):  # transformers itself reads the method's name
+            damaged["quant_method"] = "neuronmm"
+        path.write_text(json.dumps(good | {"quantization_config": damaged if isinstance(damaged, dict) else {}}))
+
+    def check() -> bool:
+        with bounded():
+            try:
+                load_plain(low)
+            except (UserError, ValueError, RuntimeError) as error:
+                assert str(error)
+                return False
+        return True
+
+    assert each(seeds(300), write, check, path)
+
+
+def test_the_index_of_the_shards(tmp_path: Path, seeds: Callable[[int], range], capsys: Capture) -> None:
+    folder = tmp_path / "sharded"
+    make_tiny(num_hidden_layers=1).save_pretrained(folder, max_shard_size="10KB")
+    word_tokenizer().save_pretrained(folder)
+    path = folder / INDEX
+    good = json.loads(path.read_text())
+    assert len(set(good["weight_map"].values())) > 2
+
+    def check() -> bool:
+        """Only what the headers let pass is worth a model."""
+        try:
+            inspect(folder)
+        except UserError:
+            return False
+        return ends_well(generate(folder), capsys)
+
+    assert each(seeds(600), lambda seed: path.write_bytes(damage_json(good, seed)), check, path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_what_lies_beside_the_weights(name: str, dense: Path, seeds: Callable[[int], range], capsys: Capture) -> None:
+    path = dense / name
+    good = json.loads(path.read_text())
+    write = lambda seed: path.write_bytes(damage_json(good, seed))  # noqa: E731
+    assert each(seeds(150), write, lambda: ends_well(generate(dense), capsys), path)
+
+
+def test_gguf(tmp_path: Path, seeds: Callable[[int], range], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURONMM_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    good = path.read_bytes()
+    header = header_length(path)
+
+    def write(seed: int) -> None:
+        """Two thirds of the damage goes to the header: a weight of another value is none that can be seen."""
+        path.write_bytes(damage_bytes(good, seed, 4, header if seed % 3 else None))
+
+    def check() -> bool:
+        with bounded():
+            try:
+                inspect(resolve(path))
+            except UserError:
+                return False
+        return True
+
+    assert each(seeds(500), write, check, path)
+
+
+def test_recipes(tmp_path: Path, seeds: Callable[[int], range]) -> None:
+    path = tmp_path / "recipe.yaml"
+    settings = CompressionConfig().model_dump()
+    text = "".join(f"{name}: {value}\n" for name, value in settings.items()).encode()
+
+    def write(seed: int) -> None:
+        path.write_bytes(damage_json(settings, seed) if seed % 2 else damage_bytes(text, seed))
+
+    def check() -> bool:
+        with bounded():
+            try:
+                CompressionConfig.build(path)
+            except UserError:
+                return False
+        return True
+
+    assert each(seeds(1000), write, check, path)

@@ -1,0 +1,63 @@
+"""A tiny random Llama in a GGUF file, with a tokenizer of a few characters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFReader, GGUFWriter
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def write_gguf(
+    path: Path, *, vocabulary: int = 64, hidden: int = 32, wide: int = 48, heads: int = 4, keys: int = 2
+) -> None:
+    """One layer, float32."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(wide)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(keys)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    characters = [chr(33 + index) for index in range(vocabulary - 4)]
+    writer.add_token_list([*characters, "<s>", "</s>", "<pad>", '!"'])
+    writer.add_token_types([1] * len(characters) + [3, 3, 3, 1])
+    writer.add_token_merges(['! "'])
+    for add, offset in ((writer.add_bos_token_id, 4), (writer.add_eos_token_id, 3), (writer.add_pad_token_id, 2)):
+        add(vocabulary - offset)
+    writer.add_chat_template(TEMPLATE)
+    draw = np.random.default_rng(0)
+    head = hidden // heads
+    shapes = {
+        "token_embd": (vocabulary, hidden),
+        "output_norm": (hidden,),
+        "output": (vocabulary, hidden),
+        "blk.0.attn_norm": (hidden,),
+        "blk.0.ffn_norm": (hidden,),
+        "blk.0.attn_q": (heads * head, hidden),
+        "blk.0.attn_k": (keys * head, hidden),
+        "blk.0.attn_v": (keys * head, hidden),
+        "blk.0.attn_output": (hidden, heads * head),
+        "blk.0.ffn_gate": (wide, hidden),
+        "blk.0.ffn_up": (wide, hidden),
+        "blk.0.ffn_down": (hidden, wide),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", draw.normal(0, 0.1, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def header_length(path: Path) -> int:
+    """Where the weights begin, in bytes."""
+    return int(GGUFReader(path).data_offset)
