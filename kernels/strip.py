@@ -18,6 +18,8 @@ from neuronmm.kernels.layout import PARTITIONS, Packing
 from neuronmm.kernels.nki.blocks import Blocks, split
 from neuronmm.kernels.ops import KernelError
 
+LARGEST = 1 << 20
+"""No dimension of a model is larger; the solver looks at every panel of a weight."""
 LONG_ROW = 512
 """Tokens from which the kernel moves activations chunk by chunk and stores results as weights are loaded."""
 
@@ -77,8 +79,8 @@ class MlpProblem:
 
 
 def _check(problem: Problem | MlpProblem, sizes: tuple[int, ...]) -> None:
-    if min(sizes) < 1:
-        raise KernelError(f"tiling: sizes must be positive: {problem!r}")
+    if min(sizes) < 1 or max(sizes) > LARGEST:
+        raise KernelError(f"tiling: sizes must be positive and at most {LARGEST}: {problem!r}")
     if problem.dtype not in DTYPE_BYTES:
         raise KernelError(f"tiling: dtype {problem.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
 
@@ -114,6 +116,7 @@ class Strip:
         runs = [max(t, core.matmul_min_cycles) for _, t in split(tokens, self.moving)]
         self.product = sum(passes * t + core.matmul_overhead_cycles for t in runs) / core.tensor_ghz
         self.gathers = problem.tokens_first or tokens < LONG_ROW
+        self.rows = 1 if problem.tokens <= PARTITIONS else 2  # tiles with one token a partition; two in turn
         self.stages = self._linear(problem) if isinstance(problem, Problem) else self._mlp(problem)
 
     def _linear(self, p: Problem) -> list[Stage]:
@@ -154,7 +157,7 @@ class Strip:
         early = turns == 1 and self.tokens < p.tokens  # the next strip's input comes while the last stage runs
         self.next = (depth * self.tokens * size, self._dma(moved, row)) if early else (0, 0.0)
         sbuf = copies * depth * self.tokens * size + sum(self._sums(f, turns) for f in factors)
-        sbuf += (2 if p.tokens_first else one) * deep * PARTITIONS * size
+        sbuf += (p.tokens_first or one) * self.rows * deep * PARTITIONS * size
         sbuf += p.norm * (4 * self.tokens + 2 * (self.moving + PARTITIONS) * size + 8)
         vector = sum(self._additions(f, turns) for f in factors)
         first_panel = factors[0].elements * size * factors[0].group / factors[0].columns.count
@@ -172,7 +175,7 @@ class Strip:
         row = outputs * size if p.tokens_first else self.tokens * size * (outs if whole else 1)
         gathered = outs if self.gathers else min(outs, b.group * self.blocks.panels)
         out = gathered * self.tokens * size * (1 if gathered == outs else 2) * (2 if p.residual else 1)
-        out += (2 if p.tokens_first else p.residual and p.tokens == 1) * outs * PARTITIONS * size
+        out += (p.tokens_first or (p.residual and p.tokens == 1)) * self.rows * outs * PARTITIONS * size
         last = 1.0 if self.gathers else 1 / outs  # long rows leave chunk by chunk, as they are computed
         self.drain = self.core.dma_start_ns + self._dma(moved, row) * last
         held, loading = self.next

@@ -27,6 +27,9 @@ DEPTHS = (0, 4, 8, 16, 32)
 INTERMEDIATES = (0, 2, 4, 8, 16)
 PANELS = (1, 2, 4, 8)
 TIE = 0.01
+LONG_TOKEN = 24 << 10
+"""Bytes of a token's features that always fit with tokens first and ranks to 4096: they lie on one partition, beside a
+panel of weights of the same length. Features first have no such bound: their contraction comes in blocks."""
 SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "strip.py", "tiling.py")
 """What a choice follows from, besides the problem and the core."""
 
@@ -78,7 +81,10 @@ def search(problem: Problem | MlpProblem, core: NeuronCore) -> Tiling:
     """:func:`solve` without what is kept."""
     fitting = [tiling for tiling, refusal in consider(problem, core) if refusal is None]
     if not fitting:
-        raise KernelError(f"tiling: {problem} does not fit {core.device}'s SBUF with any block sizes")
+        hint = f"; tokens first may take more than {LONG_TOKEN >> 10} KiB a token: lay out features first"
+        raise KernelError(
+            f"tiling: {problem} does not fit {core.device}'s SBUF with any block sizes{hint * problem.tokens_first}"
+        )
     fastest = min(tiling.seconds for tiling in fitting)
     near = [tiling for tiling in fitting if tiling.seconds <= fastest * (1 + TIE)]
     return min(near, key=_preference)

@@ -18,17 +18,18 @@ from neuronmm.kernels.hardware import CORES, DTYPE_BYTES, TRN1, NeuronCore
 from neuronmm.kernels.layout import Packing
 from neuronmm.kernels.nki.blocks import Blocks
 from neuronmm.kernels.nki.low_rank_mlp import Ranks
-from neuronmm.kernels.tiling import MlpProblem, Problem, consider, evaluate, explain, solve
+from neuronmm.kernels.tiling import LONG_TOKEN, MlpProblem, Problem, consider, evaluate, explain, solve
 
 DEEPSEEK_UP = Problem(tokens=4096, inputs=7168, rank=4096, outputs=18432)
+FLAGS = {name: st.booleans() for name in ("norm", "residual", "tokens_first")}
+OPTIONS = {"dtype": st.sampled_from(("bfloat16", "float32")), **FLAGS}
 linears = st.builds(
     Problem,
     tokens=st.integers(1, 40000),
     inputs=st.integers(1, 16384),
     rank=st.integers(1, 4096),
     outputs=st.integers(1, 20000),
-    dtype=st.sampled_from(("bfloat16", "float32")),
-    tokens_first=st.booleans(),
+    **OPTIONS,
 )
 mlps = st.builds(
     MlpProblem,
@@ -39,6 +40,7 @@ mlps = st.builds(
     up=st.integers(1, 2048),
     down=st.integers(1, 2048),
     shared=st.booleans(),
+    **OPTIONS,
 )
 problems = st.one_of(linears, mlps)
 
@@ -100,10 +102,15 @@ def test_traffic_is_the_papers_equation() -> None:
 @examples(60)
 @given(problems, st.sampled_from(sorted(CORES)))
 def test_what_is_chosen_fits(problem: Problem | MlpProblem, device: str) -> None:
+    """Whatever the sizes; but with tokens first only up to ``LONG_TOKEN`` bytes a token without exception."""
     core = CORES[device]
-    if isinstance(problem, Problem) and problem.tokens_first and problem.dtype == "float32":
-        problem = replace(problem, outputs=min(problem.outputs, 12000))  # a row of features lies on one partition
-    tiling = solve(problem, core)
+    features = max(problem.inputs, problem.outputs) if isinstance(problem, Problem) else problem.hidden
+    try:
+        tiling = solve(problem, core)
+    except KernelError as error:
+        assert problem.tokens_first and features * DTYPE_BYTES[problem.dtype] > LONG_TOKEN
+        assert "lay out features first" in str(error)
+        return
     assert max(tiling.sbuf) <= core.sbuf_partition_bytes
     assert tiling.psum_banks <= core.psum_banks
     assert 0 < tiling.mfu <= 1
@@ -142,9 +149,6 @@ def test_the_simulator_agrees(problem: Problem | MlpProblem, device: str) -> Non
     assert result.latency == pytest.approx(tiling.seconds, rel=0.1, abs=4e-6 + warm_up)
 
 
-FLAGS = {name: st.booleans() for name in ("norm", "residual", "tokens_first")}
-
-
 @examples(16)
 @given(
     st.one_of(
@@ -181,6 +185,25 @@ def test_decode_reaches_the_dma_limit() -> None:
             assert result.traffic / core.dma_rate * 1e-9 >= 0.9 * result.latency, (device, hidden, intermediate)
 
 
+@pytest.mark.parametrize("tokens", [1, 128, 129, 4096])
+@pytest.mark.parametrize("device", CORES)
+def test_tokens_first_fit_up_to_the_bound(tokens: int, device: str) -> None:
+    for dtype, size in DTYPE_BYTES.items():
+        most = LONG_TOKEN // size
+        solve(Problem(tokens, most, 4096, most, dtype, True, True, True), CORES[device])
+        solve(MlpProblem(tokens, most, 4 * most, 4096, 4096, 4096, dtype, False, True, True, True), CORES[device])
+
+
+def test_one_token_needs_one_row() -> None:
+    """Of 12161 float32 features a row fits once beside the weights, and is needed once; twice it does not fit."""
+    problem = Problem(1, 12161, 3938, 1, "float32", tokens_first=True)
+    tiling = solve(problem)
+    assert kernel_trace(problem, tiling.blocks, TRN1).peak(Space.SBUF) <= max(tiling.sbuf)
+    with pytest.raises(KernelError, match="lay out features first"):
+        solve(replace(problem, tokens=129))
+    solve(replace(problem, tokens=129, tokens_first=False))
+
+
 def test_the_explanation_names_the_choice_and_the_refusals() -> None:
     lines = explain(DEEPSEEK_UP)
     assert any(line.strip().startswith("1024") and "<- chosen" in line for line in lines)
@@ -190,6 +213,8 @@ def test_the_explanation_names_the_choice_and_the_refusals() -> None:
 def test_bad_problems_are_refused() -> None:
     with pytest.raises(KernelError, match="must be positive"):
         Problem(0, 1, 1, 1)
+    with pytest.raises(KernelError, match="at most 1048576"):  # the solver would count its panels for hours
+        MlpProblem(4096, 999999937, 999999937, 7, 7, 7)
     with pytest.raises(KernelError, match="dtype 'int8'"):
         Problem(1, 1, 1, 1, "int8")
     with pytest.raises(KernelError, match="does not fit"):
