@@ -17,8 +17,9 @@ from pathlib import Path
 
 from neuronmm.kernels import cache
 from neuronmm.kernels.hardware import DTYPE_BYTES, TRN1, NeuronCore
-from neuronmm.kernels.layout import PARTITIONS, Packing
+from neuronmm.kernels.layout import Packing
 from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.objects import PARTITIONS
 from neuronmm.kernels.ops import KernelError
 from neuronmm.kernels.strip import MlpProblem, Problem, Strip
 
@@ -27,7 +28,7 @@ DEPTHS = (0, 4, 8, 16, 32)
 INTERMEDIATES = (0, 2, 4, 8, 16)
 PANELS = (1, 2, 4, 8)
 TIE = 0.01
-SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "strip.py", "tiling.py")
+SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "nki/objects.py", "strip.py", "tiling.py")
 """What a choice follows from, besides the problem and the core."""
 
 

@@ -18,7 +18,7 @@ from neuronmm.emulator.nki.ranges import sequential_ranges
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space, Trace
 from neuronmm.emulator.nki.values import check_values
-from neuronmm.kernels.hardware import TRN1, NeuronCore
+from neuronmm.kernels.hardware import TRN1, TRN2, NeuronCore
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def run(
     kernel: Callable[..., Any],
     *arguments: Any,
     outputs: Sequence[TensorSpec] = (),
-    core: NeuronCore = TRN1,
+    core: NeuronCore | None = None,
     shuffle: int | None = None,
     fold: bool = False,
     capacity: bool = True,
@@ -93,7 +93,8 @@ def run(
 
     Arguments that are arrays or :class:`TensorSpec` become HBM tensors, all others are passed as they are; any spec
     among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
-    them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of
+    them; without them the tensors the kernel returns are the outputs. ``core`` None: that of Trainium 2 for a kernel that
+    ``nki.jit`` made, which Trainium 1 has no compiler for, else that of Trainium 1. ``shuffle`` seeds a random order of
     ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only). ``capacity``
     False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill.
 
@@ -102,6 +103,7 @@ def run(
     """
     function = kernel.function if isinstance(kernel, Kernel) else kernel
     data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
+    core = core or (TRN2 if isinstance(kernel, CompiledKernel) else TRN1)
     machine = Machine(getattr(kernel, "__name__", "kernel"), core, data=data, shuffle=shuffle, fold=fold)
     machine.grid = kernel.grid if isinstance(kernel, Kernel) else (1,)
     machines.push(machine)

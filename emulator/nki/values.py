@@ -1,7 +1,7 @@
 """What the compiler of the second dialect takes as a kernel's arguments.
 
-Source: language guide of NKI 0.3 to 0.6 ("NKI Values", "Class Support"), migration guide to NKI 0.3 ("Replace list kernel
-arguments with tuples").
+Source: language guide of NKI 0.3 to 0.6 ("NKI Values", "Class Support"), migration guide to NKI 0.3 ("Replace list
+kernel arguments with tuples").
 """
 
 from __future__ import annotations

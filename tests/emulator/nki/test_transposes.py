@@ -1,8 +1,8 @@
 """What the tensor engine writes when it transposes, for each generation of the NeuronCore.
 
 Sources: "the output data of a TensorE calculation is always in FP32" (architecture guide of Trainium and Inferentia2);
-16-bit output of a 16-bit transposition, and no spreading of NaN (guide of Trainium2); ``dst`` of ``nki.isa.nc_transpose``
-has the dtype of ``data`` (reference of NKI 0.3 and later).
+16-bit output of a 16-bit transposition, and no spreading of NaN (guide of Trainium2); ``dst`` of
+``nki.isa.nc_transpose`` has the dtype of ``data`` (reference of NKI 0.3 and later).
 """
 
 from __future__ import annotations
