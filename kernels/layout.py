@@ -18,54 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PARTITIONS = 128
+from neuronmm.kernels.nki.objects import Chunks, Panel
+
 ROW_BYTES = 8192
 """What a partition's row of a panel has at least, if the weight is large enough."""
 LAST_ROW_BYTES = 2048
 """The same for the last panels."""
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """A dimension cut for 128 partitions."""
-
-    size: int
-
-    @property
-    def count(self) -> int:
-        return -(-self.size // PARTITIONS)
-
-    @property
-    def width(self) -> int:
-        """Partitions of the widest chunk; the last ``count - full`` chunks have one less."""
-        return -(-self.size // self.count)
-
-    @property
-    def full(self) -> int:
-        """Chunks of the whole width."""
-        return self.size - (self.width - 1) * self.count
-
-    def length(self, chunk: int) -> int:
-        """Partitions of one chunk."""
-        return self.width if chunk < self.full else self.width - 1
-
-    def start(self, chunk: int) -> int:
-        """Elements in the chunks before this one."""
-        return chunk * self.width - max(0, chunk - self.full)
-
-    def order(self) -> list[int]:
-        """The dimension's indices, chunk by chunk."""
-        return [p * self.count + c for c in range(self.count) for p in range(self.length(c))]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Columns of a packed weight that lie together: chunks [first, last), ``columns`` wide, from element ``offset``."""
-
-    offset: int
-    first: int
-    last: int
-    columns: int
+def order(cut: Chunks) -> list[int]:
+    """The indices of a dimension, chunk by chunk."""
+    return [p * cut.count + c for c in range(cut.count) for p in range(cut.length(c))]
 
 
 @dataclass(frozen=True)
@@ -130,7 +93,7 @@ def pack(weight: Tensor, scale: Tensor | None = None) -> Tensor:
         weight = (weight.float() * scale.float()).to(weight.dtype)
     cut = packing.rows
     padded = weight.new_zeros(columns, cut.width * cut.count)
-    padded[:, :rows] = weight[packing.columns.order()]
+    padded[:, :rows] = weight[order(packing.columns)]
     parts = []
     for panel in packing.panels():
         start = packing.columns.start(panel.first)
@@ -150,5 +113,5 @@ def unpack(packed: Tensor, rows: int, columns: int) -> Tensor:
         parts.append(part.permute(2, 0, 1).reshape(panel.columns, -1)[:, :rows])
     weight = torch.cat(parts)
     result = torch.empty_like(weight)
-    result[packing.columns.order()] = weight
+    result[order(packing.columns)] = weight
     return result

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from neuronmm.kernels.hardware import DTYPE_BYTES, NeuronCore
-from neuronmm.kernels.layout import PARTITIONS, Packing
-from neuronmm.kernels.nki.blocks import Blocks, split
+from neuronmm.kernels.layout import Packing
+from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.objects import PARTITIONS
 from neuronmm.kernels.ops import KernelError
 
 LARGEST = 1 << 20
@@ -113,7 +114,8 @@ class Strip:
         self.size = DTYPE_BYTES[problem.dtype]
         self.moving = min(blocks.moving, tokens)
         passes = core.fp32_passes if self.size == 4 else 1
-        runs = [max(t, core.matmul_min_cycles) for _, t in split(tokens, self.moving)]
+        whole, rest = divmod(tokens, self.moving)
+        runs = [max(t, core.matmul_min_cycles) for t in [self.moving] * whole + [rest] * (rest > 0)]
         self.product = sum(passes * t + core.matmul_overhead_cycles for t in runs) / core.tensor_ghz
         self.gathers = problem.tokens_first or tokens < LONG_ROW
         self.rows = 1 if problem.tokens <= PARTITIONS else 2  # tiles with one token a partition; two in turn

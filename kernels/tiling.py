@@ -17,8 +17,9 @@ from pathlib import Path
 
 from neuronmm.kernels import cache
 from neuronmm.kernels.hardware import DTYPE_BYTES, TRN1, NeuronCore
-from neuronmm.kernels.layout import PARTITIONS, Packing
+from neuronmm.kernels.layout import Packing
 from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.objects import PARTITIONS
 from neuronmm.kernels.ops import KernelError
 from neuronmm.kernels.strip import MlpProblem, Problem, Strip
 
@@ -30,7 +31,7 @@ TIE = 0.01
 LONG_TOKEN = 24 << 10
 """Bytes of a token's features that always fit with tokens first and ranks to 4096: they lie on one partition, beside a
 panel of weights of the same length. Features first have no such bound: their contraction comes in blocks."""
-SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "strip.py", "tiling.py")
+SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "nki/objects.py", "strip.py", "tiling.py")
 """What a choice follows from, besides the problem and the core."""
 
 

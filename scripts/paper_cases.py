@@ -17,10 +17,12 @@ from neuronmm.emulator.timing.published import dense_xw, fused_xuv, sequential_x
 from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
 from neuronmm.kernels.layout import Packing
 from neuronmm.kernels.nki import baselines
-from neuronmm.kernels.nki import dialect_neuronxcc as d
-from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.blocks import Blocks, Ranks
+from neuronmm.kernels.nki.choice import factor_plan
+from neuronmm.kernels.nki.dialect_neuronxcc import Dialect
 from neuronmm.kernels.nki.entry_neuronxcc import low_rank_matmul, low_rank_swiglu_mlp
-from neuronmm.kernels.nki.low_rank_mlp import Ranks, Weights
+from neuronmm.kernels.nki.low_rank_mlp import weights
+from neuronmm.kernels.nki.objects import factor
 from neuronmm.kernels.tiling import MlpProblem, Problem, solve
 
 DTYPE = "bfloat16"
@@ -101,7 +103,8 @@ def algorithm_1(m: int, k: int, r: int, n: int) -> Figures:
     blocks = solve(Problem(m, k, r, n)).blocks
 
     def kernel(x: Any, a: Any, b: Any, y: Any) -> None:
-        baselines.recomputing(d, x, a, b, y, r, blocks)
+        fa, fb = factor(a, factor_plan(k, r, x)), factor(b, factor_plan(r, n, x))
+        baselines.recomputing(Dialect(), x, fa, fb, y, blocks)
 
     return figures(shapes(kernel, (k, m), packed(k, r), packed(r, n), out=(n, m)), TRN1)
 
@@ -132,7 +135,9 @@ def two_kernels(mlp: Mlp, tokens: int, device: str) -> Figures:
     blocks = mlp_tiling(mlp, tokens, core)
 
     def kernel(x: Any, ga: Any, gb: Any, ua: Any, ub: Any, y: Any) -> None:
-        baselines.gate_up(d, x, Weights(ga, gb, ua, ub, None, None), y, Ranks(r, r, r, mlp.intermediate), blocks)
+        first, second = factor_plan(mlp.hidden, r, x), factor_plan(r, mlp.intermediate, x)
+        w = weights(ga, gb, ua, ub, ga, gb, (first, second, first, second, first, second), False)
+        baselines.gate_up(Dialect(), x, w, y, blocks)
 
     first = figures(shapes(kernel, (mlp.hidden, tokens), *up, *up, out=act, core=core), core)
     second = figures(matmul_trace(tokens, mlp.intermediate, r, mlp.hidden, core), core)
@@ -154,7 +159,7 @@ def dense_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
                 blocks = Blocks(strip, min(512, strip), panels=count)
 
                 def kernel(x: Any, w: Any, y: Any, blocks: Blocks = blocks) -> None:
-                    baselines.dense_strips(d, x, w, y, blocks)
+                    baselines.dense_strips(Dialect(), x, factor(w, factor_plan(k, n, x)), y, blocks)
 
                 try:
                     found.append(figures(shapes(kernel, (k, tokens), packed(k, n), out=(n, tokens), core=core), core))

@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from neuronmm.emulator.nki import Run, TensorSpec, nki_modules, run
-from neuronmm.kernels.hardware import TRN1
+from neuronmm.kernels.hardware import TRN1, TRN2
 from neuronmm.kernels.layout import pack
-from neuronmm.kernels.nki.blocks import Blocks, Options
-from neuronmm.kernels.nki.choice import linear_blocks, mlp_blocks
-from neuronmm.kernels.nki.low_rank_mlp import Ranks
+from neuronmm.kernels.nki.blocks import Blocks, Ranks
+from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans
+
+CORES = {"neuronxcc": TRN1, "nki": TRN2}
+"""The first Trainium that each dialect is for."""
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
@@ -138,28 +140,38 @@ class Case:
 
     def trace(self, kernels: Any, dialect: str, sizes: Blocks | None = None, shapes: bool = False) -> Run:
         """``sizes`` None: what the tiling solver chooses."""
-        d = getattr(kernels, f"dialect_{dialect}")
+        first, core = self.tokens_first, CORES[dialect]
 
         def body(x: Any, *rest: Any) -> None:
-            *weights, y = rest
-            extra = weights.pop() if self.residual is not None else 0.0
-            bias = weights.pop() if self.bias is not None else 0.0
-            options = Options(
-                self.epsilon, self.bias is not None, bias, self.residual is not None, extra, self.tokens_first
+            d = getattr(kernels, f"dialect_{dialect}").Dialect()
+            *tensors, y = rest
+            extra = tensors.pop() if self.residual is not None else 0.0
+            bias = tensors.pop() if self.bias is not None else 0.0
+            asked = self.norm is not None, self.residual is not None, first
+            options = kernels.objects.Options(
+                self.epsilon, self.bias is not None, bias, self.residual is not None, extra, first
             )
             if len(self.weights) == 2:
-                rank = len(self.weights[0])
-                chosen = sizes or linear_blocks(x, rank, y, options, TRN1)
-                kernels.low_rank_matmul.low_rank_matmul(d, x, *weights, y, rank, chosen, options)
+                a, b = (
+                    kernels.objects.factor(t, factor_plan(w.shape[1], len(w), x))
+                    for t, w in zip(tensors, self.weights, strict=True)
+                )
+                chosen = sizes or linear_blocks(x, len(self.weights[0]), len(self.weights[1]), core, *asked)
+                kernels.low_rank_matmul.low_rank_matmul(d, x, a, b, y, chosen, options)
             else:
-                w = kernels.low_rank_mlp.Weights(*weights, shared=self.shared)
-                chosen = sizes or mlp_blocks(x, self.ranks(), self.shared, options, TRN1)
-                kernels.low_rank_mlp.low_rank_swiglu_mlp(d, x, w, y, self.ranks(), chosen, options)
+                w = self.factors(kernels, x, tensors)
+                chosen = sizes or mlp_blocks(x, self.ranks(), self.shared, core, *asked)
+                kernels.low_rank_mlp.low_rank_swiglu_mlp(d, x, w, y, chosen, options)
 
         arguments: list[Any] = list(self.arguments())
         if shapes:
             arguments = [TensorSpec(a.shape, a.dtype) for a in arguments]
-        return run(body, *arguments, outputs=[self.output()])
+        return run(body, *arguments, outputs=[self.output()], core=core)
+
+    def factors(self, kernels: Any, x: Any, tensors: list[Any]) -> Any:
+        """The MLP's weights inside a kernel."""
+        hidden = self.weights[0].shape[1]
+        return kernels.low_rank_mlp.weights(*tensors, mlp_plans(hidden, self.ranks(), x, self.shared), self.shared)
 
     def _laid(self, activation: Tensor) -> Tensor:
         return activation.T if self.tokens_first else activation
@@ -170,21 +182,25 @@ Baseline = tuple[str, Callable[..., None], list[Tensor], Tensor, Tensor]
 
 def baselines_of(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Iterator[Baseline]:
     """(name, body, tensors, exact, plain) of the kernels that a linear's case is compared with."""
-    d, b = getattr(kernels, f"dialect_{dialect}"), kernels.baselines
+    dialect_of, b = getattr(kernels, f"dialect_{dialect}").Dialect, kernels.baselines
     x, (A, B), rank = case.x, case.weights, len(case.weights[0])
     exact, plain = case.exact(), case.plain()
 
+    def packed(w: Any, rows: int, columns: int, x: Any) -> Any:
+        return kernels.objects.factor(w, factor_plan(rows, columns, x))
+
     def recomputing(x: Any, a: Any, v: Any, y: Any) -> None:
-        b.recomputing(d, x, a, v, y, rank, sizes, columns=128)
+        fa, fb = packed(a, x.shape[0], rank, x), packed(v, rank, y.shape[0], x)
+        b.recomputing(dialect_of(), x, fa, fb, y, sizes, columns=128)
 
     def sequential(x: Any, u: Any, v: Any, y: Any) -> None:
-        b.sequential(d, x, u, v, y, b.Tutorial(rows=1, columns=1))
+        b.sequential(dialect_of(), x, u, v, y, b.Tutorial(rows=1, columns=1))
 
     def blocked(w: Any, x: Any, y: Any) -> None:
-        b.dense_blocked(d, w, x, y, b.Tutorial())
+        b.dense_blocked(dialect_of(), w, x, y, b.Tutorial())
 
     def strips(x: Any, w: Any, y: Any) -> None:
-        b.dense_strips(d, x, w, y, sizes)
+        b.dense_strips(dialect_of(), x, packed(w, x.shape[0], y.shape[0], x), y, sizes)
 
     once = A.double() @ x.double(), A @ x
     yield "naive fusion (Algorithm 1)", recomputing, [x, pack(A), pack(B)], exact, plain
@@ -195,26 +211,34 @@ def baselines_of(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Itera
 
 def two_kernel_mlp(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Tensor:
     """The paper's split of an MLP, the activation through HBM."""
-    d = getattr(kernels, f"dialect_{dialect}")
 
     def body(x: Any, *rest: Any) -> None:
-        *weights, y = rest
-        w, ranks = kernels.low_rank_mlp.Weights(*weights), case.ranks()
-        act = d.hbm((ranks.intermediate, x.shape[1]), x.dtype)
-        kernels.baselines.gate_up(d, x, w, act, ranks, sizes)
-        kernels.low_rank_matmul.low_rank_matmul(d, act, w.down_a, w.down_b, y, ranks.down, sizes)
+        d = getattr(kernels, f"dialect_{dialect}").Dialect()
+        *tensors, y = rest
+        w = case.factors(kernels, x, tensors)
+        act = d.hbm((case.ranks().intermediate, x.shape[1]), x.dtype)
+        kernels.baselines.gate_up(d, x, w, act, sizes)
+        kernels.low_rank_matmul.low_rank_matmul(d, act, w.down_a, w.down_b, y, sizes, kernels.objects.Options())
 
-    return case.result(run(body, *case.arguments(), outputs=[case.output()]).outputs[0])
+    return case.result(run(body, *case.arguments(), outputs=[case.output()], core=CORES[dialect]).outputs[0])
 
 
 def kernel_modules() -> SimpleNamespace:
     """The kernel modules of the project, on both emulated dialects."""
-    from neuronmm.kernels.nki import baselines, blocks, low_rank_matmul, low_rank_mlp
-
     with nki_modules():
-        from neuronmm.kernels.nki import dialect_neuronxcc, dialect_nki, entry_neuronxcc, entry_nki
+        from neuronmm.kernels.nki import (
+            baselines,
+            blocks,
+            dialect_neuronxcc,
+            dialect_nki,
+            entry_neuronxcc,
+            entry_nki,
+            low_rank_matmul,
+            low_rank_mlp,
+            objects,
+        )
     return SimpleNamespace(
-        baselines=baselines, blocks=blocks, low_rank_matmul=low_rank_matmul, low_rank_mlp=low_rank_mlp,
-        dialect_neuronxcc=dialect_neuronxcc, dialect_nki=dialect_nki, entry_neuronxcc=entry_neuronxcc,
-        entry_nki=entry_nki,
+        baselines=baselines, blocks=blocks, objects=objects, low_rank_matmul=low_rank_matmul,
+        low_rank_mlp=low_rank_mlp, dialect_neuronxcc=dialect_neuronxcc, dialect_nki=dialect_nki,
+        entry_neuronxcc=entry_neuronxcc, entry_nki=entry_nki,
     )  # fmt: skip

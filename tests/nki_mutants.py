@@ -16,7 +16,7 @@ from neuronmm.kernels import nki as package
 from rule import assert_twice_plain
 
 FOLDER = Path(package.__file__).parent
-FILES = ("blocks", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "dialect_neuronxcc", "dialect_nki")
+FILES = ("blocks", "objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "dialect_neuronxcc", "dialect_nki")
 
 
 class Mutant(NamedTuple):
@@ -35,12 +35,12 @@ MUTANTS = [
         "range(last - first):\n        deep",
         "range(last - first - 1):\n        deep",
     ),
-    Mutant("a product reads the ragged row of a short chunk", "stages", "how.rows.length(first + c)", "how.rows.width"),
+    Mutant("a product reads the ragged row of a short chunk", "stages", "f.rows.length(first + c)", "f.rows.width"),
     Mutant(
         "a product misses the last partition",
         "stages",
-        "deep = how.rows.length(first + c)",
-        "deep = how.rows.length(first + c) - 1",
+        "deep = f.rows.length(first + c)",
+        "deep = f.rows.length(first + c) - 1",
     ),
     Mutant(
         "weights are read one column on",
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "products of a whole strip at once",
         "stages",
-        "for t0, t in split(tokens, moving):",
-        "for t0, t in split(tokens, 0):",
+        "split(d, tokens, moving):",
+        "split(d, tokens, 0):",
     ),
     Mutant(
         "blocks are summed in bfloat16",
@@ -115,14 +115,14 @@ MUTANTS = [
     Mutant(
         "every token block is written to the first",
         "stages",
-        "dst = d.at(out, (0, wide), (at, at + chunks), (t0, t0 + t))",
-        "dst = d.at(out, (0, wide), (at, at + chunks), (0, t))",
+        "dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))",
+        "dst = d.at(out, ((0, wide), (at, at + chunks), (0, t)))",
     ),
     Mutant(
         "evictions start at partition 1",
         "stages",
-        "dst = d.at(out, (0, wide), (at, at + chunks), (t0, t0 + t))",
-        "dst = d.at(out, (1, wide), (at, at + chunks), (t0, t0 + t))",
+        "dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))",
+        "dst = d.at(out, ((1, wide), (at, at + chunks), (t0, t0 + t)))",
     ),
     Mutant("the residual is not added", "stages", "kind, other = ADD, extra", "kind, other = COPY, extra"),
     Mutant(
@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "only the first chunk of the bias is widened",
         "moves",
-        "(c, c + n)), raw[0:wide, c : c + n])",
-        "(c, c + 1)), raw[0:wide, c : c + 1])",
+        "(c, c + n))), raw[0:wide, c : c + n])",
+        "(c, c + 1))), raw[0:wide, c : c + 1])",
     ),
     Mutant("the residual is lost where there is a bias", "stages", "if options.adds and options.biased:", "if 0:"),
     Mutant(
@@ -177,19 +177,19 @@ MUTANTS = [
     Mutant(
         "one token: all chunks lie on the first",
         "moves",
-        "d.at(acc, (0, n), c - c0, (0, 1))",
-        "d.at(acc, (0, n), 0, (0, 1))",
+        "d.at(acc, ((0, n), c - c0, (0, 1)))",
+        "d.at(acc, ((0, n), 0, (0, 1)))",
     ),
     Mutant(
         "one token: the ragged row is not moved",
         "moves",
-        "in _runs(cut):\n        first",
-        "in _runs(cut)[:1]:\n        first",
+        "in _runs(cut):\n        p0, p1, c1 = run\n        first",
+        "in _runs(cut)[:1]:\n        p0, p1, c1 = run\n        first",
     ),
     Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c], one", "row[0:1, 0:n, 0], one"),
     Mutant("one token: twice itself", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
     Mutant("chunks of a smaller panel are looked for in the next", "stages", "slots.append(slot)", "slots.append(0)"),
-    Mutant("the last strip is dropped", "low_rank_matmul", "    if rest:", "    if rest > 1000:"),
+    Mutant("the last strip is dropped", "low_rank_matmul", "    if rest > 0:", "    if rest > 1000:"),
     Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, rest", "0, rest"),
     Mutant("strips overlap", "low_rank_matmul", "y, i * blocks.tokens,", "y, i * (blocks.tokens - 1),"),
     Mutant("no SiLU", "stages", "d.silu(dst, src)", "d.copy(dst, src)"),
@@ -199,8 +199,8 @@ MUTANTS = [
         "d.multiply(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
         "d.copy(dst, src)",
     ),
-    Mutant("a panel of each block is skipped", "low_rank_mlp", "if first <= panel.first", "if first < panel.first"),
-    Mutant("up uses gate's input", "low_rank_mlp", "return made[0], made[-1]", "return made[0], made[0]"),
+    Mutant("a panel of each block is skipped", "objects", "if first <= panel.first", "if first < panel.first"),
+    Mutant("up uses gate's input", "low_rank_mlp", "return made[0], made[1]", "return made[0], made[0]"),
     Mutant("neuronxcc: products overwrite", "dialect_neuronxcc", "tile[key] += nisa", "tile[key] = nisa"),
     Mutant(
         "neuronxcc: accumulation begins on unwritten memory",
@@ -249,13 +249,31 @@ MUTANTS = [
         "nki: accumulators are cleared first",
         "dialect_nki",
         "    return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)",
-        "    t = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)\n    nisa.memset(t, 0.0)\n    return t",
+        "    t = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)\n        nisa.memset(t, 0.0)\n        return t",
     ),
     Mutant(
         "nki: the rows' step is short",
         "dialect_nki",
         "[[stride * width, partitions]",
         "[[stride * width - 1, partitions]",
+    ),
+    Mutant(
+        "neuronxcc: loops over Python's lists are not unrolled",
+        "dialect_neuronxcc",
+        "return nl.static_range(count)",
+        "return nl.sequential_range(count)",
+    ),
+    Mutant(
+        "neuronxcc: transpositions leave in the source's dtype",
+        "dialect_neuronxcc",
+        "nl.float32 if first else src.dtype",
+        "src.dtype",
+    ),
+    Mutant(
+        "nki: transpositions leave in float32",
+        "dialect_nki",
+        "turned = nl.ndarray(shape, dtype=src.dtype",
+        "turned = nl.ndarray(shape, dtype=nl.float32",
     ),
 ]
 
@@ -308,4 +326,8 @@ def battery(kernels: Any, make: Any) -> None:
         (make.linear(576, 300, 576, 30, torch.bfloat16), None),
     ):
         made = case.run(kernels, "nki", sizes)
+        assert_twice_plain([case], lambda _, y=made: y, lambda c: c.plain(), lambda c: c.exact())
+    for dialect in ("neuronxcc", "nki"):
+        case = make.linear(140, 30, 130, 140, torch.bfloat16, tokens_first=True)
+        made = case.run(kernels, dialect)
         assert_twice_plain([case], lambda _, y=made: y, lambda c: c.plain(), lambda c: c.exact())

@@ -18,7 +18,7 @@ from neuronmm.emulator.nki.ranges import sequential_ranges
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space, Trace
 from neuronmm.emulator.nki.values import check_values
-from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
+from neuronmm.kernels.hardware import CORES, TRN1, TRN2, NeuronCore
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,19 @@ def run(
 
     Arguments that are arrays or :class:`TensorSpec` become HBM tensors, all others are passed as they are; any spec
     among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
-    them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of
-    ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only). ``capacity``
-    False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill. ``core`` is the NeuronCore;
-    without it that of the kernel's ``platform_target``, else Trainium 1's.
+    them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of ``affine_range`` iterations. ``fold`` records like
+    iterations of outermost loops once (shape-only). ``capacity`` False lets live tiles exceed SBUF and PSUM, for
+    schedules that a compiler would spill. ``core`` is the NeuronCore; without it that of the kernel's
+    ``platform_target``, else Trainium 2's for a kernel of the second dialect's ``nki.jit``, which Trainium 1 has no
+    compiler for, else Trainium 1's.
 
     Raises:
         NkiError: the kernel broke a rule.
     """
     data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
     own = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    machine = Machine(own.__name__, core or own.core or TRN1, data=data, shuffle=shuffle, fold=fold)
+    core = core or own.core or (TRN2 if isinstance(own, CompiledKernel) else TRN1)
+    machine = Machine(own.__name__, core, data=data, shuffle=shuffle, fold=fold)
     machine.grid = own.grid
     if 0 in own.grid:
         machine.fail("launch grid", f"the launch grid {own.grid} of {own.__name__} has no programs", ">= 1", 0)

@@ -1,9 +1,8 @@
-"""What a kernel runs with: its block sizes, and its options."""
+"""What a host chooses for a kernel: its block sizes, and the sizes of an MLP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,29 +30,10 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a kernel does besides its products.
+class Ranks:
+    """Static sizes of the MLP: ranks of gate, up and down, and the intermediate dimension."""
 
-    ``epsilon``: the input is RMS-normalised first (the norm's weight is packed into the factors that read it); 0: not.
-    ``biased`` and ``adds``: ``bias`` [out] and ``residual`` (like the output) are added to the result.
-    ``tokens_first``: activations in HBM are [tokens, features] and not [features, tokens].
-    ``partial``: the MLP's output is what B of down is applied to, the down projection's rank: a tensor-parallel host
-    sums that over the cores, which is less than the hidden size, and applies B itself.
-    """
-
-    epsilon: float = 0.0
-    biased: bool = False
-    bias: Any = 0.0
-    adds: bool = False
-    residual: Any = 0.0
-    tokens_first: bool = False
-    partial: bool = False
-
-
-PLAIN = Options()
-
-
-def split(size: int, step: int) -> list[tuple[int, int]]:
-    """``(start, length)`` of consecutive blocks of ``step`` (0: one block); the last is what remains."""
-    step = step or size
-    return [(start, min(step, size - start)) for start in range(0, size, step)]
+    gate: int
+    up: int
+    down: int
+    intermediate: int

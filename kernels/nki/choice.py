@@ -1,14 +1,20 @@
-"""What the entries of both dialects look up when a kernel is called: its block sizes, by the tiling solver."""
+"""What a host works out before a kernel runs: its block sizes, by the tiling solver, and how its weights are packed.
+
+The results are numbers and tuples of numbers: arguments that every NKI compiler takes.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from neuronmm.kernels.hardware import NeuronCore
-from neuronmm.kernels.nki.blocks import Blocks, Options
-from neuronmm.kernels.nki.low_rank_mlp import Ranks
+from neuronmm.kernels.layout import Packing
+from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.ops import KernelError
 from neuronmm.kernels.tiling import MlpProblem, Problem, solve
+
+FactorPlan = tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]
+"""Rows, columns, column chunks a panel, and (offset, first chunk, last chunk, columns) of each panel."""
 
 
 def tokens_first(layout: str) -> bool:
@@ -22,25 +28,48 @@ def tokens_first(layout: str) -> bool:
     return layout == "BSH"
 
 
-def linear_blocks(x: Any, rank: int, y: Any, options: Options, core: NeuronCore) -> Blocks:
-    """Block sizes for ``y = B (A x)`` on these tensors."""
-    inputs, tokens = _sizes(x, options)
-    flags = options.epsilon > 0, options.adds, options.tokens_first
-    return solve(Problem(tokens, inputs, rank, _sizes(y, options)[0], _dtype(x), *flags), core).blocks
+def sizes(x: Any, first: bool) -> tuple[int, int]:
+    """Features and tokens of an activation; ``first``: tokens come first."""
+    return (x.shape[1], x.shape[0]) if first else (x.shape[0], x.shape[1])
 
 
-def mlp_blocks(x: Any, ranks: Ranks, shared: bool, options: Options, core: NeuronCore) -> Blocks:
-    """Block sizes for the whole MLP on this input."""
-    hidden, tokens = _sizes(x, options)
-    sizes = tokens, hidden, ranks.intermediate, ranks.gate, ranks.up, ranks.down
-    flags = options.epsilon > 0, options.adds, options.tokens_first
-    return solve(MlpProblem(*sizes, _dtype(x), shared, *flags), core).blocks
+def factor_plan(rows: int, columns: int, x: Any) -> FactorPlan:
+    """How a weight [columns, rows] of ``x``'s dtype is packed."""
+    how = Packing.of(rows, columns, 4 if _dtype(x) == "float32" else 2)
+    panels = tuple((p.offset, p.first, p.last, p.columns) for p in how.panels())
+    return rows, columns, how.group, panels
 
 
-def _sizes(x: Any, options: Options) -> tuple[int, int]:
-    """Features and tokens of an activation."""
-    tokens, features = (x.shape[0], x.shape[1]) if options.tokens_first else (x.shape[1], x.shape[0])
-    return features, tokens
+def mlp_plans(hidden: int, ranks: Ranks, x: Any, shared: bool, partial: bool = False) -> tuple[FactorPlan, ...]:
+    """How A and B of gate, up and down are packed; what a variant does not read repeats another (``mlp.weights``)."""
+    gate_a = factor_plan(hidden, ranks.gate, x)
+    down_a = factor_plan(ranks.intermediate, ranks.down, x)
+    return (
+        gate_a,
+        factor_plan(ranks.gate, ranks.intermediate, x),
+        gate_a if shared else factor_plan(hidden, ranks.up, x),
+        factor_plan(ranks.gate if shared else ranks.up, ranks.intermediate, x),
+        down_a,
+        down_a if partial else factor_plan(ranks.down, hidden, x),
+    )
+
+
+def linear_blocks(
+    x: Any, rank: int, outputs: int, core: NeuronCore, norm: bool = False, residual: bool = False, first: bool = False
+) -> Blocks:
+    """Block sizes for ``y = B (A x)`` of this input."""
+    inputs, tokens = sizes(x, first)
+    return solve(Problem(tokens, inputs, rank, outputs, _dtype(x), norm, residual, first), core).blocks
+
+
+def mlp_blocks(
+    x: Any, ranks: Ranks, shared: bool, core: NeuronCore, norm: bool = False, residual: bool = False,
+    first: bool = False,
+) -> Blocks:  # fmt: skip
+    """Block sizes for the whole MLP of this input."""
+    hidden, tokens = sizes(x, first)
+    shape = tokens, hidden, ranks.intermediate, ranks.gate, ranks.up, ranks.down
+    return solve(MlpProblem(*shape, _dtype(x), shared, norm, residual, first), core).blocks
 
 
 def _dtype(x: Any) -> str:

@@ -6,6 +6,7 @@ Importing this needs the Neuron SDK or the emulator.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import neuronxcc.nki.isa as nisa
@@ -14,137 +15,145 @@ import neuronxcc.nki.language as nl
 NKI_BINDING = True
 """Marks the file as plumbing: a broken rule is reported at the kernel's line, not here."""
 
-float32 = nl.float32
 
+@dataclass
+class Dialect:
+    """The primitives, for one run of a kernel: ``identity`` is a tile of that run."""
 
-def sbuf(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An SBUF tile, partitions first."""
-    return nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=dtype, buffer=nl.sbuf)
+    float32: Any = nl.float32
+    identity: Any = None
 
+    def sbuf(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An SBUF tile, partitions first."""
+        return nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=dtype, buffer=nl.sbuf)
 
-def psum(shape: tuple[int, ...]) -> Any:
-    """A float32 PSUM tile that :func:`matmul` accumulates into."""
-    return nl.zeros((nl.par_dim(shape[0]), *shape[1:]), dtype=nl.float32, buffer=nl.psum)
+    def psum(self, shape: tuple[int, ...]) -> Any:
+        """A float32 PSUM tile that :func:`matmul` accumulates into."""
+        return nl.zeros((nl.par_dim(shape[0]), *shape[1:]), dtype=nl.float32, buffer=nl.psum)
 
+    def hbm(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A scratch tensor in HBM."""
+        return nl.ndarray(shape, dtype=dtype, buffer=nl.private_hbm)
 
-def hbm(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A scratch tensor in HBM."""
-    return nl.ndarray(shape, dtype=dtype, buffer=nl.private_hbm)
+    def at(self, tile: Any, index: tuple[Any, ...]) -> Any:
+        """Where to write: an index is a number or a (start, stop) pair. This dialect writes by ``tile[key] = ...``."""
+        return tile, tuple([slice(*i) if isinstance(i, tuple) else i for i in index])
 
+    def rows(self, x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
+        """``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
+        p = nl.arange(partitions)[:, None, None]
+        c = nl.arange(chunks)[None, :, None]
+        t = nl.arange(tokens)[None, None, :]
+        return x[first + p * stride + c, start + t]
 
-def at(tile: Any, *index: Any) -> Any:
-    """Where to write: an index is a number or a (start, stop) pair. This dialect writes by ``tile[key] = ...``."""
-    return tile, tuple([slice(*i) if isinstance(i, tuple) else i for i in index])
+    def row(self, x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
+        """Features ``first + p * stride + c`` of ``x`` [size, 1]: [1, partitions, chunks]."""
+        t = nl.arange(1)[:, None, None]
+        p = nl.arange(partitions)[None, :, None]
+        c = nl.arange(chunks)[None, None, :]
+        return x[first + p * stride + c, t]
 
+    def columns(self, x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
+        """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
+        t = nl.arange(tokens)[:, None, None]
+        p = nl.arange(partitions)[None, :, None]
+        c = nl.arange(chunks)[None, None, :]
+        return x[token + t, first + p * stride + c]
 
-def rows(x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
-    """``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
-    p = nl.arange(partitions)[:, None, None]
-    c = nl.arange(chunks)[None, :, None]
-    t = nl.arange(tokens)[None, None, :]
-    return x[first + p * stride + c, start + t]
+    def run(self, w: Any, offset: int, partitions: int, stride: int, length: int) -> Any:
+        """Elements ``offset + p * stride + i`` of a flat HBM tensor: [partitions, length]."""
+        p = nl.arange(partitions)[:, None]
+        i = nl.arange(length)[None, :]
+        return w[offset + p * stride + i]
 
+    def load(self, dst: Any, src: Any) -> None:
+        """HBM to SBUF."""
+        tile, key = dst
+        tile[key] = nl.load(src)
 
-def row(x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
-    """Features ``first + p * stride + c`` of ``x`` [size, 1]: [1, partitions, chunks]."""
-    t = nl.arange(1)[:, None, None]
-    p = nl.arange(partitions)[None, :, None]
-    c = nl.arange(chunks)[None, None, :]
-    return x[first + p * stride + c, t]
+    def store(self, dst: Any, src: Any) -> None:
+        """SBUF to HBM."""
+        nl.store(dst, value=src)
 
+    def matmul(self, dst: Any, stationary: Any, moving: Any) -> None:
+        """``dst += stationary^T moving``; the first product into a :func:`psum` tile's location overwrites."""
+        tile, key = dst
+        tile[key] += nisa.nc_matmul(stationary, moving)
 
-def columns(x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
-    """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
-    t = nl.arange(tokens)[:, None, None]
-    p = nl.arange(partitions)[None, :, None]
-    c = nl.arange(chunks)[None, None, :]
-    return x[token + t, first + p * stride + c]
+    def copy(self, dst: Any, src: Any) -> None:
+        """Copy on the vector engine."""
+        tile, key = dst
+        tile[key] = nisa.tensor_copy(src, dtype=tile.dtype)
 
+    def copy_scalar(self, dst: Any, src: Any) -> None:
+        """Copy on the scalar engine."""
+        tile, key = dst
+        tile[key] = nisa.activation(op=nl.copy, data=src, dtype=tile.dtype)
 
-def run(w: Any, offset: int, partitions: int, stride: int, length: int) -> Any:
-    """Elements ``offset + p * stride + i`` of a flat HBM tensor: [partitions, length]."""
-    p = nl.arange(partitions)[:, None]
-    i = nl.arange(length)[None, :]
-    return w[offset + p * stride + i]
+    def silu(self, dst: Any, src: Any) -> None:
+        """``dst = silu(src)`` on the scalar engine."""
+        tile, key = dst
+        tile[key] = nisa.activation(op=nl.silu, data=src, dtype=tile.dtype)
 
+    def square(self, dst: Any, src: Any) -> None:
+        """``dst = src^2`` on the scalar engine."""
+        tile, key = dst
+        tile[key] = nisa.activation(op=nl.square, data=src, dtype=tile.dtype)
 
-def load(dst: Any, src: Any) -> None:
-    """HBM to SBUF."""
-    tile, key = dst
-    tile[key] = nl.load(src)
+    def rsqrt(self, dst: Any, src: Any, scale: float, bias: Any) -> None:
+        """``dst = 1 / sqrt(src * scale + bias)`` with ``bias`` one element a partition."""
+        tile, key = dst
+        tile[key] = nisa.activation(op=nl.rsqrt, data=src, scale=scale, bias=bias, dtype=tile.dtype)
 
+    def add(self, dst: Any, a: Any, b: Any) -> None:
+        """``dst = a + b`` on the vector engine; not both in PSUM."""
+        tile, key = dst
+        tile[key] = nisa.tensor_tensor(a, b, op=nl.add, dtype=tile.dtype)
 
-def store(dst: Any, src: Any) -> None:
-    """SBUF to HBM."""
-    nl.store(dst, value=src)
+    def add_column(self, dst: Any, a: Any, column: Any) -> None:
+        """``dst = a + column`` with ``column`` [partitions, 1] in float32."""
+        tile, key = dst
+        tile[key] = nisa.tensor_scalar(a, nl.add, column, dtype=tile.dtype)
 
+    def prepare_transposes(self, dtype: Any) -> None:
+        """Load what :meth:`transpose` needs for tiles of this dtype; call it outside all loops."""
+        if self._multiplies(dtype):
+            size = nl.tile_size.pmax
+            self.identity = self.sbuf((size, size), dtype)
+            self.identity[...] = nl.load(nl.shared_identity_matrix(size, dtype=dtype))
 
-def matmul(dst: Any, stationary: Any, moving: Any) -> None:
-    """``dst += stationary^T moving``; the first product into a :func:`psum` tile's location overwrites."""
-    tile, key = dst
-    tile[key] += nisa.nc_matmul(stationary, moving)
+    def transpose(self, shape: tuple[int, ...], src: Any) -> Any:
+        """``src^T``, up to 128 x 128, as a PSUM tile of this shape.
 
+        On NeuronCore-v2 the tensor engine writes only float32; later ones keep the dtype. On v2 a float32 tile is
+        multiplied with an identity, because ``nc_transpose`` of float32 is reported to be inexact there.
+        """
+        first = nisa.get_nc_version() == nisa.nc_version.gen2
+        dtype = nl.float32 if first else src.dtype
+        turned = nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=dtype, buffer=nl.psum)
+        if self._multiplies(src.dtype):
+            one = self.identity[0 : src.shape[0], 0 : src.shape[0]]
+            turned[...] = nisa.nc_matmul(src, one, is_moving_onezero=True, is_transpose=True)
+        else:
+            turned[...] = nisa.nc_transpose(src)
+        return turned
 
-def copy(dst: Any, src: Any) -> None:
-    """Copy on the vector engine."""
-    tile, key = dst
-    tile[key] = nisa.tensor_copy(src, dtype=tile.dtype)
+    def _multiplies(self, dtype: Any) -> bool:
+        return nisa.get_nc_version() == nisa.nc_version.gen2 and dtype == nl.float32
 
+    def multiply(self, dst: Any, a: Any, b: Any) -> None:
+        """``dst = a * b`` on the vector engine; not both in PSUM."""
+        tile, key = dst
+        tile[key] = nisa.tensor_tensor(a, b, op=nl.multiply, dtype=tile.dtype)
 
-def copy_scalar(dst: Any, src: Any) -> None:
-    """Copy on the scalar engine."""
-    tile, key = dst
-    tile[key] = nisa.activation(op=nl.copy, data=src, dtype=tile.dtype)
+    def fill(self, tile: Any, value: float) -> None:
+        """Set every element of a tile."""
+        tile[...] = nisa.memset(tile.shape, value=value, dtype=tile.dtype)
 
+    def loop(self, count: int) -> Any:
+        """Iterations that do not depend on each other; the index is a symbol that can only address tiles."""
+        return nl.affine_range(count)
 
-def silu(dst: Any, src: Any) -> None:
-    """``dst = silu(src)`` on the scalar engine."""
-    tile, key = dst
-    tile[key] = nisa.activation(op=nl.silu, data=src, dtype=tile.dtype)
-
-
-def square(dst: Any, src: Any) -> None:
-    """``dst = src^2`` on the scalar engine."""
-    tile, key = dst
-    tile[key] = nisa.activation(op=nl.square, data=src, dtype=tile.dtype)
-
-
-def rsqrt(dst: Any, src: Any, scale: float, bias: Any) -> None:
-    """``dst = 1 / sqrt(src * scale + bias)`` with ``bias`` one element a partition."""
-    tile, key = dst
-    tile[key] = nisa.activation(op=nl.rsqrt, data=src, scale=scale, bias=bias, dtype=tile.dtype)
-
-
-def add(dst: Any, a: Any, b: Any) -> None:
-    """``dst = a + b`` on the vector engine; not both in PSUM."""
-    tile, key = dst
-    tile[key] = nisa.tensor_tensor(a, b, op=nl.add, dtype=tile.dtype)
-
-
-def add_column(dst: Any, a: Any, column: Any) -> None:
-    """``dst = a + column`` with ``column`` [partitions, 1] in float32."""
-    tile, key = dst
-    tile[key] = nisa.tensor_scalar(a, nl.add, column, dtype=tile.dtype)
-
-
-def transpose(shape: tuple[int, ...], src: Any) -> Any:
-    """``src^T``, up to 128 x 128, as a PSUM tile of this shape and ``src``'s dtype."""
-    turned = nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=src.dtype, buffer=nl.psum)
-    turned[...] = nisa.nc_transpose(src)
-    return turned
-
-
-def multiply(dst: Any, a: Any, b: Any) -> None:
-    """``dst = a * b`` on the vector engine; not both in PSUM."""
-    tile, key = dst
-    tile[key] = nisa.tensor_tensor(a, b, op=nl.multiply, dtype=tile.dtype)
-
-
-def fill(tile: Any, value: float) -> None:
-    """Set every element of a tile."""
-    tile[...] = nisa.memset(tile.shape, value=value, dtype=tile.dtype)
-
-
-def loop(count: int) -> Any:
-    """Iterations that do not depend on each other."""
-    return nl.affine_range(count)
+    def static_range(self, count: int) -> Any:
+        """Unrolled iterations, whose index is a number. (Python's ``range`` would become ``nl.sequential_range``.)"""
+        return nl.static_range(count)

@@ -5,6 +5,7 @@ The same functions as :mod:`.dialect_neuronxcc`. Importing this needs the Neuron
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import nki.isa as nisa
@@ -13,123 +14,120 @@ import nki.language as nl
 NKI_BINDING = True
 """Marks the file as plumbing: a broken rule is reported at the kernel's line, not here."""
 
-float32 = nl.float32
 
+@dataclass
+class Dialect(nl.NKIObject):
+    """The primitives."""
 
-def sbuf(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An SBUF tile, partitions first."""
-    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+    float32: Any = nl.float32
 
+    def sbuf(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An SBUF tile, partitions first."""
+        return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
 
-def psum(shape: tuple[int, ...]) -> Any:
-    """A float32 PSUM tile that :func:`matmul` accumulates into."""
-    return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
+    def psum(self, shape: tuple[int, ...]) -> Any:
+        """A float32 PSUM tile that :func:`matmul` accumulates into."""
+        return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
 
+    def hbm(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A scratch tensor in HBM."""
+        return nl.ndarray(shape, dtype=dtype, buffer=nl.hbm)
 
-def hbm(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A scratch tensor in HBM."""
-    return nl.ndarray(shape, dtype=dtype, buffer=nl.hbm)
+    def output(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A tensor the kernel returns."""
+        return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
 
+    def at(self, tile: Any, index: tuple[Any, ...]) -> Any:
+        """Where to write: an index is a number or a (start, stop) pair."""
+        if len(index) == 2:
+            return tile[self._span(index[0]), self._span(index[1])]
+        return tile[self._span(index[0]), self._span(index[1]), self._span(index[2])]
 
-def output(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A tensor the kernel returns."""
-    return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
+    def _span(self, index: Any) -> Any:
+        return slice(index[0], index[1]) if isinstance(index, tuple) else index
 
+    def rows(self, x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
+        """``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
+        width = x.shape[1]
+        return x.ap([[stride * width, partitions], [width, chunks], [1, tokens]], offset=first * width + start)
 
-def at(tile: Any, *index: Any) -> Any:
-    """Where to write: an index is a number or a (start, stop) pair."""
-    return tile[tuple([slice(*i) if isinstance(i, tuple) else i for i in index])]
+    def row(self, x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
+        """Features ``first + p * stride + c`` of ``x`` [size, 1]: [1, partitions, chunks]."""
+        return x.ap([[1, 1], [stride, partitions], [1, chunks]], offset=first)
 
+    def columns(self, x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
+        """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
+        width = x.shape[1]
+        return x.ap([[width, tokens], [stride, partitions], [1, chunks]], offset=token * width + first)
 
-def rows(x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
-    """``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
-    width = x.shape[1]
-    return x.ap([[stride * width, partitions], [width, chunks], [1, tokens]], offset=first * width + start)
+    def run(self, w: Any, offset: int, partitions: int, stride: int, length: int) -> Any:
+        """Elements ``offset + p * stride + i`` of a flat HBM tensor: [partitions, length]."""
+        return w.ap([[stride, partitions], [1, length]], offset=offset)
 
+    def load(self, dst: Any, src: Any) -> None:
+        """HBM to SBUF."""
+        nisa.dma_copy(dst=dst, src=src)
 
-def row(x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
-    """Features ``first + p * stride + c`` of ``x`` [size, 1]: [1, partitions, chunks]."""
-    return x.ap([[1, 1], [stride, partitions], [1, chunks]], offset=first)
+    def store(self, dst: Any, src: Any) -> None:
+        """SBUF to HBM."""
+        nisa.dma_copy(dst=dst, src=src)
 
+    def matmul(self, dst: Any, stationary: Any, moving: Any) -> None:
+        """``dst += stationary^T moving``; the first product into a :func:`psum` tile's location overwrites."""
+        nisa.nc_matmul(dst, stationary, moving)
 
-def columns(x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
-    """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
-    width = x.shape[1]
-    return x.ap([[width, tokens], [stride, partitions], [1, chunks]], offset=token * width + first)
+    def copy(self, dst: Any, src: Any) -> None:
+        """Copy on the vector engine."""
+        nisa.tensor_copy(dst, src)
 
+    def copy_scalar(self, dst: Any, src: Any) -> None:
+        """Copy on the scalar engine."""
+        nisa.activation(dst, op=nl.copy, data=src)
 
-def run(w: Any, offset: int, partitions: int, stride: int, length: int) -> Any:
-    """Elements ``offset + p * stride + i`` of a flat HBM tensor: [partitions, length]."""
-    return w.ap([[stride, partitions], [1, length]], offset=offset)
+    def silu(self, dst: Any, src: Any) -> None:
+        """``dst = silu(src)`` on the scalar engine."""
+        nisa.activation(dst, op=nl.silu, data=src)
 
+    def square(self, dst: Any, src: Any) -> None:
+        """``dst = src^2`` on the scalar engine."""
+        nisa.activation(dst, op=nl.square, data=src)
 
-def load(dst: Any, src: Any) -> None:
-    """HBM to SBUF."""
-    nisa.dma_copy(dst=dst, src=src)
+    def rsqrt(self, dst: Any, src: Any, scale: float, bias: Any) -> None:
+        """``dst = 1 / sqrt(src * scale + bias)`` with ``bias`` one element a partition."""
+        nisa.activation(dst, op=nl.rsqrt, data=src, scale=scale, bias=bias)
 
+    def add(self, dst: Any, a: Any, b: Any) -> None:
+        """``dst = a + b`` on the vector engine; not both in PSUM."""
+        nisa.tensor_tensor(dst, a, b, op=nl.add)
 
-def store(dst: Any, src: Any) -> None:
-    """SBUF to HBM."""
-    nisa.dma_copy(dst=dst, src=src)
+    def add_column(self, dst: Any, a: Any, column: Any) -> None:
+        """``dst = a + column`` with ``column`` [partitions, 1] in float32."""
+        nisa.tensor_scalar(dst, a, nl.add, column)
 
+    def prepare_transposes(self, dtype: Any) -> None:
+        """Nothing: the tensor engine has a transpose mode from NeuronCore-v3 on."""
 
-def matmul(dst: Any, stationary: Any, moving: Any) -> None:
-    """``dst += stationary^T moving``; the first product into a :func:`psum` tile's location overwrites."""
-    nisa.nc_matmul(dst, stationary, moving)
+    def transpose(self, shape: tuple[int, ...], src: Any) -> Any:
+        """``src^T``, up to 128 x 128, as a PSUM tile of this shape and ``src``'s dtype."""
+        turned = nl.ndarray(shape, dtype=src.dtype, buffer=nl.psum)
+        nisa.nc_transpose(turned, src)
+        return turned
 
+    def multiply(self, dst: Any, a: Any, b: Any) -> None:
+        """``dst = a * b`` on the vector engine; not both in PSUM."""
+        nisa.tensor_tensor(dst, a, b, op=nl.multiply)
 
-def copy(dst: Any, src: Any) -> None:
-    """Copy on the vector engine."""
-    nisa.tensor_copy(dst, src)
+    def fill(self, tile: Any, value: float) -> None:
+        """Set every element of a tile."""
+        nisa.memset(tile, value)
 
+    def loop(self, count: int) -> Any:
+        """Iterations that do not depend on each other; this dialect unrolls them."""
+        return self.static_range(count)
 
-def copy_scalar(dst: Any, src: Any) -> None:
-    """Copy on the scalar engine."""
-    nisa.activation(dst, op=nl.copy, data=src)
-
-
-def silu(dst: Any, src: Any) -> None:
-    """``dst = silu(src)`` on the scalar engine."""
-    nisa.activation(dst, op=nl.silu, data=src)
-
-
-def square(dst: Any, src: Any) -> None:
-    """``dst = src^2`` on the scalar engine."""
-    nisa.activation(dst, op=nl.square, data=src)
-
-
-def rsqrt(dst: Any, src: Any, scale: float, bias: Any) -> None:
-    """``dst = 1 / sqrt(src * scale + bias)`` with ``bias`` one element a partition."""
-    nisa.activation(dst, op=nl.rsqrt, data=src, scale=scale, bias=bias)
-
-
-def add(dst: Any, a: Any, b: Any) -> None:
-    """``dst = a + b`` on the vector engine; not both in PSUM."""
-    nisa.tensor_tensor(dst, a, b, op=nl.add)
-
-
-def add_column(dst: Any, a: Any, column: Any) -> None:
-    """``dst = a + column`` with ``column`` [partitions, 1] in float32."""
-    nisa.tensor_scalar(dst, a, nl.add, column)
-
-
-def transpose(shape: tuple[int, ...], src: Any) -> Any:
-    """``src^T``, up to 128 x 128, as a PSUM tile of this shape and ``src``'s dtype."""
-    turned = nl.ndarray(shape, dtype=src.dtype, buffer=nl.psum)
-    nisa.nc_transpose(turned, src)
-    return turned
-
-
-def multiply(dst: Any, a: Any, b: Any) -> None:
-    """``dst = a * b`` on the vector engine; not both in PSUM."""
-    nisa.tensor_tensor(dst, a, b, op=nl.multiply)
-
-
-def fill(tile: Any, value: float) -> None:
-    """Set every element of a tile."""
-    nisa.memset(tile, value)
-
-
-def loop(count: int) -> Any:
-    """Iterations that do not depend on each other; this dialect unrolls them."""
-    return range(count)
+    def static_range(self, count: int) -> list[int]:
+        """Unrolled iterations. A list: a ``range`` is no value of this language, only the head of a loop."""
+        indices = []
+        for i in range(count):
+            indices.append(i)
+        return indices

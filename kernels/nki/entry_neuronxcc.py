@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from neuronmm.kernels.hardware import TRN1
-from neuronmm.kernels.nki import dialect_neuronxcc as d
 from neuronmm.kernels.nki import low_rank_matmul as matmul
 from neuronmm.kernels.nki import low_rank_mlp as mlp
 from neuronmm.kernels.nki import packed_matmul as packed
-from neuronmm.kernels.nki.blocks import Blocks, Options
-from neuronmm.kernels.nki.choice import linear_blocks, mlp_blocks, tokens_first
+from neuronmm.kernels.nki.blocks import Blocks, Ranks
+from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans, sizes, tokens_first
+from neuronmm.kernels.nki.dialect_neuronxcc import Dialect
+from neuronmm.kernels.nki.objects import Options, factor
 
 
 def low_rank_matmul(
@@ -28,8 +29,10 @@ def low_rank_matmul(
     first = tokens_first(layout)
 
     def compute(x: Any, a: Any, b: Any, y: Any, options: Options) -> None:
-        sizes = blocks or linear_blocks(x, rank, y, options, TRN1)
-        matmul.low_rank_matmul(d, x, a, b, y, rank, sizes, options)
+        inputs, outputs = sizes(x, first)[0], sizes(y, first)[0]
+        fa, fb = factor(a, factor_plan(inputs, rank, x)), factor(b, factor_plan(rank, outputs, x))
+        chosen = blocks or linear_blocks(x, rank, outputs, TRN1, epsilon > 0, residual, first)
+        matmul.low_rank_matmul(Dialect(), x, fa, fb, y, chosen, options)
 
     def low_rank_matmul_kernel(x: Any, a: Any, b: Any, y: Any) -> None:
         compute(x, a, b, y, Options(epsilon, tokens_first=first))
@@ -53,13 +56,14 @@ def packed_matmul(layout: str = "HSB") -> Callable[..., None]:
     first = tokens_first(layout)
 
     def packed_matmul_kernel(x: Any, w: Any, y: Any) -> None:
-        packed.packed_matmul(d, x, w, y, Options(tokens_first=first))
+        f = factor(w, factor_plan(sizes(x, first)[0], sizes(y, first)[0], x))
+        packed.packed_matmul(Dialect(), x, f, y, Options(tokens_first=first))
 
     return packed_matmul_kernel
 
 
 def low_rank_swiglu_mlp(
-    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
+    ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
     partial: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
     """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual], y)``.
@@ -69,25 +73,27 @@ def low_rank_swiglu_mlp(
     """
     first = tokens_first(layout)
 
-    def compute(x: Any, w: mlp.Weights, y: Any, options: Options) -> None:
-        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or mlp_blocks(x, ranks, False, options, TRN1), options)
+    def compute(x: Any, tensors: tuple[Any, ...], y: Any, options: Options) -> None:
+        w = mlp.weights(*tensors, mlp_plans(sizes(x, first)[0], ranks, x, False, partial), False)
+        chosen = blocks or mlp_blocks(x, ranks, False, TRN1, epsilon > 0, residual, first)
+        mlp.low_rank_swiglu_mlp(Dialect(), x, w, y, chosen, options)
 
     def low_rank_mlp_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, y: Any
     ) -> None:
-        w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
+        w = gate_a, gate_b, up_a, up_b, down_a, down_b
         compute(x, w, y, Options(epsilon, tokens_first=first))
 
     def low_rank_mlp_residual_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any, y: Any
     ) -> None:
-        w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, down_b)
+        w = gate_a, gate_b, up_a, up_b, down_a, down_b
         compute(x, w, y, Options(epsilon, adds=True, residual=extra, tokens_first=first))
 
     def low_rank_mlp_partial_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, y: Any
     ) -> None:
-        w = mlp.Weights(gate_a, gate_b, up_a, up_b, down_a, 0.0)
+        w = gate_a, gate_b, up_a, up_b, down_a, down_a
         compute(x, w, y, Options(epsilon, tokens_first=first, partial=True))
 
     if partial:
@@ -96,29 +102,31 @@ def low_rank_swiglu_mlp(
 
 
 def low_rank_swiglu_mlp_shared(
-    ranks: mlp.Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
+    ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
     partial: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
     """One A for gate and up: ``kernel(x, gate_a, gate_b, up_b, down_a, down_b[, residual], y)``; partial as above."""
     first = tokens_first(layout)
 
-    def compute(x: Any, w: mlp.Weights, y: Any, options: Options) -> None:
-        mlp.low_rank_swiglu_mlp(d, x, w, y, ranks, blocks or mlp_blocks(x, ranks, True, options, TRN1), options)
+    def compute(x: Any, tensors: tuple[Any, ...], y: Any, options: Options) -> None:
+        w = mlp.weights(*tensors, mlp_plans(sizes(x, first)[0], ranks, x, True, partial), True)
+        chosen = blocks or mlp_blocks(x, ranks, True, TRN1, epsilon > 0, residual, first)
+        mlp.low_rank_swiglu_mlp(Dialect(), x, w, y, chosen, options)
 
     def low_rank_mlp_shared_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, y: Any
     ) -> None:
-        w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, shared=True)
+        w = gate_a, gate_b, gate_a, up_b, down_a, down_b
         compute(x, w, y, Options(epsilon, tokens_first=first))
 
     def low_rank_mlp_shared_residual_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any, y: Any
     ) -> None:
-        w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, shared=True)
+        w = gate_a, gate_b, gate_a, up_b, down_a, down_b
         compute(x, w, y, Options(epsilon, adds=True, residual=extra, tokens_first=first))
 
     def low_rank_mlp_shared_partial_kernel(x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, y: Any) -> None:
-        w = mlp.Weights(gate_a, gate_b, gate_a, up_b, down_a, 0.0, shared=True)
+        w = gate_a, gate_b, gate_a, up_b, down_a, down_a
         compute(x, w, y, Options(epsilon, tokens_first=first, partial=True))
 
     if partial:

@@ -10,30 +10,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronmm.kernels.nki.blocks import PLAIN, Blocks, Options
-from neuronmm.kernels.nki.moves import Factor, factor
+from neuronmm.kernels.nki.objects import Factor, Options, Sizes
 from neuronmm.kernels.nki.stages import first_factors, second_factor
 
 
-def low_rank_matmul(
-    d: Any, x: Any, a: Any, b: Any, y: Any, rank: int, blocks: Blocks, options: Options = PLAIN
-) -> None:
+def low_rank_matmul(d: Any, x: Any, a: Factor, b: Factor, y: Any, blocks: Sizes, options: Options) -> None:
     """Body of the kernel on the dialect ``d``.
 
     Dimensions: ``x`` [in, tokens], ``y`` and the residual [out, tokens], or the other way round as ``options`` say;
-    ``a`` and ``b`` packed, of [rank, in] and [out, rank]. A norm's weight is packed into ``a``.
+    ``a`` and ``b`` of [rank, in] and [out, rank]. A norm's weight is packed into ``a``.
     """
-    features, tokens = (1, 0) if options.tokens_first else (0, 1)
-    fa, fb = factor(a, x.shape[features], rank), factor(b, rank, y.shape[features])
-    strips, rest = divmod(x.shape[tokens], blocks.tokens)
+    if options.tokens_first:
+        d.prepare_transposes(x.dtype)
+    strips, rest = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
     for i in d.loop(strips):
-        _strip(d, x, fa, fb, y, i * blocks.tokens, blocks.tokens, blocks, options)
-    if rest:
-        _strip(d, x, fa, fb, y, strips * blocks.tokens, rest, blocks, options)
+        _strip(d, x, a, b, y, i * blocks.tokens, blocks.tokens, blocks, options)
+    if rest > 0:
+        _strip(d, x, a, b, y, strips * blocks.tokens, rest, blocks, options)
 
 
 def _strip(
-    d: Any, x: Any, a: Factor, b: Factor, y: Any, start: Any, tokens: int, blocks: Blocks, options: Options
+    d: Any, x: Any, a: Factor, b: Factor, y: Any, start: Any, tokens: int, blocks: Sizes, options: Options
 ) -> None:
-    h = first_factors(d, x, [a], start, tokens, blocks, options)[0]
-    second_factor(d, y, h, b, b.how.panels(), start, tokens, blocks, options)
+    made = first_factors(d, x, [a], start, tokens, blocks, options)
+    second_factor(d, y, made[0], b, b.panels, start, tokens, blocks, options)

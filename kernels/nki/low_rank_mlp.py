@@ -11,8 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.kernels.nki.blocks import PLAIN, Blocks, Options, split
-from neuronmm.kernels.nki.moves import Factor, Parts, factor, in_one
+from neuronmm.kernels.nki.objects import (
+    Factor,
+    NKIObject,
+    Options,
+    Parts,
+    Sizes,
+    factor,
+    in_one,
+    panels_within,
+    split,
+)
 from neuronmm.kernels.nki.stages import (
     MULTIPLY,
     SILU,
@@ -25,96 +34,89 @@ from neuronmm.kernels.nki.stages import (
 )
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Static sizes of the MLP: ranks of gate, up and down, and the intermediate dimension."""
+@dataclass
+class Weights(NKIObject):  # type: ignore[misc, valid-type]
+    """The factors of the three linears. ``shared``: up uses ``gate_a``, and ``up_a`` is not read. ``down_b`` is not
+    read where the kernel stops before it."""
 
-    gate: int
-    up: int
-    down: int
-    intermediate: int
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The packed factors of the three linears. ``shared``: up uses ``gate_a``, and ``up_a`` is not read."""
-
-    gate_a: Any
-    gate_b: Any
-    up_a: Any
-    up_b: Any
-    down_a: Any
-    down_b: Any
-    shared: bool = False
+    gate_a: Factor
+    gate_b: Factor
+    up_a: Factor
+    up_b: Factor
+    down_a: Factor
+    down_b: Factor
+    shared: bool
 
 
-def low_rank_swiglu_mlp(
-    d: Any, x: Any, w: Weights, y: Any, ranks: Ranks, blocks: Blocks, options: Options = PLAIN
-) -> None:
+def weights(
+    gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, plans: Any, shared: bool
+) -> Weights:
+    """The flat HBM tensors as the factors that ``plans`` describe, in the same order. What a variant does not read is
+    given as another of its tensors, with that one's plan: ``gate_a`` for ``up_a``, ``down_a`` for ``down_b``."""
+    return Weights(
+        factor(gate_a, plans[0]),
+        factor(gate_b, plans[1]),
+        factor(up_a, plans[2]),
+        factor(up_b, plans[3]),
+        factor(down_a, plans[4]),
+        factor(down_b, plans[5]),
+        shared,
+    )
+
+
+def low_rank_swiglu_mlp(d: Any, x: Any, w: Weights, y: Any, blocks: Sizes, options: Options) -> None:
     """Body of the kernel on the dialect ``d``.
 
-    Dimensions: ``x``, ``y`` and the residual [hidden, tokens], or the other way round as ``options`` say; each A packed
-    of [rank, in], each B of [out, rank]. A norm's weight is packed into the A factors of gate and up. With
-    ``options.partial``, ``y`` [down rank, tokens] is ``A_down`` of the activation, and ``w.down_b`` is not read.
+    Dimensions: ``x``, ``y`` and the residual [hidden, tokens], or the other way round as ``options`` say; each A of
+    [rank, in], each B of [out, rank]. A norm's weight is packed into the A factors of gate and up. With
+    ``options.partial``, ``y`` [down rank, tokens] is ``A_down`` of the activation.
     """
-    tokens = x.shape[0] if options.tokens_first else x.shape[1]
-    strips, rest = divmod(tokens, blocks.tokens)
+    if options.tokens_first:
+        d.prepare_transposes(x.dtype)
+    strips, rest = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
     for i in d.loop(strips):
-        _strip(d, x, w, y, ranks, i * blocks.tokens, blocks.tokens, blocks, options)
-    if rest:
-        _strip(d, x, w, y, ranks, strips * blocks.tokens, rest, blocks, options)
+        _strip(d, x, w, y, i * blocks.tokens, blocks.tokens, blocks, options)
+    if rest > 0:
+        _strip(d, x, w, y, strips * blocks.tokens, rest, blocks, options)
 
 
-def _strip(
-    d: Any, x: Any, w: Weights, y: Any, ranks: Ranks, start: Any, tokens: int, blocks: Blocks, options: Options
-) -> None:
-    gate_b, up_b = gate_up_factors(w, ranks)
-    down_a = factor(w.down_a, ranks.intermediate, ranks.down)
-    gate, up = gate_up_inputs(d, x, w, ranks, start, tokens, blocks, options)
-    cut = down_a.how.rows
-    h = Accumulation(down_a, [], [])
-    for first, count in split(cut.count, block_chunks(blocks, gate_b, up_b)):
-        act = swiglu_block(d, gate, gate_b, up, up_b, first, count, tokens, blocks, x.dtype)
-        accumulate_block(d, h, in_one(act, count), first, first + count, tokens, blocks, x.dtype)
+def _strip(d: Any, x: Any, w: Weights, y: Any, start: Any, tokens: int, blocks: Sizes, options: Options) -> None:
+    inputs = gate_up_inputs(d, x, w, start, tokens, blocks, options)
+    h = Accumulation(w.down_a, [], [])
+    for block in split(d, w.down_a.rows.count, block_chunks(blocks, w.gate_b, w.up_b)):
+        first, count = block
+        act = swiglu_block(d, inputs[0], w.gate_b, inputs[1], w.up_b, first, count, tokens, blocks, x.dtype)
+        accumulate_block(d, h, in_one(d, act, count), first, first + count, tokens, blocks, x.dtype)
     if options.partial:
         store_parts(d, y, h, start, tokens, options.tokens_first)
     else:
-        down_b = factor(w.down_b, ranks.down, y.shape[1] if options.tokens_first else y.shape[0])
-        second_factor(d, y, h.parts(), down_b, down_b.how.panels(), start, tokens, blocks, options)
-
-
-def gate_up_factors(w: Weights, ranks: Ranks) -> tuple[Factor, Factor]:
-    """The B factors of gate and up."""
-    up_rank = ranks.gate if w.shared else ranks.up
-    return factor(w.gate_b, ranks.gate, ranks.intermediate), factor(w.up_b, up_rank, ranks.intermediate)
+        second_factor(d, y, h.parts(d), w.down_b, w.down_b.panels, start, tokens, blocks, options)
 
 
 def gate_up_inputs(
-    d: Any, x: Any, w: Weights, ranks: Ranks, start: Any, tokens: int, blocks: Blocks, options: Options
+    d: Any, x: Any, w: Weights, start: Any, tokens: int, blocks: Sizes, options: Options
 ) -> tuple[Parts, Parts]:
     """``A_gate x`` and ``A_up x`` of a strip; the same tiles twice where the factor is shared."""
-    hidden = x.shape[1] if options.tokens_first else x.shape[0]
-    factors = [factor(w.gate_a, hidden, ranks.gate)]
-    if not w.shared:
-        factors.append(factor(w.up_a, hidden, ranks.up))
-    made = first_factors(d, x, factors, start, tokens, blocks, options)
-    return made[0], made[-1]
+    if w.shared:
+        made = first_factors(d, x, [w.gate_a], start, tokens, blocks, options)
+        return made[0], made[0]
+    made = first_factors(d, x, [w.gate_a, w.up_a], start, tokens, blocks, options)
+    return made[0], made[1]
 
 
-def block_chunks(blocks: Blocks, gate_b: Factor, up_b: Factor) -> int:
+def block_chunks(blocks: Sizes, gate_b: Factor, up_b: Factor) -> int:
     """Chunks of a block: as asked, rounded up to whole panels of gate's and up's B."""
-    whole = max(gate_b.how.group, up_b.how.group)
-    asked = blocks.intermediate or gate_b.how.columns.count
+    whole = max(gate_b.group, up_b.group)
+    asked = blocks.intermediate if blocks.intermediate > 0 else gate_b.columns.count
     return -(-asked // whole) * whole
 
 
 def swiglu_block(
-    d: Any, gate: Parts, gate_b: Factor, up: Parts, up_b: Factor, first: int, count: int, tokens: int, blocks: Blocks,
+    d: Any, gate: Parts, gate_b: Factor, up: Parts, up_b: Factor, first: int, count: int, tokens: int, blocks: Sizes,
     dtype: Any,
 ) -> Any:  # fmt: skip
     """``silu(B_gate gate) * (B_up up)`` as a tile: ``count`` chunks of the intermediate dimension from ``first``."""
-    act = d.sbuf((gate_b.how.columns.width, count, tokens), dtype)
-    for f, h, kind in ((gate_b, gate, SILU), (up_b, up, MULTIPLY)):
-        panels = [panel for panel in f.how.panels() if first <= panel.first < first + count]
-        expand(d, act, first, kind, act, f, panels, h, tokens, blocks)
+    act = d.sbuf((gate_b.columns.width, count, tokens), dtype)
+    expand(d, act, first, SILU, act, gate_b, panels_within(gate_b, first, count), gate, tokens, blocks)
+    expand(d, act, first, MULTIPLY, act, up_b, panels_within(up_b, first, count), up, tokens, blocks)
     return act

@@ -10,44 +10,14 @@ HBM they are [features, tokens] as well, and nothing is ever transposed; or, on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.kernels.layout import PARTITIONS, Chunks, Packing, Panel
-from neuronmm.kernels.nki.blocks import split
+from neuronmm.kernels.nki.objects import PARTITIONS, Chunks, Factor, Panel, even, split
 
 BANK = 512
 """float32 elements a partition in one PSUM bank."""
 LONG_ROW = 512
 """Tokens from which a chunk's rows are long enough to be moved chunk by chunk."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A strip's activation: for each chunk the tile [partitions, chunks, tokens] that has it, and its place there."""
-
-    tiles: list[Any]
-    slots: list[int]
-
-
-def in_one(tile: Any, count: int) -> Parts:
-    """``count`` chunks of an activation in one tile."""
-    return Parts([tile] * count, list(range(count)))
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A packed weight in HBM and how it is packed."""
-
-    weights: Any
-    how: Packing
-
-
-def factor(weights: Any, rows: int, columns: int) -> Factor:
-    """The flat HBM tensor ``weights`` as the packed weight of these dimensions."""
-    how = Packing.of(rows, columns, 4 if "32" in str(weights.dtype) else 2)
-    assert weights.shape[0] == how.elements, f"packed weight has {weights.shape[0]} elements, not {how.elements}"
-    return Factor(weights, how)
 
 
 def load_rows(
@@ -61,18 +31,21 @@ def load_rows(
         _load_token(d, tile, x, cut, tokens_first)
         return
     if tokens_first:
-        for t0, t in split(tokens, PARTITIONS):
+        for block in split(d, tokens, PARTITIONS):
+            t0, t = block
             row = d.sbuf((t, cut.width, cut.count), x.dtype)
-            for p0, p1, c1 in _runs(cut):
+            for run in _runs(cut):
+                p0, p1, c1 = run
                 src = d.columns(x, start + t0, t, p0 * cut.count, p1 - p0, cut.count, c1)
-                d.load(d.at(row, (0, t), (p0, p1), (0, c1)), src)
-            for c in range(cut.count):
+                d.load(d.at(row, ((0, t), (p0, p1), (0, c1))), src)
+            for c in d.static_range(cut.count):
                 n = cut.length(c)
-                leave(d, d.at(tile, (0, n), c, (t0, t0 + t)), d.transpose((n, t), row[0:t, 0:n, c]), c)
+                leave(d, d.at(tile, ((0, n), c, (t0, t0 + t))), d.transpose((n, t), row[0:t, 0:n, c]), c)
         return
-    for p0, p1, c0, c1 in pieces(cut, first, last, tokens):
+    for piece in pieces(d, cut, first, last, tokens):
+        p0, p1, c0, c1 = piece
         src = d.rows(x, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0, start, tokens)
-        d.load(d.at(tile, (p0, p1), (c0 - first, c1 - first), (0, tokens)), src)
+        d.load(d.at(tile, ((p0, p1), (c0 - first, c1 - first), (0, tokens))), src)
 
 
 def _load_token(d: Any, tile: Any, x: Any, cut: Chunks, tokens_first: bool) -> None:
@@ -81,20 +54,24 @@ def _load_token(d: Any, tile: Any, x: Any, cut: Chunks, tokens_first: bool) -> N
     row = d.sbuf((1, cut.width, cut.count), x.dtype)
     one = d.sbuf((1, 1), x.dtype)
     d.fill(one, 1.0)
-    for p0, p1, c1 in _runs(cut):
+    for run in _runs(cut):
+        p0, p1, c1 = run
         first = p0 * cut.count
         if tokens_first:
             src = d.columns(x, 0, 1, first, p1 - p0, cut.count, c1)
         else:
             src = d.row(x, first, p1 - p0, cut.count, c1)
-        d.load(d.at(row, (0, 1), (p0, p1), (0, c1)), src)
-    for c0, count in split(cut.count, BANK):
+        d.load(d.at(row, ((0, 1), (p0, p1), (0, c1))), src)
+    for block in split(d, cut.count, BANK):
+        c0, count = block
         acc = d.psum((cut.width, count, 1))
-        for c in range(c0, c0 + count):
+        for i in d.static_range(count):
+            c = c0 + i
             n = cut.length(c)
-            d.matmul(d.at(acc, (0, n), c - c0, (0, 1)), row[0:1, 0:n, c], one[0:1, 0:1])
-        for c, n, wide in even(cut, c0, count):
-            d.copy(d.at(tile, (0, wide), (c, c + n), (0, 1)), acc[0:wide, c - c0 : c - c0 + n, 0:1])
+            d.matmul(d.at(acc, ((0, n), c - c0, (0, 1))), row[0:1, 0:n, c], one[0:1, 0:1])
+        for chunks in even(cut, c0, count):
+            c, n, wide = chunks
+            d.copy(d.at(tile, ((0, wide), (c, c + n), (0, 1))), acc[0:wide, c - c0 : c - c0 + n, 0:1])
 
 
 def store_rows(
@@ -102,32 +79,38 @@ def store_rows(
 ) -> None:
     """The reverse of :func:`load_rows`."""
     if tokens_first:
-        for t0, t in split(tokens, PARTITIONS):
+        for block in split(d, tokens, PARTITIONS):
+            t0, t = block
             row = d.sbuf((t, cut.width, cut.count), x.dtype)
-            for c in range(cut.count):
+            for c in d.static_range(cut.count):
                 n = cut.length(c)
-                leave(d, d.at(row, (0, t), (0, n), c), d.transpose((t, n), tile[0:n, c, t0 : t0 + t]), c)
-            for p0, p1, c1 in _runs(cut):
+                leave(d, d.at(row, ((0, t), (0, n), c)), d.transpose((t, n), tile[0:n, c, t0 : t0 + t]), c)
+            for run in _runs(cut):
+                p0, p1, c1 = run
                 dst = d.columns(x, start + t0, t, p0 * cut.count, p1 - p0, cut.count, c1)
                 d.store(dst, row[0:t, p0:p1, 0:c1])
         return
-    for p0, p1, c0, c1 in pieces(cut, first, last, tokens):
+    for piece in pieces(d, cut, first, last, tokens):
+        p0, p1, c0, c1 = piece
         dst = d.rows(x, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0, start, tokens)
         d.store(dst, tile[p0:p1, c0 - first : c1 - first, 0:tokens])
 
 
 def leave(d: Any, dst: Any, src: Any, turn: int) -> None:
     """PSUM to SBUF, on the vector and the scalar engine in turn."""
-    if turn % 2:
+    if turn % 2 == 1:
         d.copy_scalar(dst, src)
     else:
         d.copy(dst, src)
 
 
-def pieces(cut: Chunks, first: int, last: int, tokens: int) -> list[tuple[int, int, int, int]]:
+def pieces(d: Any, cut: Chunks, first: int, last: int, tokens: int) -> list[tuple[int, int, int, int]]:
     """Transfers (partitions from, to, chunks from, to): one a chunk if rows are long, else as few as the shape lets."""
     if tokens >= LONG_ROW:
-        return [(0, cut.length(c), c, c + 1) for c in range(first, last)]
+        found = []
+        for i in d.static_range(last - first):
+            found.append((0, cut.length(first + i), first + i, first + i + 1))
+        return found
     middle = min(max(cut.full, first), last)
     if middle == last or cut.width == 1:
         return [(0, cut.width, first, middle)]
@@ -136,41 +119,37 @@ def pieces(cut: Chunks, first: int, last: int, tokens: int) -> list[tuple[int, i
     return [(0, cut.width - 1, first, last), (cut.width - 1, cut.width, first, middle)]
 
 
-def even(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
-    """``(first chunk, chunks, partitions)``: a run of chunks as one or two runs of equal width."""
-    middle = min(max(cut.full, first), first + count)
-    runs = [(first, middle - first, cut.width), (middle, first + count - middle, cut.width - 1)]
-    return [r for r in runs if r[1] and r[2]]
-
-
 def _runs(cut: Chunks) -> list[tuple[int, int, int]]:
     """A token's features in their order in HBM: (partitions from, to, chunks), whole partitions first."""
     if cut.full == cut.count:
         return [(0, cut.width, cut.count)]
-    runs = [(0, cut.width - 1, cut.count), (cut.width - 1, cut.width, cut.full)]
-    return [r for r in runs if r[1] > r[0]]
+    return [(0, cut.width - 1, cut.count), (cut.width - 1, cut.width, cut.full)]
 
 
 def load_bias(d: Any, bias: Any, cut: Chunks) -> Any:
     """``bias`` [size] as a float32 tile [partitions, chunks]."""
     raw = d.sbuf((cut.width, cut.count), bias.dtype)
     column = d.sbuf((cut.width, cut.count), d.float32)
-    for p0, p1, c0, c1 in pieces(cut, 0, cut.count, 1):
-        d.load(d.at(raw, (p0, p1), (c0, c1)), d.run(bias, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0))
-    for c, n, wide in even(cut, 0, cut.count):
-        d.copy(d.at(column, (0, wide), (c, c + n)), raw[0:wide, c : c + n])
+    for piece in pieces(d, cut, 0, cut.count, 1):
+        p0, p1, c0, c1 = piece
+        d.load(d.at(raw, ((p0, p1), (c0, c1))), d.run(bias, p0 * cut.count + c0, p1 - p0, cut.count, c1 - c0))
+    for chunks in even(cut, 0, cut.count):
+        c, n, wide = chunks
+        d.copy(d.at(column, ((0, wide), (c, c + n))), raw[0:wide, c : c + n])
     return column
 
 
 def load_panels(d: Any, f: Factor, panels: list[Panel], first: int, last: int) -> Any:
     """Row chunks [first, last) of some panels, one transfer each: a tile [partitions, (last - first) * columns]."""
-    cut = f.how.rows
-    tile = d.sbuf((cut.width, (last - first) * sum([panel.columns for panel in panels])), f.weights.dtype)
+    cut, columns = f.rows, 0
+    for panel in panels:
+        columns += panel.columns
+    tile = d.sbuf((cut.width, (last - first) * columns), f.weights.dtype)
     at = 0
     for panel in panels:
         wide = panel.columns
         length = (last - first) * wide
         src = d.run(f.weights, panel.offset + first * wide, cut.width, cut.count * wide, length)
-        d.load(d.at(tile, (0, cut.width), (at, at + length)), src)
+        d.load(d.at(tile, ((0, cut.width), (at, at + length))), src)
         at += length
     return tile

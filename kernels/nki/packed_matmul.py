@@ -7,32 +7,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronmm.kernels.nki.blocks import PLAIN, Blocks, Options
-from neuronmm.kernels.nki.moves import Factor, factor, in_one, load_rows
+from neuronmm.kernels.nki.moves import load_rows
+from neuronmm.kernels.nki.objects import Factor, Options, Sizes, in_one
 from neuronmm.kernels.nki.stages import second_factor
 
 STRIP = 512
 """Tokens of a strip, and of a product."""
 
 
-def packed_matmul(d: Any, x: Any, w: Any, y: Any, options: Options = PLAIN) -> None:
+def packed_matmul(d: Any, x: Any, w: Factor, y: Any, options: Options) -> None:
     """Body of the kernel on the dialect ``d``.
 
-    Dimensions: ``x`` [in, tokens], ``y`` [out, tokens], or the other way round as ``options`` say; ``w`` packed, of
-    [out, in].
+    Dimensions: ``x`` [in, tokens], ``y`` [out, tokens], or the other way round as ``options`` say; ``w`` of [out, in].
     """
-    features, axis = (1, 0) if options.tokens_first else (0, 1)
-    f, tokens = factor(w, x.shape[features], y.shape[features]), x.shape[axis]
-    blocks = Blocks(tokens=min(STRIP, tokens), moving=min(STRIP, tokens))
-    strips, rest = divmod(tokens, blocks.tokens)
+    if options.tokens_first:
+        d.prepare_transposes(x.dtype)
+    tokens = x.shape[0 if options.tokens_first else 1]
+    step = min(STRIP, tokens)
+    blocks = Sizes(step, step, 0, 0, 1)
+    strips, rest = divmod(tokens, step)
     for i in d.loop(strips):
-        _strip(d, x, f, y, i * blocks.tokens, blocks.tokens, blocks, options)
-    if rest:
-        _strip(d, x, f, y, strips * blocks.tokens, rest, blocks, options)
+        _strip(d, x, w, y, i * step, step, blocks, options)
+    if rest > 0:
+        _strip(d, x, w, y, strips * step, rest, blocks, options)
 
 
-def _strip(d: Any, x: Any, f: Factor, y: Any, start: Any, tokens: int, blocks: Blocks, options: Options) -> None:
-    cut = f.how.rows
+def _strip(d: Any, x: Any, f: Factor, y: Any, start: Any, tokens: int, blocks: Sizes, options: Options) -> None:
+    cut = f.rows
     held = d.sbuf((cut.width, cut.count, tokens), x.dtype)
     load_rows(d, held, x, cut, 0, cut.count, start, tokens, options.tokens_first)
-    second_factor(d, y, in_one(held, cut.count), f, f.how.panels(), start, tokens, blocks, options)
+    second_factor(d, y, in_one(d, held, cut.count), f, f.panels, start, tokens, blocks, options)

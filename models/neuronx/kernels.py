@@ -55,7 +55,7 @@ def low_rank_swiglu(
     y is what B of down is applied to, and there is no ``down_b``.
     """
     from neuronmm.kernels.nki import entry_neuronxcc as entry
-    from neuronmm.kernels.nki.low_rank_mlp import Ranks
+    from neuronmm.kernels.nki.blocks import Ranks
 
     def reference(x: Tensor, gate_a: Tensor, gate_b: Tensor, *rest: Tensor) -> Tensor:
         up_a, up_b, down_a, *down_b = (gate_a, *rest) if shared else rest

@@ -16,8 +16,7 @@ from neuronmm.emulator.timing import report, simulate
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.hardware import CORES, DTYPE_BYTES, TRN1, NeuronCore
 from neuronmm.kernels.layout import Packing
-from neuronmm.kernels.nki.blocks import Blocks
-from neuronmm.kernels.nki.low_rank_mlp import Ranks
+from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.tiling import LONG_TOKEN, MlpProblem, Problem, consider, evaluate, explain, solve
 
 DEEPSEEK_UP = Problem(tokens=4096, inputs=7168, rank=4096, outputs=18432)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draws import examples
-from neuronmm.kernels.layout import Chunks, Packing, pack, unpack
+from neuronmm.kernels.layout import Chunks, Packing, order, pack, unpack
 
 FEATURES = st.integers(1, 1200)
 MODELS = [(2048, 8192, 1280), (3072, 8192, 1792), (2560, 9728, 1664), (4096, 14336, 2560), (576, 1536, 320)]
@@ -35,7 +35,7 @@ def test_chunks_cover_a_dimension_once(size: int) -> None:
     lengths = [cut.length(c) for c in range(cut.count)]
     assert cut.count == -(-size // 128) and sum(lengths) == size and max(lengths) == cut.width <= 128
     assert max(lengths) - min(lengths) <= 1
-    assert sorted(cut.order()) == list(range(size))
+    assert sorted(order(cut)) == list(range(size))
     assert [cut.start(c) for c in range(cut.count)] == [sum(lengths[:c]) for c in range(cut.count)]
 
 
@@ -69,6 +69,6 @@ def test_a_panel_is_contiguous_for_each_partition() -> None:
     how, packed = Packing.of(rows, columns, 4), pack(weight)
     panel = how.panels()[0]
     part = packed[panel.offset : panel.offset + 128 * 2 * panel.columns].view(128, 2, panel.columns)
-    order = how.columns.order()
+    features = order(how.columns)
     for p, c, q in ((0, 0, 0), (3, 1, 5), (127, 1, panel.columns - 1)):
-        assert part[p, c, q] == weight[order[how.columns.start(panel.first) + q], p * how.rows.count + c]
+        assert part[p, c, q] == weight[features[how.columns.start(panel.first) + q], p * how.rows.count + c]

@@ -114,7 +114,7 @@ def test_entries_of_both_dialects(kernels: Any, make: Any, tokens: int, residual
             first = getattr(kernels.entry_neuronxcc, name)(static, **asked)
             second = getattr(kernels.entry_nki, name)(static, **asked)
             near(case.result(run(first, *tensors, outputs=[case.output()]).outputs[0]), case.exact())
-            near(case.result(second[1](*tensors)), case.exact())
+            near(case.result(second(*tensors)), case.exact())
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -10,8 +10,8 @@ from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.trace import Engine, Space, Trace
 from neuronmm.kernels.hardware import TRN1, TRN2
 from neuronmm.kernels.layout import Packing
-from neuronmm.kernels.nki.blocks import Blocks
-from neuronmm.kernels.nki.low_rank_mlp import Ranks
+from neuronmm.kernels.nki.blocks import Blocks, Ranks
+from neuronmm.kernels.nki.choice import factor_plan
 from neuronmm.kernels.tiling import MlpProblem, solve
 
 MLPS = {
@@ -125,8 +125,11 @@ def test_evictions_alternate_between_engines(kernels: Any) -> None:
 
 
 def test_baselines_move_what_their_schedules_say(kernels: Any) -> None:
-    d, b = kernels.dialect_nki, kernels.baselines
+    d, b = kernels.dialect_nki.Dialect(), kernels.baselines
     m, k, r, n = 2048, 1024, 512, 2048
+
+    def factor(w: Any, rows: int, columns: int) -> Any:
+        return kernels.objects.factor(w, factor_plan(rows, columns, w))
 
     def traffic(body: Any, *tensors: TensorSpec, out: TensorSpec) -> tuple[int, int]:
         return run(body, *tensors, outputs=[out]).trace.traffic()
@@ -141,7 +144,7 @@ def test_baselines_move_what_their_schedules_say(kernels: Any) -> None:
     )  # fmt: skip
     assert written == 2 * (r * m + m * n) and read == 2 * (k * m + 2 * k * r + r * n + 2 * r * m)
     read, written = traffic(
-        lambda x, a, v, y: b.recomputing(d, x, a, v, y, r, Blocks()), plain(k, m), packed(k, r), packed(r, n),
+        lambda x, a, v, y: b.recomputing(d, x, factor(a, k, r), factor(v, r, n), y, Blocks()), plain(k, m), packed(k, r), packed(r, n),
         out=plain(n, m),
     )  # fmt: skip
     again = n // 1024
