@@ -21,22 +21,22 @@ _BESIDE = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
     "generation_config.json",
 )  # fmt: skip
-_KNOWN = ("config.json", _INDEX, "model*.safetensors", *_BESIDE, *report.FILES)
-"""All that a run writes into a checkpoint's folder."""
 
 
 def check_ours(folder: Path) -> None:
     """Check that ``folder`` holds a checkpoint that :mod:`neuronmm.compression` wrote, and nothing else.
 
     Raises:
-        UserError: it has not the report of one, or holds a file that no run writes.
+        UserError: it has not the report of one, or holds a file that this does not name.
     """
-    only = "--force replaces only a checkpoint that neuronmm wrote; give another folder"
     try:
-        report.read(folder)
-    except UserError:
-        raise UserError(f"{folder}: has no {report.REPORT} of neuronmm's; {only}") from None
-    stranger = stranger_in(folder, _KNOWN)
+        files = report.read(folder)["files"]
+    except (UserError, LookupError):
+        raise UserError(
+            f"{folder}: has no {report.REPORT} that names its files; --force replaces only a checkpoint that "
+            "neuronmm wrote; give another folder"
+        ) from None
+    stranger = stranger_in(folder, map(str, files) if isinstance(files, list) else ())
     if stranger is not None:
         raise UserError(f"{folder}: holds {stranger.name}, which neuronmm did not write; move that away first")
 

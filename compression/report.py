@@ -31,12 +31,10 @@ REPORT = "compression_report.json"
 
 _TABLE = "compression_report.md"
 
-FILES = (REPORT, _TABLE)
-"""Both of them."""
-
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Keep the report in the checkpoint's folder."""
+    """Keep the report in the checkpoint's folder, which is otherwise complete; it gets the names of the ``files``."""
+    report["files"] = sorted({REPORT, _TABLE, *(file.name for file in folder.iterdir())})
     write_json(folder / REPORT, report)
     (folder / _TABLE).write_text(as_markdown(report), encoding="utf-8")
 

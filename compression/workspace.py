@@ -18,14 +18,14 @@ from neuronmm.compression.parts import place_tensors, read_header, read_tensors
 from neuronmm.kernels.durable import WRITING, sync, sync_tree
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
-from neuronmm.models.output import Inputs, is_within, keep_out_of, keep_whole, output_folder, stranger_in
+from neuronmm.models.output import Inputs, is_within, keep_apart, output_folder, stranger_in
 
 RUN = "run.json"
 """What the run in a work folder was asked for."""
 
 _FINAL, _REPLACED = "final", "replaced"
 _PARTS = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
-_KNOWN = (MARK, RUN, _FINAL, _REPLACED, *(f"{part}.safetensors" for part in _PARTS), f"*{WRITING}")
+_KNOWN = (MARK, RUN, f"{_FINAL}/", f"{_REPLACED}/", *(f"{part}.safetensors" for part in _PARTS), f"*{WRITING}")
 """All that a run writes into its folder."""
 
 
@@ -80,9 +80,8 @@ class Workspace:
         Raises:
             UserError: it would.
         """
-        keep_out_of(self.out, inputs)
         for folder in (self.out, self.folder):
-            keep_whole(folder, inputs)
+            keep_apart(folder, inputs)
 
     def begin(self, run: dict[str, Any]) -> None:
         """Start the run that ``run`` describes, or go on with an interrupted one of the same description.

@@ -15,7 +15,7 @@ from neuronmm.engine.picture import draw_benchmark
 from neuronmm.kernels.durable import replacing
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
-from neuronmm.models.output import Inputs, keep_out_of, output_folder
+from neuronmm.models.output import Inputs, keep_apart, output_folder
 
 _DOCUMENT, _PICTURE = "benchmark.json", "benchmark.png"
 _WIDTH = 175
@@ -89,7 +89,7 @@ def results_folder(out: str | Path, inputs: Inputs) -> Path:
             wrote.
     """
     folder = output_folder(out)
-    keep_out_of(folder, inputs)
+    keep_apart(folder, inputs, may_hold=True)
     there = [name for name in (_DOCUMENT, _PICTURE) if os.path.lexists(folder / name)]
     if there and (read_own(folder / _DOCUMENT) or {}).get("what") != "benchmark":
         raise UserError(f"{folder / there[0]}: was not written by benchmark; move it, or give another folder")

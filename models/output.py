@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from neuronmm.models.errors import UserError
@@ -26,35 +27,30 @@ def output_folder(out: str | Path) -> Path:
     return Path(os.path.realpath(given))
 
 
-def keep_out_of(out: Path, inputs: Inputs) -> None:
-    """Check that the folder ``out`` is none of ``inputs`` and lies in none of them.
+def keep_apart(out: Path, inputs: Inputs, *, may_hold: bool = False) -> None:
+    """Check that the folder ``out`` is none of ``inputs``, lies in none and, but with ``may_hold``, holds none.
 
     Raises:
-        UserError: it does.
+        UserError: it is, does or holds one.
     """
     for given, place in _places(inputs):
         if is_within(out, place):
             raise UserError(f"{out}: is or lies in {given}, which this run reads; give another folder to write")
-
-
-def keep_whole(out: Path, inputs: Inputs) -> None:
-    """Check that the folder ``out`` holds none of ``inputs``.
-
-    Raises:
-        UserError: it does.
-    """
-    for given, place in _places(inputs):
-        if is_within(place, out):
+        if not may_hold and is_within(place, out):
             raise UserError(f"{out}: holds {given}, which this run reads; give another folder to write")
 
 
-def stranger_in(folder: Path, known: Collection[str]) -> Path | None:
-    """The first entry of ``folder`` that has none of the ``known`` names, None if all have; files may match a glob."""
+def stranger_in(folder: Path, known: Iterable[str]) -> Path | None:
+    """The first entry of ``folder`` that has none of the ``known`` names, None if all have.
 
-    def is_known(path: Path) -> bool:
-        return path.name in known or (not path.is_dir() and any(map(path.match, known)))
-
-    return next((path for path in sorted(folder.iterdir()) if not is_known(path)), None)
+    A name may be a glob pattern; one of a folder ends in ``/``.
+    """
+    patterns = tuple(known)
+    for path in sorted(folder.iterdir()):
+        name = f"{path.name}/" if path.is_dir() and not path.is_symlink() else path.name
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            return path
+    return None
 
 
 def is_within(path: Path, folder: Path) -> bool:

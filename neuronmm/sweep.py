@@ -22,7 +22,7 @@ from neuronmm.engine.tasks import read_task
 from neuronmm.kernels.durable import replacing
 from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
-from neuronmm.models.output import keep_out_of, keep_whole, output_folder
+from neuronmm.models.output import keep_apart, output_folder
 from neuronmm.models.source import resolve
 from neuronmm.sweep_folder import claimed, describe
 from neuronmm.sweep_making import basis_of, make_point
@@ -84,9 +84,7 @@ def sweep(
     exams = [Path(task).expanduser().absolute() for task in tasks]
     for exam in exams:
         read_task(exam, questions)
-    inputs = (model, base.text_file, *files.values(), *exams)
-    keep_out_of(out, inputs)
-    keep_whole(out, inputs)
+    keep_apart(out, [model, base.text_file, *files.values(), *exams])
     run = {
         "texts": {name: str(file) for name, file in files.items()},
         "context": context,
@@ -111,7 +109,7 @@ def _sweep(
 ) -> dict[str, Any]:
     """As :func:`sweep`, in a folder that is this process's alone: ``run`` is what is kept of the request."""
     dense = resolve(model)
-    keep_out_of(out, [dense])
+    keep_apart(out, [dense])
     run = {"model": str(dense), **run}
     describe(out, run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -34,9 +35,13 @@ def shelf(dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(shelf))
     compress("model", "low", config(method="svd"))
     text.rename(shelf / "text.txt")
-    for name in ("old", "noted", "texted", "nested", "around"):
+    for name in ("old", "noted", "templated", "texted", "nested", "around", "unnamed"):
         shutil.copytree("low", name)
     (shelf / "noted" / "notes.txt").write_text("mine")
+    (shelf / "templated" / "mine.jinja").write_text("mine")
+    content = json.loads((shelf / "unnamed" / "compression_report.json").read_text())
+    del content["files"]
+    (shelf / "unnamed" / "compression_report.json").write_text(json.dumps(content))
     (shelf / "texted" / "tokenizer_text.txt").write_text("w5 w6 w7 " * 40)
     (shelf / "nested" / "tokenizer_thesis").mkdir()
     (shelf / "nested" / "tokenizer_thesis" / "chapter.txt").write_text("mine")
@@ -90,9 +95,11 @@ REFUSED = [
     ("model", "reported", "exists already|has no compression_report.json"),
     ("model", "file", "exists already|has no compression_report.json"),
     ("model", "noted", "exists already|holds notes.txt"),
+    ("model", "templated", "exists already|holds mine.jinja"),
+    ("model", "unnamed", "exists already|has no compression_report.json that names its files"),
     ("model", "nested", "exists already|holds tokenizer_thesis"),
     ("model", "taken", "was not made by neuronmm"),
-    ("taken.partial", "taken", "holds taken.partial"),
+    ("taken.partial", "taken", "is or lies in taken.partial"),
     ("model", "marked", "holds notes.txt"),
     ("model", "linked", "is no folder"),
     ("model", "to-nothing", "symlink to nowhere"),
