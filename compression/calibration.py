@@ -55,7 +55,7 @@ def make_rows(folder: Path, source: str, rows: Rows, device: str, progress: Prog
     config = ModelConfig.parse(read_config(folder), str(folder / "config.json"))
     if rows.length > config.max_position_embeddings:
         longest = f"the model's context is {config.max_position_embeddings} tokens"
-        raise UserError(f"calibration_length {rows.length}: {longest}; choose shorter rows")
+        raise UserError(f"calibration_length {rows.length}: {longest}; set a lower one in a recipe")
     tokenizer = load_tokenizer(folder)
     if source != SELF:
         found = from_file(Path(source), tokenizer, rows)

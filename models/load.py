@@ -126,10 +126,9 @@ def load_pretrained(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Pr
     """
     register()
     inspect(folder)
-    load_config(folder)  # says clearly what transformers itself would not
-    kwargs: dict[str, Any] = {DTYPE: dtype, "output_loading_info": True, "attn_implementation": "sdpa", **SAFELY}
+    kwargs: dict[str, Any] = {DTYPE: dtype, "output_loading_info": True, "use_safetensors": True, **SAFELY}
     with quiet(), reading(f"{folder}: config.json and weights disagree"):
-        model, info = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **kwargs)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, config=load_config(folder), **kwargs)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             some = ", ".join(sorted(map(str, info[what]))[:3])
@@ -152,7 +151,9 @@ def load_config(folder: Path) -> Any:
             f"{where}: transformers {transformers.__version__} does not know {family.architecture}; install a newer one"
         )
     with quiet(), reading(f"{where}: transformers cannot read it"):
-        return AutoConfig.from_pretrained(folder, **SAFELY)
+        config = AutoConfig.from_pretrained(folder, **SAFELY)
+        config._attn_implementation = "sdpa"  # a config.json may name a kernel of the hub, which is code
+    return config
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -73,13 +73,13 @@ def damage_json(document: Any, seed: int) -> bytes:
         if action == 0:
             del holder[key]
         elif action == 1 and isinstance(holder, dict):
-            holder[draw.choice(KEYS)] = draw.choice(VALUES)
+            holder[draw.choice(KEYS)] = deepcopy(draw.choice(VALUES))
         elif action == 2 and isinstance(holder, dict):
             holder[str(draw.choice(VALUES))] = holder.pop(key)
         else:
-            holder[key] = draw.choice(VALUES)
+            holder[key] = deepcopy(draw.choice(VALUES))
     if draw.randrange(40) == 0:
-        damaged = draw.choice(VALUES)
+        damaged = deepcopy(draw.choice(VALUES))
     return json.dumps(damaged).encode()
 
 
