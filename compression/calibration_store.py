@@ -24,7 +24,7 @@ from neuronmm.compression.progress import Progress
 from neuronmm.compression.workspace import Workspace, place_tensors
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
-from neuronmm.models.version import VERSION
+from neuronmm.version import VERSION
 
 _SIDES = ("outputs", "inputs")
 _TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}

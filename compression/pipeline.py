@@ -24,9 +24,9 @@ from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, family_of
-from neuronmm.models.source import read_config, resolve
+from neuronmm.models.source import expanded, read_config, resolve
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.version import VERSION
+from neuronmm.version import VERSION
 
 
 def compress(
@@ -59,7 +59,7 @@ def compress(
     forget_peak()
     check_device(device)
     config = config or CompressionConfig()
-    out = Path(out).expanduser().absolute()
+    out = expanded(out).absolute()
     folder = resolve(model)
     settings = read_config(folder)
     family_of(settings, str(folder / "config.json"))

@@ -20,9 +20,9 @@ from neuronmm.compression.workspace import Workspace, copy_checkpoint
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import check_factors
 from neuronmm.models.lowrank import FACTORS
-from neuronmm.models.source import read_config, resolve
+from neuronmm.models.source import expanded, read_config, resolve
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.version import VERSION
+from neuronmm.version import VERSION
 
 _SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _GIVE = "give the dense model with --dense"
@@ -67,7 +67,7 @@ def recover(
     began = time.perf_counter()
     forget_peak()
     check_device(device)
-    out = Path(out).expanduser().absolute()
+    out = expanded(out).absolute()
     folder = resolve(model)
     spec = _spec_of(folder)
     done = report.read(folder)

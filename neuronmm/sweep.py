@@ -22,7 +22,7 @@ from neuronmm.engine.perplexity import read_text
 from neuronmm.engine.tasks import read_task
 from neuronmm.models.errors import UserError
 from neuronmm.models.portable import write_json
-from neuronmm.models.source import resolve
+from neuronmm.models.source import expanded, resolve
 from neuronmm.sweep_making import basis_of, make_point
 from neuronmm.sweep_points import RUN, add_point, read_points, replace_json
 from neuronmm.sweep_table import as_markdown
@@ -67,19 +67,19 @@ def sweep(
     Raises:
         UserError: anything about the request or the checkpoint that the caller can mend.
     """
-    base, out = base or CompressionConfig.build(**BARE), Path(out).expanduser().absolute()
+    base, out = base or CompressionConfig.build(**BARE), expanded(out).absolute()
     settings = {name: parse_method(name) for name in methods}
     configs = {
         (name, ratio): CompressionConfig.build(None, **{**base.model_dump(), **own, "ratio": ratio})
         for ratio in ratios
         for name, own in sorted(settings.items(), key=lambda item: "recover" in item[1])  # what it can begin from first
     }
-    files = {Path(text).stem: Path(text).expanduser().absolute() for text in texts}
+    files = {Path(text).stem: expanded(text).absolute() for text in texts}
     if not configs or len(files) < max(len(texts), 1):
         raise UserError("a sweep needs one or more ratios, methods and texts, the texts of different names")
     for file in files.values():  # a bad path should not cost hours
         read_text(file)
-    exams = [Path(task).expanduser().absolute() for task in tasks]
+    exams = [expanded(task).absolute() for task in tasks]
     for exam in exams:
         read_task(exam, questions)
     dense = resolve(model)
