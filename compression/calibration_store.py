@@ -26,7 +26,7 @@ from neuronmm.kernels.durable import WRITING
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import stranger_in
-from neuronmm.models.version import VERSION
+from neuronmm.version import VERSION
 
 _SIDES = ("outputs", "inputs")
 _RUN, _TOKENS = "run.json", "tokens"

@@ -52,7 +52,7 @@ def compress_layer(
         config: the run's settings.
         store: where the layer's moments are found, or kept for other runs.
         release: called with the dense linears that have been factorised.
-        advanced: called with the further share of the refinement that is done.
+        advanced: called with the further share of the refinement that is done; the shares add up to 1.
 
     Returns:
         The tensors to write, by full name, and the layer's facts for the report.
@@ -93,6 +93,8 @@ def compress_layer(
             facts["refinement"] = refine(
                 compressed, streams["compressed"], outputs, rotary, course, seed, dtype, advanced
             )
+        else:
+            advanced(1.0)  # nothing to refine
     except ValueError as error:
         raise UserError(
             f"{reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"

@@ -28,7 +28,7 @@ from neuronmm.models.families import LAYERS
 from neuronmm.models.load import inspect
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.version import VERSION
+from neuronmm.version import VERSION
 
 
 def compress(

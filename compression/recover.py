@@ -23,7 +23,7 @@ from neuronmm.models.load import inspect
 from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.version import VERSION
+from neuronmm.version import VERSION
 
 _SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _GIVE = "give the dense model with --dense"

@@ -6,6 +6,7 @@ a *round*; a bandwidth probe stands before and after each round. Rounds that loo
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ from neuronmm.engine.statistics import summarise, summarise_point
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
+
+MOST_ROWS, MOST_RUNS = 4096, 10_000
+"""Bounds against a slip of the finger: rows at once, rounds."""
 
 
 @dataclass
@@ -147,12 +151,13 @@ def _threads(count: int | None) -> Iterator[None]:
 def _check(
     prompt_lengths: Sequence[int], new_tokens: int, batches: Sequence[int], runs: int, threads: int | None
 ) -> None:
+    processors = os.cpu_count() or 1
     checks = (
         (bool(prompt_lengths) and min(prompt_lengths) >= 1, "--prompt-lengths has to be one or more numbers above 0"),
-        (bool(batches) and min(batches) >= 1, "--batch has to be one or more numbers above 0"),
+        (bool(batches) and min(batches) >= 1 and max(batches) <= MOST_ROWS, f"--batch has to be 1 to {MOST_ROWS}"),
         (new_tokens >= 2, "--new-tokens has to be 2 or more: the first token is TTFT's, TPOT needs a second"),
-        (runs >= 1, "--runs has to be 1 or more"),
-        (threads is None or threads >= 1, "--threads has to be 1 or more"),
+        (1 <= runs <= MOST_RUNS, f"--runs has to be 1 to {MOST_RUNS}"),
+        (threads is None or 1 <= threads <= processors, f"--threads has to be 1 to {processors}, this machine's"),
     )
     for good, message in checks:
         if not good:

@@ -18,6 +18,9 @@ from transformers import (
 
 from neuronmm.models.errors import UserError
 
+LEAST = 1e-4
+"""Least temperature above 0 and least penalty: a logit divided by far less is infinite in float32."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -45,10 +48,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks = (
             (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
-            (self.temperature >= 0 and math.isfinite(self.temperature), "temperature", "0 (greedy) or above"),
+            (
+                self.temperature == 0 or LEAST <= self.temperature < math.inf,
+                "temperature",
+                f"0 (greedy) or {LEAST} on",
+            ),
             (self.top_k >= 0, "top_k", "0 (off) or above"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)"),
-            (self.repetition_penalty > 0, "repetition_penalty", "above 0; 1 is off"),
+            (
+                LEAST <= self.repetition_penalty <= 1 / LEAST,
+                "repetition_penalty",
+                f"{LEAST} to {1 / LEAST:g}; 1 is off",
+            ),
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63"),
             (not isinstance(self.stop, str) and all(self.stop), "stop", "a sequence of non-empty strings"),
         )

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from neuronmm.models.errors import UserError
+from neuronmm.models.source import expanded
 
 Inputs = Iterable[str | Path | None]
 """What a run reads, as the user named it. None and what is not on this disk (a hub id) are passed over."""
@@ -19,9 +20,7 @@ def output_folder(out: str | Path) -> Path:
     Raises:
         UserError: ``out`` names an unknown user's home or is a symlink to nothing.
     """
-    given = os.path.expanduser(out)
-    if given.startswith("~"):
-        raise UserError(f"{out}: no such user; give a path such as ./{given}")
+    given = expanded(out)
     if os.path.islink(given) and not os.path.exists(given):
         raise UserError(f"{out}: is a symlink to {os.readlink(given)}, which does not exist; remove it or make that")
     return Path(os.path.realpath(given))
@@ -65,7 +64,7 @@ def _same(one: Path, other: Path) -> bool:
 def _places(inputs: Inputs) -> Iterator[tuple[str | Path, Path]]:
     """Each input with each place where something of it lies: a symlink lies in two, a folder may be made of them."""
     for given in inputs:
-        path = None if given is None else Path(os.path.expanduser(given))
+        path = None if given is None else expanded(given)
         if given is None or path is None or not os.path.lexists(path):
             continue
         yield given, Path(os.path.realpath(path.parent)) / path.name

@@ -28,7 +28,7 @@ def resolve(model: str | Path) -> Path:
     Raises:
         UserError: there is no such model, its weights are not safetensors, or a file beside them is malformed.
     """
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != _GGUF_MAGIC:
@@ -43,6 +43,18 @@ def resolve(model: str | Path) -> Path:
         raise UserError(f"{folder}: no .safetensors file there ({hint})")
     _check_side_files(folder)
     return folder
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with the home folder for a leading ``~``.
+
+    Raises:
+        UserError: it names a user whom this machine does not have.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: this machine has no such user; write ./~... for a folder of that name") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

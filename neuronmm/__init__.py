@@ -4,16 +4,16 @@
 ``AutoModelForCausalLM.from_pretrained(folder)`` gives the compressed model.
 """
 
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from neuronmm.version import VERSION as __version__
+
 _HERE = Path(__file__).parent
 if not (_HERE / "models").is_dir():  # a checkout: the sub-packages lie beside this folder
     __path__.append(str(_HERE.parent))
-
-from neuronmm.models.hf import register as _register  # noqa: E402  (found beside this folder only now)
-from neuronmm.models.version import VERSION as __version__  # noqa: E402
 
 __all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict", "recover"]
 
@@ -28,7 +28,18 @@ _HOMES = {
     "recover": "neuronmm.compression.recover",
 }
 
-_register()
+
+def _in_the_command() -> bool:
+    """Whether this is the ``neuronmm`` command, by its script or as ``python -m neuronmm``.
+
+    The command imports transformers itself, where it can say in one line that it was interrupted.
+    """
+    name = sys.argv[0] if sys.argv else ""
+    return Path(name).stem == "neuronmm" or (name == "-m" and "neuronmm" in sys.orig_argv)
+
+
+if not _in_the_command():
+    import_module("neuronmm.models.hf").register()
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from neuronmm.kernels.hardware import CORES
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, LINEARS, TARGETS
 from neuronmm.models.model_config import ModelConfig
-from neuronmm.models.source import read_config
+from neuronmm.models.source import expanded, read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
 LONGEST_STREAM = 128
@@ -48,7 +48,7 @@ def predict(
     for name, value, most in limits:
         if not 1 <= value <= most:
             raise UserError(f"--{name} {value}: must lie between 1 and {most}")
-    dense, low_rank, targets, removed = _decoders(Path(model).expanduser(), ratio)
+    dense, low_rank, targets, removed = _decoders(expanded(model), ratio)
     predictions = {}
     for name, decoder in (("dense", dense), ("compressed", low_rank)):
         found = simulate(decoder, core, batch, prompt_length, parallel)

@@ -23,7 +23,7 @@ from neuronmm.kernels.durable import replacing
 from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import keep_apart, output_folder
-from neuronmm.models.source import resolve
+from neuronmm.models.source import expanded, resolve
 from neuronmm.sweep_folder import claimed, describe
 from neuronmm.sweep_making import basis_of, make_point
 from neuronmm.sweep_points import add_point, read_points
@@ -76,12 +76,12 @@ def sweep(
         for ratio in ratios
         for name, own in sorted(settings.items(), key=lambda item: "recover" in item[1])  # what it can begin from first
     }
-    files = {Path(text).stem: Path(text).expanduser().absolute() for text in texts}
+    files = {Path(text).stem: expanded(text).absolute() for text in texts}
     if not configs or len(files) < max(len(texts), 1):
         raise UserError("a sweep needs one or more ratios, methods and texts, the texts of different names")
     for file in files.values():  # a bad path should not cost hours
         read_text(file)
-    exams = [Path(task).expanduser().absolute() for task in tasks]
+    exams = [expanded(task).absolute() for task in tasks]
     for exam in exams:
         read_task(exam, questions)
     keep_apart(out, [model, base.text_file, *files.values(), *exams])

@@ -18,12 +18,13 @@ ALLOWED: dict[str, set[str]] = {
     "neuronmm": FOLDERS,
     "engine": {"models", "kernels", "emulator"},
     "models": {"kernels"},
-    "compression": {"models", "kernels"},
+    "compression": {"models", "kernels", "version"},
     "kernels": set(),
     "emulator": {"kernels.hardware"},
     "configs": set(),
 }
-"""Who may import whom: a folder, or one module of a folder; a folder may always import itself."""
+"""Who may import whom: a folder, or one module of a folder (``version``: of ``neuronmm``).
+A folder may always import itself."""
 
 DEVICE_SDK = {"neuronxcc", "nki", "optimum", "transformers_neuronx", "triton"}
 """What only a machine with the device has; its importers do without where it is missing."""

@@ -18,6 +18,7 @@ import argparse
 import json
 from pathlib import Path
 
+from neuronmm.arguments import listed
 from neuronmm.commands.generate import add_neuron_arguments, neuron_options
 
 
@@ -25,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
     parser.add_argument("model", metavar="OUT", help="a compressed model folder, or a dense model alone")
     parser.add_argument("--baseline", metavar="MODEL", help="the dense model to compare with; default: none")
-    parser.add_argument("--prompt-lengths", type=_numbers, default=(32, 512), metavar="N,N", help="default 32,512")
+    lengths, rows = listed(int, "32,512"), listed(int, "1,4")
+    parser.add_argument("--prompt-lengths", type=lengths, default=(32, 512), metavar="N,N", help="default 32,512")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens a run; default 32")
-    parser.add_argument("--batch", type=_numbers, default=(1,), metavar="N,N", help="rows at once; default 1")
+    parser.add_argument("--batch", type=rows, default=(1,), metavar="N,N", help="rows at once; default 1")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured rounds; default 5")
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: as torch chooses")
@@ -62,7 +64,3 @@ def run(args: argparse.Namespace) -> None:
     if not args.json:
         print_benchmark(result)
     print(json.dumps(result))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))

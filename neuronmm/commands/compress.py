@@ -13,6 +13,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from neuronmm.arguments import alignment
 from neuronmm.checkpoint_run import add_run_arguments, run_and_report
 
 
@@ -56,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--factors", choices=("model", "int8"), help="precision the factors are stored in (default the model's)"
     )
     parser.add_argument(
-        "--align", metavar="auto|N", help="ranks are multiples of this tile (default auto: 128, less for small models)"
+        "--align",
+        type=alignment,
+        metavar="auto|N",
+        help="ranks are multiples of this tile (default auto: 128, less for small models)",
     )
     parser.add_argument(
         "--calibration",
@@ -70,13 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from neuronmm.compression.config import CompressionConfig
     from neuronmm.compression.pipeline import compress
-    from neuronmm.models import UserError
 
-    align: str | int | None = args.align
-    if isinstance(align, str) and align != "auto":
-        if not align.isdigit():
-            raise UserError(f"--align {align}: must be a positive number of ranks, or auto")
-        align = int(align)
     config = CompressionConfig.build(
         args.recipe,
         ratio=args.ratio,
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         refine=args.refine,
         recover=args.recover,
         factors=args.factors,
-        align=align,
+        align=args.align,
         calibration=args.calibration,
     )
     run_and_report(args, partial(compress, args.model, args.out, config))

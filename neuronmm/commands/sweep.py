@@ -20,15 +20,25 @@ import json
 import sys
 from pathlib import Path
 
+from neuronmm.arguments import listed
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the dense model: folder (safetensors), GGUF file, or hub id")
     parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="folder for the checkpoints and results")
     parser.add_argument(
-        "--ratios", type=_ratios, default=[0.1, 0.2, 0.3], metavar="R,R", help="shares to remove; default 0.1,0.2,0.3"
+        "--ratios",
+        type=listed(float, "0.1,0.2"),
+        default=(0.1, 0.2, 0.3),
+        metavar="R,R",
+        help="shares to remove; default 0.1,0.2,0.3",
     )
     parser.add_argument(
-        "--methods", type=_words, default=["whitened"], metavar="M,M", help="METHOD[+SETTING...]; default whitened"
+        "--methods",
+        type=listed(str.strip, "svd"),
+        default=("whitened",),
+        metavar="M,M",
+        help="METHOD[+SETTING...]; default whitened",
     )
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the perplexity")
     parser.add_argument("--targets", choices=("mlp", "attention", "all"), help="which linears (default mlp)")
@@ -89,11 +99,3 @@ def run(args: argparse.Namespace) -> None:
             console.print(note)
         console.print(f"checkpoints, sweep.md and sweep.png: {args.out}")
     print(json.dumps(result))
-
-
-def _words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _ratios(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import argparse
 
+from neuronmm.arguments import sizes
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernel = parser.add_mutually_exclusive_group(required=True)
-    kernel.add_argument("--shape", metavar="M,K,R,N", help="a linear: tokens, input features, rank, outputs")
-    kernel.add_argument("--mlp", metavar="M,H,I,R[,R,R]", help="an MLP: tokens, hidden, intermediate, rank or three")
+    shape = sizes((4,), "M,K,R,N, such as 4096,7168,4096,18432")
+    mlp = sizes((4, 6), "M,H,I,R or M,H,I,R,R,R, such as 1,2048,8192,1280")
+    kernel.add_argument("--shape", type=shape, metavar="M,K,R,N", help="a linear: tokens, inputs, rank, outputs")
+    kernel.add_argument("--mlp", type=mlp, metavar="M,H,I,R[,R,R]", help="an MLP: tokens, hidden, intermediate, ranks")
     parser.add_argument("--device", default="trn1", choices=("trn1", "trn2", "trn3"), help="default trn1")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
@@ -29,24 +33,14 @@ def run(args: argparse.Namespace) -> None:
 
     from neuronmm.kernels.hardware import CORES
     from neuronmm.kernels.tiling import MlpProblem, Problem, explain, solve
-    from neuronmm.models.errors import UserError
 
-    option, text, lengths = ("--shape", args.shape, (4,)) if args.shape else ("--mlp", args.mlp, (4, 6))
-    sizes = [int(size) if size.strip().isdigit() else 0 for size in text.split(",")]
-    if len(sizes) not in lengths or min(sizes) < 1:
-        wanted = (
-            "M,K,R,N, such as 4096,7168,4096,18432"
-            if args.shape
-            else "M,H,I,R or M,H,I,R,R,R, such as 1,2048,8192,1280"
-        )
-        raise UserError(f"{option} {text}: must be positive numbers {wanted}")
     problem: Problem | MlpProblem
     if args.mlp:
-        tokens, hidden, intermediate, *ranks = sizes
+        tokens, hidden, intermediate, *ranks = args.mlp
         gate, up, down = ranks * (3 // len(ranks))
         problem = MlpProblem(tokens, hidden, intermediate, gate, up, down, args.dtype)
     else:
-        tokens, inputs, rank, outputs = sizes
+        tokens, inputs, rank, outputs = args.shape
         problem = Problem(tokens, inputs, rank, outputs, args.dtype)
     core = CORES[args.device]
     if args.json:
