@@ -15,7 +15,7 @@ OLD_TRANSFORMERS := transformers==4.47.1
 NEURON_VENV := .venv-neuron
 NEURON_TRANSFORMERS := transformers==4.51.3
 NEURON_HOST := optimum-neuron==0.2.0 optimum==1.23.3
-NEURON_TESTS := $(wildcard tests/engine/test_neuron*.py) tests/emulator/runtime tests/emulator/hlo
+NEURON_TESTS := $(wildcard tests/engine/test_neuron*.py) tests/emulator/runtime tests/emulator/hlo tests/emulator/pyhlo
 SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 TYPED := build/typed
 # The real model of the demo and the tests, a GGUF file inside a package; a pattern, for the shell to expand.

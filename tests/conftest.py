@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 import draws
+import xla
 from neuronmm.compression import last_steps
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import recovery_of
 from neuronmm.compression.recovery import Recovery
+from neuronmm.emulator.hlo import program, types
 
 settings.load_profile(draws.SUITE)  # --hypothesis-profile, read after this file, loads another
 
@@ -25,6 +28,19 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _xla_verifies_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where XLA is installed, every graph that a test loads into the interpreter has to be one that XLA takes."""
+    if find_spec("jax") is None:
+        return
+
+    def check(module: Any, ranks: int) -> None:
+        types.check(module, ranks)
+        xla.verify(module)
+
+    monkeypatch.setattr(program, "check", check)
 
 
 @pytest.fixture

@@ -10,6 +10,10 @@ import pytest
 import torch
 
 
+class InvalidError(ValueError):
+    """XLA refuses a module."""
+
+
 def reads(data: bytes) -> str:
     """The module of a serialised HloModuleProto as XLA prints it."""
     pytest.importorskip("jax")
@@ -42,3 +46,24 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
+
+
+def verify(module: Any) -> None:
+    """Check a module as XLA does when it takes one: its HLO reader, then the verifier of what it becomes, StableHLO.
+
+    Raises:
+        InvalidError: XLA refuses it; with XLA's words.
+    """
+    hlo, jax = pytest.importorskip("jaxlib._hlo"), pytest.importorskip("jax")
+    from jax._src.interpreters import mlir
+    from jaxlib import _jax
+    from jaxlib.mlir import ir
+
+    data = module.SerializeToString()
+    try:
+        hlo.HloModule.from_serialized_hlo_module_proto(data)
+        stablehlo = _jax.mlir.hlo_to_stablehlo(data)
+        with mlir.make_ir_context():
+            ir.Module.parse(stablehlo)
+    except (ir.MLIRError, jax.errors.JaxRuntimeError) as error:
+        raise InvalidError(str(error)) from None

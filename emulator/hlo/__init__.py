@@ -2,5 +2,6 @@
 
 from neuronmm.emulator.hlo.node import Settings, UnsupportedError
 from neuronmm.emulator.hlo.program import Program
+from neuronmm.emulator.hlo.types import InvalidGraphError
 
-__all__ = ["Program", "Settings", "UnsupportedError"]
+__all__ = ["InvalidGraphError", "Program", "Settings", "UnsupportedError"]

@@ -128,6 +128,21 @@ def held(element_type: int) -> torch.dtype:
     return _HELD.get(element_type) or DTYPES[element_type]
 
 
+def entered(value: torch.Tensor, element_type: int) -> torch.Tensor | None:
+    """``value``, from outside the graph, in the dtype that holds the element type; None if it is of another type.
+
+    torch had no wide unsigned dtypes for long, so hosts keep such values in the signed dtype of the same width.
+    """
+    holder = held(element_type)
+    if value.dtype is holder:
+        return value
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32}.get(DTYPES[element_type])
+    if element_type not in _HELD or value.dtype not in (DTYPES[element_type], signed):
+        return None
+    mask = _MASKS.get(element_type, -1)
+    return value.to(holder) & mask
+
+
 def text(shape: Any) -> str:
     """A shape as XLA writes it."""
     if shape.element_type == PrimitiveType.TUPLE:

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neuronmm.emulator.hlo import collectives, custom, elementwise, indexing, reducing, shaping
+from neuronmm.emulator.hlo import collectives, custom, elementwise, indexing, reducing, rules, rules_joint, shaping
 from neuronmm.emulator.hlo.memory import NEVER_CONSTANT, Memory, plan_memory
-from neuronmm.emulator.hlo.node import ACROSS, IN_PLACE, LOCAL, Function, Node, Settings
+from neuronmm.emulator.hlo.node import ACROSS, IN_PLACE, LOCAL, Function, Node, Settings, entered, text
+from neuronmm.emulator.hlo.types import InvalidGraphError, check
 
 IMPLEMENTATIONS = (collectives, custom, elementwise, indexing, reducing, shaping)
 """The modules that fill the tables of :mod:`.node`."""
+TYPE_RULES = (rules, rules_joint)
+"""The modules that fill the table of :mod:`.types`."""
 
 
 class _Step(NamedTuple):
@@ -38,10 +41,12 @@ class Program:
         aliases: output number -> number of the parameter whose memory it shares.
 
     Raises:
+        InvalidGraphError: XLA would refuse the graph: a type breaks an instruction's rule.
         UnsupportedError: an instruction is not emulated.
     """
 
     def __init__(self, module: Any, ranks: int, settings: Settings | None = None) -> None:
+        check(module, ranks)
         self.module, self.ranks, self.settings = module, ranks, settings or Settings()
         entry = _entry(module)
         self.aliases = {
@@ -51,6 +56,7 @@ class Program:
         self._slots = {number: slot for slot, number in enumerate(by_id)}
         self._outputs = [self._slots[i] for i in _roots(entry)]
         self._inputs = {i.parameter_number: self._slots[i.id] for i in entry.instructions if i.opcode == "parameter"}
+        self._shapes = list(module.host_program_shape.parameters)
         instructions = live_instructions(module)
         memory = plan_memory(instructions, self._slots, self._inputs, self._outputs, self.aliases)
         self._foreign = memory.foreign
@@ -88,14 +94,19 @@ class Program:
 
         A parameter that shares memory with an output may be overwritten. An output either lies in its own parameter's
         memory or in none of them.
+
+        Raises:
+            InvalidGraphError: an input is missing, or has not the shape and dtype of its parameter.
         """
+        if len(inputs) != len(self._shapes):
+            raise InvalidGraphError(f"the graph has {len(self._shapes)} parameters, not {len(inputs)}")
         values: list[list[Any]] = []
         for rank in range(self.ranks):
             own: list[Any] = [None] * len(self._slots)
             for slot, constant in self._constants.items():
                 own[slot] = constant
             for number, slot in self._inputs.items():
-                own[slot] = inputs[number][rank]
+                own[slot] = self._entered(number, inputs[number][rank])
             values.append(own)
         for function, operands, result, across, dropped in self._steps:
             if across:
@@ -112,6 +123,14 @@ class Program:
             [own[slot].clone() if foreign else own[slot] for own in values]
             for slot, foreign in zip(self._outputs, self._foreign, strict=True)
         ]
+
+    def _entered(self, number: int, value: Tensor) -> Tensor:
+        shape = self._shapes[number]
+        held = entered(value, shape.element_type)
+        if held is None or value.shape != tuple(shape.dimensions):
+            given = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            raise InvalidGraphError(f"parameter {number} is {text(shape)} in the graph, but was given {given}")
+        return held
 
 
 def live_instructions(module: Any) -> list[Any]:
