@@ -55,7 +55,7 @@ class Kernel:
 
 
 class CompiledKernel(Kernel):
-    """What ``@nki.jit`` of the second dialect makes: its loops are unrolled, its arguments are those of the language."""
+    """What ``@nki.jit`` of the second dialect makes: loops are unrolled, arguments are values of the language."""
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         if machines.running():
@@ -93,10 +93,10 @@ def run(
 
     Arguments that are arrays or :class:`TensorSpec` become HBM tensors, all others are passed as they are; any spec
     among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
-    them; without them the tensors the kernel returns are the outputs. ``core`` None: that of Trainium 2 for a kernel that
-    ``nki.jit`` made, which Trainium 1 has no compiler for, else that of Trainium 1. ``shuffle`` seeds a random order of
-    ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only). ``capacity``
-    False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill.
+    them; without them the tensors the kernel returns are the outputs. ``core`` None: that of Trainium 2 for a kernel
+    that ``nki.jit`` made (there is no such compiler for Trainium 1), else that of Trainium 1. ``shuffle`` seeds a
+    random order of ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only).
+    ``capacity`` False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill.
 
     Raises:
         NkiError: the kernel broke a rule.
