@@ -119,6 +119,8 @@ class Strip:
         self.product = sum(passes * t + core.matmul_overhead_cycles for t in runs) / core.tensor_ghz
         self.gathers = problem.tokens_first or tokens < LONG_ROW
         self.rows = 1 if problem.tokens <= PARTITIONS else 2  # tiles with one token a partition; two in turn
+        # float32 is transposed by an identity where the tensor engine has no transpose mode
+        self.identity = PARTITIONS * 4 if problem.tokens_first and self.size == 4 and core.name == "v2" else 0
         self.stages = self._linear(problem) if isinstance(problem, Problem) else self._mlp(problem)
 
     def _linear(self, p: Problem) -> list[Stage]:
@@ -209,7 +211,9 @@ class Strip:
         # two tiles in turn: each is loaded, after a start latency, once the one before the last is used up
         ring = (tiles * core.dma_start_ns + weights + tensor) / 2
         ns = max(tensor, weights + moving_ns, vector, ring) + turning
-        return Stage(ns, tensor, weights + moving_ns, vector + turning, traffic + moved, held + 2 * tile)
+        return Stage(
+            ns, tensor, weights + moving_ns, vector + turning, traffic + moved, held + self.identity + 2 * tile
+        )
 
     def _dma(self, count: int, row: int) -> float:
         return count / (self.core.dma_rate * self.core.row_efficiency(row))

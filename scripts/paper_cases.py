@@ -136,7 +136,7 @@ def two_kernels(mlp: Mlp, tokens: int, device: str) -> Figures:
 
     def kernel(x: Any, ga: Any, gb: Any, ua: Any, ub: Any, y: Any) -> None:
         first, second = factor_plan(mlp.hidden, r, x), factor_plan(r, mlp.intermediate, x)
-        w = weights(ga, gb, ua, ub, ga, gb, (first, second, first, second, first, second), False)
+        w = weights((ga, gb, ua, ub, ga, gb), (first, second, first, second, first, second), False)
         baselines.gate_up(Dialect(), x, w, y, blocks)
 
     first = figures(shapes(kernel, (mlp.hidden, tokens), *up, *up, out=act, core=core), core)

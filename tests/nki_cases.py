@@ -171,7 +171,7 @@ class Case:
     def factors(self, kernels: Any, x: Any, tensors: list[Any]) -> Any:
         """The MLP's weights inside a kernel."""
         hidden = self.weights[0].shape[1]
-        return kernels.low_rank_mlp.weights(*tensors, mlp_plans(hidden, self.ranks(), x, self.shared), self.shared)
+        return kernels.low_rank_mlp.weights(tensors, mlp_plans(hidden, self.ranks(), x, self.shared), self.shared)
 
     def _laid(self, activation: Tensor) -> Tensor:
         return activation.T if self.tokens_first else activation

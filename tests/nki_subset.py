@@ -1,10 +1,11 @@
 """The Python that NKI 0.3 to 0.6 compiles, as far as its documentation and AWS's own kernels show it.
 
 Their compilers parse a kernel and interpret a subset of Python. The guides name: values and containers ("NKI Values"),
-classes that inherit from NKIObject and no other class ("Class Support"), functions as values, ``for`` over ranges, lists
-and tuples, no ``is``, no ``*`` in a signature (migration guide to 0.3). What they do not name and no second-dialect
-kernel of nki-library (April 2026), nki-samples or the SDK's examples uses is refused too: comprehensions, ``lambda``,
-``zip``, ``enumerate``, ``sum``, tuples as loop targets, properties, class methods, inner functions, starred arguments.
+classes that inherit from NKIObject and no other class ("Class Support"), functions as values, ``for`` over ranges,
+lists and tuples, no ``is``, no ``*`` in a signature (migration guide to 0.3). What they do not name and no kernel of
+nki-library (April 2026), nki-samples or the SDK's examples uses in that dialect is refused too: comprehensions,
+``lambda``, ``zip``, ``enumerate``, ``sum``, tuples as loop targets, properties, class methods, inner functions, starred
+arguments.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Kernel:
 
 
 class CompiledKernel(Kernel):
-    """What ``@nki.jit`` of the second dialect makes: its loops are unrolled, its arguments are those of the language."""
+    """What ``@nki.jit`` of the second dialect makes: loops are unrolled, arguments are values of the language."""
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         if machines.running():
@@ -96,11 +96,11 @@ def run(
 
     Arguments that are arrays or :class:`TensorSpec` become HBM tensors, all others are passed as they are; any spec
     among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
-    them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of ``affine_range`` iterations. ``fold`` records like
-    iterations of outermost loops once (shape-only). ``capacity`` False lets live tiles exceed SBUF and PSUM, for
-    schedules that a compiler would spill. ``core`` is the NeuronCore; without it that of the kernel's
-    ``platform_target``, else Trainium 2's for a kernel of the second dialect's ``nki.jit``, which Trainium 1 has no
-    compiler for, else Trainium 1's.
+    them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of
+    ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only). ``capacity``
+    False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill. ``core`` is the NeuronCore;
+    without it that of the kernel's ``platform_target``, else Trainium 2's for a kernel that the second dialect's
+    ``nki.jit`` made (there is no such compiler for Trainium 1), else Trainium 1's.
 
     Raises:
         NkiError: the kernel broke a rule.

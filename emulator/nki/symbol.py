@@ -79,7 +79,7 @@ class LoopIndex:
 class Predicate(np.ndarray):
     """A comparison of indices: a mask for an instruction, but no condition for Python."""
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> NoReturn:  # noqa: PLE0304
         _refuse("control flow cannot depend on a loop's index or on nl.arange: use mask=, or nl.static_range")
 
 

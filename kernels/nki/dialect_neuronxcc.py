@@ -54,7 +54,7 @@ class Dialect:
         return x[first + p * stride + c, t]
 
     def columns(self, x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
-        """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
+        """Features ``first + p * stride + c`` of ``tokens`` rows from ``token``: [tokens, partitions, chunks]."""
         t = nl.arange(tokens)[:, None, None]
         p = nl.arange(partitions)[None, :, None]
         c = nl.arange(chunks)[None, None, :]

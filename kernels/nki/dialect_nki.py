@@ -56,7 +56,7 @@ class Dialect(nl.NKIObject):
         return x.ap([[1, 1], [stride, partitions], [1, chunks]], offset=first)
 
     def columns(self, x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
-        """Features ``first + p * stride + c`` of ``tokens`` rows of ``x`` from ``token``: [tokens, partitions, chunks]."""
+        """Features ``first + p * stride + c`` of ``tokens`` rows from ``token``: [tokens, partitions, chunks]."""
         width = x.shape[1]
         return x.ap([[width, tokens], [stride, partitions], [1, chunks]], offset=token * width + first)
 

@@ -9,6 +9,7 @@ those of :mod:`neuronmm.kernels.tiling` for trn1. Importing this needs the Neuro
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 from neuronmm.kernels.hardware import TRN1
@@ -18,7 +19,7 @@ from neuronmm.kernels.nki import packed_matmul as packed
 from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans, sizes, tokens_first
 from neuronmm.kernels.nki.dialect_neuronxcc import Dialect
-from neuronmm.kernels.nki.objects import Options, factor
+from neuronmm.kernels.nki.objects import Options, Sizes, factor
 
 
 def low_rank_matmul(
@@ -32,7 +33,7 @@ def low_rank_matmul(
         inputs, outputs = sizes(x, first)[0], sizes(y, first)[0]
         fa, fb = factor(a, factor_plan(inputs, rank, x)), factor(b, factor_plan(rank, outputs, x))
         chosen = blocks or linear_blocks(x, rank, outputs, TRN1, epsilon > 0, residual, first)
-        matmul.low_rank_matmul(Dialect(), x, fa, fb, y, chosen, options)
+        matmul.low_rank_matmul(Dialect(), x, fa, fb, y, Sizes(*astuple(chosen)), options)
 
     def low_rank_matmul_kernel(x: Any, a: Any, b: Any, y: Any) -> None:
         compute(x, a, b, y, Options(epsilon, tokens_first=first))
@@ -74,9 +75,10 @@ def low_rank_swiglu_mlp(
     first = tokens_first(layout)
 
     def compute(x: Any, tensors: tuple[Any, ...], y: Any, options: Options) -> None:
-        w = mlp.weights(*tensors, mlp_plans(sizes(x, first)[0], ranks, x, False, partial), False)
+        plans = mlp_plans(sizes(x, first)[0], ranks, x, False, partial)
+        w = mlp.weights(tensors, plans, False)
         chosen = blocks or mlp_blocks(x, ranks, False, TRN1, epsilon > 0, residual, first)
-        mlp.low_rank_swiglu_mlp(Dialect(), x, w, y, chosen, options)
+        mlp.low_rank_swiglu_mlp(Dialect(), x, w, y, Sizes(*astuple(chosen)), options)
 
     def low_rank_mlp_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, y: Any
@@ -109,9 +111,10 @@ def low_rank_swiglu_mlp_shared(
     first = tokens_first(layout)
 
     def compute(x: Any, tensors: tuple[Any, ...], y: Any, options: Options) -> None:
-        w = mlp.weights(*tensors, mlp_plans(sizes(x, first)[0], ranks, x, True, partial), True)
+        plans = mlp_plans(sizes(x, first)[0], ranks, x, True, partial)
+        w = mlp.weights(tensors, plans, True)
         chosen = blocks or mlp_blocks(x, ranks, True, TRN1, epsilon > 0, residual, first)
-        mlp.low_rank_swiglu_mlp(Dialect(), x, w, y, chosen, options)
+        mlp.low_rank_swiglu_mlp(Dialect(), x, w, y, Sizes(*astuple(chosen)), options)
 
     def low_rank_mlp_shared_kernel(
         x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, y: Any

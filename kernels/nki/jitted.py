@@ -46,7 +46,7 @@ def mlp(
     epsilon: Any, first: Any,
 ) -> Any:  # fmt: skip
     """down(silu(gate(x)) * up(x))."""
-    w = weights(gate_a, gate_b, up_a, up_b, down_a, down_b, plans, False)
+    w = weights((gate_a, gate_b, up_a, up_b, down_a, down_b), plans, False)
     return _mlp(x, w, sizes, Options(epsilon, tokens_first=first))
 
 
@@ -55,7 +55,7 @@ def mlp_residual(
     sizes: Any, epsilon: Any, first: Any,
 ) -> Any:  # fmt: skip
     """The MLP and the residual."""
-    w = weights(gate_a, gate_b, up_a, up_b, down_a, down_b, plans, False)
+    w = weights((gate_a, gate_b, up_a, up_b, down_a, down_b), plans, False)
     return _mlp(x, w, sizes, Options(epsilon, adds=True, residual=extra, tokens_first=first))
 
 
@@ -64,7 +64,7 @@ def mlp_shared(
     first: Any,
 ) -> Any:  # fmt: skip
     """The MLP with one A for gate and up."""
-    w = weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, plans, True)
+    w = weights((gate_a, gate_b, gate_a, up_b, down_a, down_b), plans, True)
     return _mlp(x, w, sizes, Options(epsilon, tokens_first=first))
 
 
@@ -73,7 +73,7 @@ def mlp_shared_residual(
     epsilon: Any, first: Any,
 ) -> Any:  # fmt: skip
     """The MLP with one A for gate and up, and the residual."""
-    w = weights(gate_a, gate_b, gate_a, up_b, down_a, down_b, plans, True)
+    w = weights((gate_a, gate_b, gate_a, up_b, down_a, down_b), plans, True)
     return _mlp(x, w, sizes, Options(epsilon, adds=True, residual=extra, tokens_first=first))
 
 

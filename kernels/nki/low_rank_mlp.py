@@ -48,18 +48,19 @@ class Weights(NKIObject):  # type: ignore[misc, valid-type]
     shared: bool
 
 
-def weights(
-    gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, plans: Any, shared: bool
-) -> Weights:
-    """The flat HBM tensors as the factors that ``plans`` describe, in the same order. What a variant does not read is
-    given as another of its tensors, with that one's plan: ``gate_a`` for ``up_a``, ``down_a`` for ``down_b``."""
+def weights(tensors: Any, plans: Any, shared: bool) -> Weights:
+    """Six flat HBM tensors, A and B of gate, up and down, as the factors that ``plans`` describe.
+
+    What a variant does not read is another tensor again, with its plan: ``gate_a`` for ``up_a``, ``down_a`` for
+    ``down_b``.
+    """
     return Weights(
-        factor(gate_a, plans[0]),
-        factor(gate_b, plans[1]),
-        factor(up_a, plans[2]),
-        factor(up_b, plans[3]),
-        factor(down_a, plans[4]),
-        factor(down_b, plans[5]),
+        factor(tensors[0], plans[0]),
+        factor(tensors[1], plans[1]),
+        factor(tensors[2], plans[2]),
+        factor(tensors[3], plans[3]),
+        factor(tensors[4], plans[4]),
+        factor(tensors[5], plans[5]),
         shared,
     )
 

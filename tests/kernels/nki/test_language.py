@@ -72,7 +72,8 @@ def test_what_they_take_is_let_through() -> None:
         "    x: int\n    y: bool = False\n\n    def toggle(self):\n        self.y = self.y == False\n\n"
         "def f(a, b=1):\n    c, parts = C(a), []\n    for i in range(3):\n        if i % 2 == 0 and 0 <= i < b:\n"
         "            parts.append((i, f'{i}'))\n        else:\n            c.toggle()\n"
-        "    for part in parts:\n        assert part[0] >= 0, 'no'\n    return a[0:2, max(a, b)] if c.y else parts[1:]\n"
+        "    for part in parts:\n        assert part[0] >= 0, 'no'\n"
+        "    return a[0:2, max(a, b)] if c.y else parts[1:]\n"
     )
     assert list(problems(source, MODULES)) == []
 

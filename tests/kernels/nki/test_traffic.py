@@ -144,8 +144,8 @@ def test_baselines_move_what_their_schedules_say(kernels: Any) -> None:
     )  # fmt: skip
     assert written == 2 * (r * m + m * n) and read == 2 * (k * m + 2 * k * r + r * n + 2 * r * m)
     read, written = traffic(
-        lambda x, a, v, y: b.recomputing(d, x, factor(a, k, r), factor(v, r, n), y, Blocks()), plain(k, m), packed(k, r), packed(r, n),
-        out=plain(n, m),
+        lambda x, a, v, y: b.recomputing(d, x, factor(a, k, r), factor(v, r, n), y, Blocks()),
+        plain(k, m), packed(k, r), packed(r, n), out=plain(n, m),
     )  # fmt: skip
     again = n // 1024
     assert written == 2 * m * n and read == 2 * (again * (k * m + m // 512 * k * r) + m // 512 * r * n)
