@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from neuronmm.emulator.importable import importable, offers
 from neuronmm.emulator.nki import index, language, neuronxcc_isa, nki_isa
+from neuronmm.emulator.nki.contract import FIRST, SECOND
 from neuronmm.emulator.nki.dtypes import NAMES
 from neuronmm.emulator.nki.framework import FrameworkKernel
 from neuronmm.emulator.nki.machine import current
@@ -27,6 +29,7 @@ _FIRST_DIALECT_ONLY = {
     "mgrid": index.MGrid(),
     "par_dim": index.ParDim,
     "loop_reduce": language.loop_reduce,
+    "ndarray": language.top_level_ndarray,
 }
 
 
@@ -57,7 +60,13 @@ def _sdk_kernel(name: str) -> Callable[..., Any]:
 
 
 class _Subscript:
-    """``nki.typing.tensor[...]``: an annotation, without meaning here."""
+    """``nki.typing.tensor[...]`` or ``mutable_tensor``: an annotation; its ``repr`` is its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"nki.typing.{self.name}"
 
     def __getitem__(self, key: Any) -> _Subscript:
         return self
@@ -66,21 +75,30 @@ class _Subscript:
 def surface(dialect: str) -> dict[str, dict[str, Any]]:
     """Module name -> attributes, for ``neuronxcc`` or ``nki``."""
     if dialect == "neuronxcc":
-        top = {"jit": jit, "trace": jit, "simulate_kernel": simulate_kernel, "FrameworkKernel": FrameworkKernel}
+        decorator = partial(jit, dialect=FIRST)
+        top = {
+            "jit": decorator,
+            "trace": decorator,
+            "simulate_kernel": simulate_kernel,
+            "FrameworkKernel": FrameworkKernel,
+        }
         return {
             "neuronxcc": {"__version__": COMPILER},
             "neuronxcc.nki": top,
             "neuronxcc.nki.language": _language(first=True),
             "neuronxcc.nki.isa": _isa(neuronxcc_isa),
-            "neuronxcc.nki.typing": {"tensor": _Subscript()},
+            "neuronxcc.nki.typing": {name: _Subscript(name) for name in ("tensor", "mutable_tensor")},
             "neuronxcc.nki.kernels": {},
             "neuronxcc.nki.kernels.attention": {name: _sdk_kernel(name) for name in _SDK_KERNELS},
         }
     return {
-        "nki": {"jit": jit, "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k)},
+        "nki": {
+            "jit": partial(jit, dialect=SECOND),
+            "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k),
+        },
         "nki.language": _language(first=False),
         "nki.isa": _isa(nki_isa),
-        "nki.typing": {"tensor": _Subscript()},
+        "nki.typing": {name: _Subscript(name) for name in ("tensor", "mutable_tensor")},
     }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from neuronmm.emulator.nki import contract
 from neuronmm.emulator.nki import machine as machines
 from neuronmm.emulator.nki.dtypes import as_dtype
 from neuronmm.emulator.nki.machine import Machine
@@ -35,15 +38,18 @@ class Run:
 
 
 class Kernel:
-    """What ``@nki.jit`` makes of a function: inside a kernel a plain call, outside a simulation on arrays."""
+    """What ``@nki.jit`` makes of a function: inside a kernel a plain call, outside a simulation on arrays.
 
-    def __init__(self, function: Callable[..., Any], grid: tuple[int, ...] = (1,)) -> None:
-        self.function, self.grid = function, grid
+    ``dialect`` is that of the decorator, "" where a host took the plain function.
+    """
+
+    def __init__(self, function: Callable[..., Any], grid: tuple[int, ...] = (1,), dialect: str = "") -> None:
+        self.function, self.grid, self.dialect = function, grid, dialect
         self.__name__ = getattr(function, "__name__", "kernel")
         self.__doc__ = function.__doc__
 
     def __getitem__(self, grid: Any) -> Kernel:
-        return Kernel(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,))
+        return Kernel(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,), self.dialect)
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         if machines.running():
@@ -51,9 +57,9 @@ class Kernel:
         return simulate_kernel(self, *arguments, **constants)
 
 
-def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``@nki.jit``, with or without options (they concern the compiler and are ignored)."""
-    return Kernel if function is None else Kernel(function)
+def jit(function: Callable[..., Any] | None = None, *, dialect: str, **options: Any) -> Any:
+    """``@nki.jit`` of a dialect, with or without options (they concern the compiler and are ignored)."""
+    return partial(Kernel, dialect=dialect) if function is None else Kernel(function, dialect=dialect)
 
 
 def simulate_kernel(kernel: Callable[..., Any], *arguments: Any, **constants: Any) -> Any:
@@ -83,37 +89,41 @@ def run(
     Raises:
         NkiError: the kernel broke a rule.
     """
-    function = kernel.function if isinstance(kernel, Kernel) else kernel
+    own = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
     machine = Machine(getattr(kernel, "__name__", "kernel"), core, data=data, shuffle=shuffle, fold=fold)
-    machine.grid = kernel.grid if isinstance(kernel, Kernel) else (1,)
+    machine.grid, machine.body = own.grid, getattr(inspect.unwrap(own.function), "__code__", None)
     machines.push(machine)
     collecting = gc.isenabled()
     gc.disable()  # a long trace is many live objects and no garbage: collecting would take most of the time
     try:
         tensors = [_tensor(machine, a, f"argument {i}") for i, a in enumerate(arguments)]
         named = {name: _tensor(machine, a, name) for name, a in constants.items()}
+        if own.dialect == contract.FIRST:
+            contract.protect(own.function, tensors, named)
         made = [_output(machine, spec, f"output {i}") for i, spec in enumerate(outputs)]
         for program in itertools.product(*(range(n) for n in machine.grid)):
             machine.program, machine.declared = program, 0
-            result = function(*tensors, *made, **named)
+            result = own.function(*tensors, *made, **named)
         trace = machine.finish(capacity)
+        returned = made or ([] if result is None else list(result) if isinstance(result, (tuple, list)) else [result])
+        contract.check_outputs(machine, own.function, own.dialect, returned)
     finally:
         machines.pop()
         if collecting:
             gc.enable()
-    returned = made or ([] if result is None else list(result) if isinstance(result, (tuple, list)) else [result])
     return Run(trace, tuple(_array(t) for t in returned) if data else ())
 
 
 def _tensor(machine: Machine, value: Any, name: str) -> Any:
     if isinstance(value, np.ndarray):
-        return Tile.of(machine.allocate(value.shape, 0, value.dtype, Space.HBM, name, value))
-    if isinstance(value, TensorSpec):
-        tile = Tile.of(machine.allocate(value.shape, 0, as_dtype(value.dtype), Space.HBM, name))
-        tile.storage.record.kernel_argument = True
-        return tile
-    return value
+        tile = Tile.of(machine.allocate(value.shape, 0, value.dtype, Space.HBM, name, value))
+    elif isinstance(value, TensorSpec):
+        tile = _output(machine, value, name)
+    else:
+        return value
+    tile.storage.filled = True
+    return tile
 
 
 def _output(machine: Machine, spec: TensorSpec, name: str) -> Tile:
