@@ -21,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from nki_cases import Case, baselines_of, kernel_modules, to_numpy, to_torch, two_kernel_mlp
 from nki_mutants import MUTANTS, battery, planted
+from nki_mutants_cutting import CUTTING
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.kernels.nki.blocks import Blocks
@@ -30,6 +31,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 TOKENS = (5, 200)
 LINEAR = (576, 320, 1000)
 MLP = (576, (320, 200, 352), 1536)
+PLANTED = [*MUTANTS, *CUTTING]
 SIZES = Blocks(tokens=128, moving=128, depth=2, intermediate=4)
 OPTIONS: dict[str, dict[str, bool]] = {
     "": {},
@@ -74,7 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     found = list(track(accuracy(), "accuracy", total=len(DIALECTS) * len(DTYPES) * len(TOKENS) * 13))
-    caught = [caught_by(mutant) for mutant in track(MUTANTS, "planted bugs")]
+    caught = [caught_by(mutant) for mutant in track(PLANTED, "planted bugs")]
     (args.output / "nki.md").write_text("\n".join(document(found, caught)) + "\n", encoding="utf-8")
 
 
@@ -146,7 +148,7 @@ def document(found: list[Line], caught: list[str]) -> Iterator[str]:
     yield MUTANTS_HEAD
     yield "| bug | in | caught by |"
     yield "|---|---|---|"
-    for mutant, how in zip(MUTANTS, caught, strict=True):
+    for mutant, how in zip(PLANTED, caught, strict=True):
         yield f"| {mutant.what} | {mutant.file}.py | {how} |"
     yield ""
     yield f"{sum('nothing' not in how for how in caught)} of {len(caught)} are caught."

@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from neuronmm.emulator.nki import nki_modules
+from neuronmm.emulator.nki import TensorSpec, nki_modules, run
 from neuronmm.kernels import nki as package
 from rule import assert_twice_plain
 
 FOLDER = Path(package.__file__).parent
-FILES = ("blocks", "objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "dialect_neuronxcc", "dialect_nki")
+FILES = (
+    "blocks", "objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "packed_matmul", "choice", "dialect_neuronxcc",
+    "dialect_nki", "entry_neuronxcc",
+)  # fmt: skip
+"""The modules that may have a bug, each after those it imports."""
 
 
 class Mutant(NamedTuple):
@@ -281,7 +285,9 @@ MUTANTS = [
 @contextmanager
 def planted(mutant: Mutant | None) -> Iterator[Any]:
     """The kernel modules with a mutant in them, apart from the real ones."""
-    space, names = SimpleNamespace(), []
+    parent = ModuleType("mutant_nki")
+    space, names = SimpleNamespace(), [parent.__name__]
+    sys.modules[parent.__name__] = parent
     try:
         with nki_modules():
             for name in FILES:
@@ -295,6 +301,7 @@ def planted(mutant: Mutant | None) -> Iterator[Any]:
                 sys.modules[module.__name__] = module
                 exec(compile(text.replace("neuronmm.kernels.nki", "mutant_nki"), str(path), "exec"), module.__dict__)
                 setattr(space, name, module)
+                setattr(parent, name, module)
         yield space
     finally:
         for name in names:
@@ -304,12 +311,19 @@ def planted(mutant: Mutant | None) -> Iterator[Any]:
 def battery(kernels: Any, make: Any) -> None:
     """What the kernels are held to, on a few small shapes that have every kind of tail."""
     small = kernels.blocks.Blocks(tokens=40, moving=24, depth=1, intermediate=2, panels=2)
+    parts = kernels.blocks.Blocks(tokens=30, moving=30, depth=1)
+    long = kernels.blocks.Blocks(tokens=520)
     for dialect in ("neuronxcc", "nki"):
         for case, sizes in (
             (make.linear(300, 150, 270, 70, torch.float32, norm=True, residual=True), small),
             (make.linear(300, 150, 270, 90, torch.float32), small),
+            (make.linear(260, 1101, 701, 30, torch.float32, norm=True, residual=True), parts),
+            (make.linear(140, 300, 130, 30, torch.float32, norm=True), None),
             (make.linear(300, 150, 700, 70, torch.float32, bias=True, residual=True), small),
             (make.linear(301, 150, 271, 150, torch.float32, tokens_first=True), None),
+            (make.linear(301, 150, 271, 90, torch.float32, tokens_first=True), small),
+            (make.linear(130, 520, 700, 520, torch.float32, tokens_first=True), long),
+            (make.linear(130, 520, 700, 520, torch.float32, bias=True, residual=True), long),
             (make.linear(130, 20, 700, 100, torch.float32), None),
             (make.linear(257, 40, 300, 3, torch.float32, norm=True), None),
             (make.linear(130, 1100, 1300, 6, torch.float32), kernels.blocks.Blocks(tokens=6, moving=6, panels=2)),
@@ -318,10 +332,16 @@ def battery(kernels: Any, make: Any) -> None:
             (make.linear(257, 40, 300, 1, torch.float32, residual=True), None),
             (make.linear(257, 40, 300, 1, torch.float32, tokens_first=True), None),
             (make.mlp(140, 700, (100, 60, 80), 50, torch.float32), small),
+            (make.mlp(140, 700, (100, 520, 80), 90, torch.float32), small),
         ):
-            error = (case.run(kernels, dialect, sizes).double() - case.exact()).norm() / case.exact().norm()
-            assert error <= 1e-5
+            near(case.run(kernels, dialect, sizes), case.exact())
+    for layout in ("HSB", "BSH"):
+        entries(kernels.entry_neuronxcc, make, layout)
+    even = make.linear(8192, 64, 64, 8, torch.bfloat16, norm=True)
+    even.x = even.x.sign() * 1.18  # each block adds the same to the sum of squares, and bfloat16 rounds that up
     for case, sizes in (
+        (even, kernels.blocks.Blocks(tokens=8, moving=8, depth=1)),
+        (make.linear(65_700, 8, 64, 1, torch.bfloat16), kernels.blocks.Blocks(tokens=1, moving=1)),
         (make.linear(8192, 64, 64, 8, torch.bfloat16), kernels.blocks.Blocks(tokens=8, moving=8, depth=1)),
         (make.linear(576, 300, 576, 30, torch.bfloat16), None),
     ):
@@ -331,3 +351,23 @@ def battery(kernels: Any, make: Any) -> None:
         case = make.linear(140, 30, 130, 140, torch.bfloat16, tokens_first=True)
         made = case.run(kernels, dialect)
         assert_twice_plain([case], lambda _, y=made: y, lambda c: c.plain(), lambda c: c.exact())
+
+
+def entries(entry: Any, make: Any, layout: str) -> None:
+    """What only a host's entries reach, in one layout: a lone weight over several strips, and the partial MLP."""
+    first = layout == "BSH"
+    case = make.linear(130, 70, 1, 1100, torch.float32, tokens_first=first)
+    shape = (1100, 70) if first else (70, 1100)
+    y = case.result(run(entry.packed_matmul(layout), *case.arguments()[:2], outputs=[TensorSpec(shape)]).outputs[0])
+    near(y, case.weights[0].double() @ case.x.double())
+    case = make.mlp(200, 300, (130, 130, 1101), 70, torch.float32, tokens_first=first)
+    kernel = entry.low_rank_swiglu_mlp(case.ranks(), layout=layout, partial=True)
+    shape = (70, 1101) if first else (1101, 70)
+    part = case.result(run(kernel, *case.arguments()[:-1], outputs=[TensorSpec(shape)]).outputs[0])
+    near(case.weights[5].double() @ part.double(), case.exact())
+
+
+def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
+    """float32 is within 1e-5 of float64."""
+    error = (actual.double() - exact).norm() / exact.norm()
+    assert error <= 1e-5

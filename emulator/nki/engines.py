@@ -236,6 +236,8 @@ def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
             machine.fail("operand space", f"the {role} of a DMA must be in hbm or sbuf", "hbm or sbuf", "psum")
         machine.check_scope(tile.storage)
         tile.inside(mask)
+    if dst.storage.immutable:
+        machine.fail("immutable", "a jitted kernel may not write its parameter: annotate it nt.mutable_tensor, or copy")
     if dst.size != src.size:
         machine.fail("shape", "source and destination of a DMA differ in size", dst.shape, src.shape)
     _no_overlap(machine, dst, mask)

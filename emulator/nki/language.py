@@ -44,6 +44,13 @@ def ndarray(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> Tile:
     return declare(dims, as_dtype(dtype), buffer or sbuf, name)
 
 
+def top_level_ndarray(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> Tile:
+    """:func:`ndarray` of the first dialect, which declares shared HBM in the kernel function itself, not in a loop."""
+    if buffer is shared_hbm and not current().at_top_level():
+        current().fail("shared_hbm", "shared_hbm is declared in the kernel function itself, outside of loops")
+    return ndarray(shape, dtype, buffer, name)
+
+
 def _shared(dims: tuple[int, ...], dtype: np.dtype, name: str) -> Tile:
     """The n-th shared tensor a program declares is the same tensor in every program of the grid."""
     machine = current()

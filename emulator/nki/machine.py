@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,7 +29,8 @@ class Storage:
 
     ``free`` is the number of elements a partition (a leading index in HBM). ``stamps``, where a race could be, holds
     for each element the number of the instruction that wrote it last (-1: none). ``groups`` maps what was written to
-    PSUM to the engine. ``scope`` is the loop body it was allocated in.
+    PSUM to the engine. ``scope`` is the loop body it was allocated in. ``filled`` before the kernel; ``immutable``: the
+    kernel may not write it.
     """
 
     record: Buffer
@@ -41,6 +42,8 @@ class Storage:
     stamps: np.ndarray | None = None
     groups: dict[tuple[int, int, int, int], Engine] | None = None
     scope: Scope | None = None
+    filled: bool = False
+    immutable: bool = False
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class Machine:
     ``data`` False runs on shapes alone. ``shuffle`` runs the iterations of ``affine_range`` in a random order with
     this seed. ``fold`` (shape-only) records the second iteration of an outermost loop for all but the first and last.
     ``program`` and ``grid`` place the running program in the launch grid; ``shared`` are the tensors in shared HBM, and
-    ``declared`` counts those this program has named.
+    ``declared`` counts those this program has named. ``body`` is the code of the kernel function.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Machine:
         self.grid: tuple[int, ...] = (1,)
         self.shared: list[Any] = []
         self.declared = 0
+        self.body: CodeType | None = None
         self._random = None if shuffle is None else random.Random(shuffle)
 
     def fail(self, rule: str, message: str, limit: object = None, actual: object = None) -> NoReturn:
@@ -96,21 +100,16 @@ class Machine:
         raise NkiError(self.location(), rule, message, limit, actual)
 
     def location(self) -> str:
-        """``file:line`` of the kernel: the innermost frame that is neither the emulator's nor a dialect binding's."""
-        frame = sys._getframe(2)
-        while True:
-            code = frame.f_code
-            inside = _plumbing.get(code)
-            if inside is None:
-                inside = code.co_filename.startswith(_OWN) or "NKI_BINDING" in frame.f_globals
-                _plumbing[code] = inside
-            if not inside or frame.f_back is None:
-                break
-            frame = frame.f_back
+        """``file:line`` of the kernel."""
+        frame = _kernel_frame()
         key = (frame.f_code, frame.f_lineno)
         if key not in _lines:
             _lines[key] = f"{key[0].co_filename}:{key[1]}"
         return _lines[key]
+
+    def at_top_level(self) -> bool:
+        """Whether the kernel function itself is at work, outside of loops."""
+        return not self.loops and self.body in (None, _kernel_frame().f_code)
 
     def allocate(
         self,
@@ -224,6 +223,20 @@ class Machine:
                     limit,
                     level,
                 )
+
+
+def _kernel_frame() -> FrameType:
+    """The innermost frame that is neither the emulator's nor a dialect binding's."""
+    frame = sys._getframe(2)
+    while True:
+        code = frame.f_code
+        inside = _plumbing.get(code)
+        if inside is None:
+            inside = code.co_filename.startswith(_OWN) or "NKI_BINDING" in frame.f_globals
+            _plumbing[code] = inside
+        if not inside or frame.f_back is None:
+            return frame
+        frame = frame.f_back
 
 
 _stack: list[Machine] = []

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from neuronmm.emulator.importable import importable, offers
 from neuronmm.emulator.nki import index, language, neuronxcc_isa, neuronxcc_selection, nki_isa, nki_selection
 from neuronmm.emulator.nki.compiler import compiler, measured
+from neuronmm.emulator.nki.contract import FIRST, SECOND
 from neuronmm.emulator.nki.dtypes import NAMES
 from neuronmm.emulator.nki.framework import FrameworkKernel
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import OPS
-from neuronmm.emulator.nki.run import compiled_jit, jit, simulate_kernel
+from neuronmm.emulator.nki.run import jit, simulate_kernel
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.values import NKIObject
 
@@ -29,6 +31,7 @@ _FIRST_DIALECT_ONLY = {
     "arange": index.arange,
     "mgrid": index.MGrid(),
     "par_dim": index.ParDim,
+    "ndarray": language.top_level_ndarray,
     **{
         name: getattr(language, name)
         for name in (
@@ -66,11 +69,25 @@ def _sdk_kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
+class _Subscript:
+    """``nki.typing.tensor[...]`` or ``mutable_tensor``: an annotation; its ``repr`` is its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"nki.typing.{self.name}"
+
+    def __getitem__(self, key: Any) -> _Subscript:
+        return self
+
+
 def surface(dialect: str) -> dict[str, dict[str, Any]]:
     """Module name -> attributes, for ``neuronxcc`` or ``nki``."""
     if dialect == "neuronxcc":
+        decorator = partial(jit, dialect=FIRST)
         top = {
-            "jit": jit, "trace": jit, "baremetal": jit, "simulate_kernel": simulate_kernel, "tensor": Tile,
+            "jit": decorator, "trace": decorator, "baremetal": decorator, "simulate_kernel": simulate_kernel, "tensor": Tile,
             "FrameworkKernel": FrameworkKernel, "benchmark": measured("benchmark"), "profile": measured("profile"),
         }  # fmt: skip
         return {
@@ -78,16 +95,19 @@ def surface(dialect: str) -> dict[str, dict[str, Any]]:
             "neuronxcc.nki": top,
             "neuronxcc.nki.language": _language(first=True),
             "neuronxcc.nki.isa": _isa(neuronxcc_isa, neuronxcc_selection),
-            "neuronxcc.nki.typing": {"tensor": Tile, "mutable_tensor": Tile},
+            "neuronxcc.nki.typing": {name: _Subscript(name) for name in ("tensor", "mutable_tensor")},
             **compiler("neuronxcc.nki.compiler"),
             "neuronxcc.nki.kernels": {},
             "neuronxcc.nki.kernels.attention": {name: _sdk_kernel(name) for name in _SDK_KERNELS},
         }
     return {
-        "nki": {"jit": compiled_jit, "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k)},
+        "nki": {
+            "jit": partial(jit, dialect=SECOND),
+            "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k),
+        },
         "nki.language": _language(first=False),
         "nki.isa": _isa(nki_isa, nki_selection),
-        "nki.typing": {"tensor": Tile},
+        "nki.typing": {name: _Subscript(name) for name in ("tensor", "mutable_tensor")},
     }
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from neuronmm.emulator.nki import contract
 from neuronmm.emulator.nki import machine as machines
 from neuronmm.emulator.nki.dtypes import as_dtype
 from neuronmm.emulator.nki.machine import Machine
@@ -38,42 +41,42 @@ class Run:
 
 
 class Kernel:
-    """What ``@nki.jit`` makes of a function: inside a kernel a plain call, outside a simulation on arrays."""
+    """What ``@nki.jit`` makes of a function: inside a kernel a plain call, outside a simulation on arrays.
+
+    ``dialect`` is that of the decorator, "" where a host took the plain function. Loops of the second dialect are
+    unrolled, and the arguments of its kernels are values of the language.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], grid: tuple[int, ...] = (1,), core: NeuronCore | None = None
+        self,
+        function: Callable[..., Any],
+        grid: tuple[int, ...] = (1,),
+        core: NeuronCore | None = None,
+        dialect: str = "",
     ) -> None:
-        self.function, self.grid, self.core = function, grid, core
+        self.function, self.grid, self.core, self.dialect = function, grid, core, dialect
         self.__name__ = getattr(function, "__name__", "kernel")
         self.__doc__ = function.__doc__
 
     def __getitem__(self, grid: Any) -> Kernel:
-        return type(self)(self.function, tuple(grid) if isinstance(grid, (tuple, list)) else (grid,), self.core)
+        grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+        return Kernel(self.function, grid, self.core, self.dialect)
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         if machines.running():
+            if self.dialect == contract.SECOND:
+                check_values(self.__name__, [*arguments, *constants.values()])
             return self.function(*arguments, **constants)
         return simulate_kernel(self, *arguments, **constants)
 
 
-class CompiledKernel(Kernel):
-    """What ``@nki.jit`` of the second dialect makes: loops are unrolled, arguments are values of the language."""
+def jit(function: Callable[..., Any] | None = None, *, dialect: str, platform_target: str = "", **options: Any) -> Any:
+    """``@nki.jit`` of a dialect, with or without options.
 
-    def __call__(self, *arguments: Any, **constants: Any) -> Any:
-        if machines.running():
-            check_values(self.__name__, [*arguments, *constants.values()])
-        return super().__call__(*arguments, **constants)
-
-
-def jit(function: Callable[..., Any] | None = None, *, platform_target: str = "", **options: Any) -> Any:
-    """``@nki.jit``, with or without options: ``platform_target`` names the device, all others are the compiler's."""
-    core = CORES.get(platform_target)
-    return (lambda f: Kernel(f, core=core)) if function is None else Kernel(function, core=core)
-
-
-def compiled_jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``@nki.jit`` of the second dialect."""
-    return CompiledKernel if function is None else CompiledKernel(function)
+    ``platform_target`` names the device; all other options concern the compiler and are ignored.
+    """
+    make = partial(Kernel, core=CORES.get(platform_target), dialect=dialect)
+    return make if function is None else make(function)
 
 
 def simulate_kernel(kernel: Callable[..., Any], *arguments: Any, **constants: Any) -> Any:
@@ -107,9 +110,9 @@ def run(
     """
     data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
     own = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    core = core or own.core or (TRN2 if isinstance(own, CompiledKernel) else TRN1)
+    core = core or own.core or (TRN2 if own.dialect == contract.SECOND else TRN1)
     machine = Machine(own.__name__, core, data=data, shuffle=shuffle, fold=fold)
-    machine.grid = own.grid
+    machine.grid, machine.body = own.grid, getattr(inspect.unwrap(own.function), "__code__", None)
     if 0 in own.grid:
         machine.fail("launch grid", f"the launch grid {own.grid} of {own.__name__} has no programs", ">= 1", 0)
     machines.push(machine)
@@ -118,30 +121,34 @@ def run(
     try:
         tensors = [_tensor(machine, a, f"argument {i}") for i, a in enumerate(arguments)]
         named = {name: _tensor(machine, a, name) for name, a in constants.items()}
+        if own.dialect == contract.FIRST:
+            contract.protect(own.function, tensors, named)
         made = [_output(machine, spec, f"output {i}") for i, spec in enumerate(outputs)]
-        if isinstance(own, CompiledKernel):
+        if own.dialect == contract.SECOND:
             check_values(own.__name__, [*arguments, *constants.values()])
-        with nullcontext() if isinstance(own, CompiledKernel) else sequential_ranges(own.function):
+        with nullcontext() if own.dialect == contract.SECOND else sequential_ranges(own.function):
             for program in itertools.product(*(range(n) for n in machine.grid)):
                 machine.program, machine.declared = program, 0
                 result = own.function(*tensors, *made, **named)
         trace = machine.finish(capacity)
+        returned = made or ([] if result is None else list(result) if isinstance(result, (tuple, list)) else [result])
+        contract.check_outputs(machine, own.function, own.dialect, returned)
     finally:
         machines.pop()
         if collecting:
             gc.enable()
-    returned = made or ([] if result is None else list(result) if isinstance(result, (tuple, list)) else [result])
     return Run(trace, tuple(_array(t) for t in returned) if data else ())
 
 
 def _tensor(machine: Machine, value: Any, name: str) -> Any:
     if isinstance(value, np.ndarray):
-        return Tile.of(machine.allocate(value.shape, 0, value.dtype, Space.HBM, name, value))
-    if isinstance(value, TensorSpec):
-        tile = Tile.of(machine.allocate(value.shape, 0, as_dtype(value.dtype), Space.HBM, name))
-        tile.storage.record.kernel_argument = True
-        return tile
-    return value
+        tile = Tile.of(machine.allocate(value.shape, 0, value.dtype, Space.HBM, name, value))
+    elif isinstance(value, TensorSpec):
+        tile = _output(machine, value, name)
+    else:
+        return value
+    tile.storage.filled = True
+    return tile
 
 
 def _output(machine: Machine, spec: TensorSpec, name: str) -> Tile:

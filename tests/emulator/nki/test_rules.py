@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nki_violations import assert_breaks
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
 from neuronmm.emulator.nki.trace import Engine
@@ -255,32 +256,6 @@ def grid_beside_an_ellipsis(x: Any) -> None:
     x[xl.arange(64)[:, None], ...]  # broken
 
 
-def tile_used_after_its_loop(x: Any) -> None:
-    for _ in xl.affine_range(2):
-        t = xl.load(x)
-    xl.exp(t)  # broken
-
-
-def tile_stored_after_its_loop(x: Any) -> None:
-    for _ in xl.sequential_range(2):
-        t = xl.load(x)
-    xl.store(x, t)  # broken
-
-
-def result_assigned_after_its_loop(x: Any) -> None:
-    out = xl.ndarray((64, 128), dtype=F32)
-    for _ in xl.affine_range(2):
-        t = xl.load(x)
-    out[...] = t  # broken
-
-
-def tile_of_another_iteration(x: Any) -> None:
-    tiles = []
-    for i in xl.sequential_range(2):
-        tiles.append(xl.load(x))
-        xl.exp(tiles[0] if i else tiles[-1])  # broken
-
-
 BROKEN: list[Callable[..., None]] = [
     f for f in list(globals().values()) if inspect.isfunction(f) and list(inspect.signature(f).parameters) == ["x"]
 ]
@@ -290,13 +265,7 @@ BROKEN: list[Callable[..., None]] = [
 @pytest.mark.parametrize("kernel", BROKEN, ids=lambda f: f.__name__)
 def test_each_violation_names_file_line_and_figures(kernel: Callable[..., None], data: bool) -> None:
     x = np.zeros((64, 128), F32) if data else TensorSpec((64, 128))
-    with pytest.raises(NkiError) as caught:
-        run(kernel, x)
-    lines, start = inspect.getsourcelines(kernel)
-    line = start + next(i for i, text in enumerate(lines) if "# broken" in text)
-    assert caught.value.location == f"{__file__}:{line}"
-    assert str(caught.value).startswith(f"{__file__}:{line}: ")
-    assert caught.value.rule in str(caught.value)
+    assert_breaks(kernel, x)
 
 
 @pytest.mark.parametrize(
@@ -323,23 +292,6 @@ def test_limit_and_actual_value_are_given(kernel: Callable[..., None], rule: str
 @pytest.mark.parametrize("kernel", [bias_must_be_a_tile_on_v2, scalar_engine_of_v2_copies_only_by_activation])
 def test_v3_allows_what_v2_does_not(kernel: Callable[..., None]) -> None:
     run(kernel, TensorSpec((64, 128)), core=TRN2)
-
-
-def kept_from_an_unrolled_loop(x: Any) -> None:
-    tiles = [xl.load(x) for _ in xl.static_range(2)]
-    xl.exp(tiles[0])
-
-
-def kept_in_the_second_dialect(x: Any) -> None:
-    for _ in nl.affine_range(2):
-        t = sb(8, 4)
-        nisa.memset(t, 0.0)
-    nisa.tensor_copy(sb(8, 4), t)
-
-
-@pytest.mark.parametrize("kernel", [kept_from_an_unrolled_loop, kept_in_the_second_dialect])
-def test_an_unrolled_loop_has_no_scope(kernel: Callable[..., None]) -> None:
-    run(kernel, TensorSpec((64, 128)))
 
 
 def test_strides_an_engine_can_take() -> None:
@@ -391,61 +343,3 @@ def test_capacity_counts_live_ranges(space: Any, columns: int, fits: int) -> Non
         run(holds(fits + 1, space, columns, together=True), x)
     assert caught.value.location.startswith(__file__)
     assert run(holds(fits + 1, space, columns, together=True), x, capacity=False).trace.instructions
-
-
-def carried(x: Any, out: Any) -> None:
-    t = xl.ndarray((64, 1), dtype=F32)
-    t[...] = xl.load(x[0:64, 0:1])
-    for _ in xl.affine_range(4):
-        t[...] = xisa.tensor_scalar(t, op0=xl.multiply, operand0=2.0)
-    xl.store(out[0:64, 0:1], t)
-
-
-def overwritten(x: Any, out: Any) -> None:
-    for i in xl.affine_range(4):
-        xl.store(out[0:64, 0:1], xl.load(x[0:64, i : i + 1]))
-
-
-def read_then_overwritten(x: Any, out: Any) -> None:
-    t = xl.ndarray((64, 5), dtype=F32)
-    t[...] = xl.load(x[0:64, 0:5])
-    for i in xl.affine_range(4):
-        xl.store(out[0:64, i : i + 1], t[0:64, i + 1 : i + 2])
-        t[0:64, i : i + 1] = xl.load(x[0:64, i : i + 1])
-
-
-def partial_sums(x: Any, out: Any) -> None:
-    total = xl.zeros((64, 1), dtype=F32)
-    for i in xl.affine_range(4):
-        total += xl.load(x[0:64, i : i + 1])
-        xl.store(out[0:64, i : i + 1], total)
-
-
-def independent(x: Any, out: Any) -> None:
-    total = xl.zeros((64, 1), dtype=F32)
-    own = xl.zeros((64, 8), dtype=F32)
-    for i in xl.affine_range(4):
-        own[0:64, i::4] = xl.load(x[0:64, i : i + 2])
-        own[0:64, i::4] = own[0:64, i::4] + 1.0
-        t = xl.load(x[0:64, i : i + 1])
-        total += t
-        xl.store(out[0:64, i + 1 : i + 2], t)
-    xl.store(out[0:64, 0:1], total)
-
-
-@pytest.mark.parametrize("kernel", [carried, overwritten, read_then_overwritten, partial_sums])
-@pytest.mark.parametrize("shuffle", [None, 3])
-def test_races_in_affine_range(kernel: Callable[..., None], shuffle: int | None) -> None:
-    with pytest.raises(NkiError, match="affine_range") as caught:
-        run(kernel, np.zeros((64, 128), F32), outputs=[TensorSpec((64, 8))], shuffle=shuffle)
-    assert caught.value.rule == "race" and caught.value.location.startswith(__file__)
-
-
-def test_independent_iterations_run_in_any_order() -> None:
-    x = np.random.default_rng(0).integers(-9, 9, (64, 128)).astype(F32)
-    plain = run(independent, x, outputs=[TensorSpec((64, 5))]).outputs[0]
-    for seed in range(3):
-        np.testing.assert_array_equal(
-            plain, run(independent, x, outputs=[TensorSpec((64, 5))], shuffle=seed).outputs[0]
-        )
-    np.testing.assert_array_equal(plain[:, 0], x[:, :4].sum(1))

@@ -16,7 +16,7 @@ from neuronmm.kernels.layout import pack
 from rule import assert_twice_plain, draws
 
 SIZES = st.sampled_from([1, 7, 64, 127, 128, 129, 200, 300])
-TOKENS = st.sampled_from([1, 3, 65, 128, 513])
+TOKENS = st.sampled_from([1, 3, 65, 128, 513, 1100])
 
 
 def apply(kernels: Any, arrays: Any, w: Tensor, x: Tensor, layout: str) -> Tensor:

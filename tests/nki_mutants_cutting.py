@@ -1,0 +1,102 @@
+"""Planted bugs in how the kernels cut their work: strips, blocks of depth, panels, ragged chunks, layouts."""
+
+from __future__ import annotations
+
+from nki_mutants import Mutant
+
+CUTTING = [
+    Mutant(
+        "the residual of the first chunks for all",
+        "stages",
+        "d.add(dst, src, other[0:wide, at : at + chunks,",
+        "d.add(dst, src, other[0:wide, 0:chunks,",
+    ),
+    Mutant(
+        "the scale meets the first chunk for all",
+        "stages",
+        "d.multiply(one, acc[0:wide, slot + c, 0:t]",
+        "d.multiply(one, acc[0:wide, slot, 0:t]",
+    ),
+    Mutant("scaled chunks all land on the first", "stages", "at + c, (t0, t0 + t)", "at, (t0, t0 + t)"),
+    Mutant("the bias of a span begins at the first feature", "stages", "other, j, turn", "other, j - base, turn"),
+    Mutant(
+        "every tile of A is the first",
+        "stages",
+        "load_panels(d, to.f, panels[p0 : p0 + count]",
+        "load_panels(d, to.f, panels[0:count]",
+    ),
+    Mutant(
+        "the sums of the first panel for all",
+        "stages",
+        "other = scale if begins else to.sums[p]",
+        "other = scale if begins else to.sums[0]",
+    ),
+    Mutant(
+        "sums all land on the first panel's", "stages", "not scaled) else to.sums[p]", "not scaled) else to.sums[0]"
+    ),
+    Mutant(
+        "the first panel's sums are scaled for all", "stages", "to.result[p], to.sums[p]", "to.result[p], to.sums[0]"
+    ),
+    Mutant(
+        "gathered: every run of chunks is the first",
+        "stages",
+        "made.result[p][0:wide, at : at + n",
+        "made.result[p][0:wide, 0:n",
+    ),
+    Mutant(
+        "stored in parts: every part is the first",
+        "stages",
+        "store_rows(d, y, made.result[p], cut",
+        "store_rows(d, y, made.result[0], cut",
+    ),
+    Mutant(
+        "tokens first: the input in blocks", "stages", "0 if options.tokens_first else blocks.depth", "blocks.depth"
+    ),
+    Mutant(
+        "the scale is kept in the activation's dtype",
+        "stages",
+        "d.sbuf((PARTITIONS, tokens), d.float32) if scaled",
+        "d.sbuf((PARTITIONS, tokens), x.dtype) if scaled",
+    ),
+    Mutant("squares forget where a block begins", "stages", "cut.length(first + c)", "cut.length(c)"),
+    Mutant(
+        "tokens first: stored panel by panel", "stages", "tokens >= LONG_ROW and not first_tokens", "tokens >= LONG_ROW"
+    ),
+    Mutant(
+        "the residual of a span begins at the first feature",
+        "stages",
+        "options.residual, cut, first, last,",
+        "options.residual, cut, 0, last - first,",
+    ),
+    Mutant("a span with a bias adds its residual elsewhere", "stages", "at = j - first\n", "at = j\n"),
+    Mutant("long rows: a ragged chunk is whole", "moves", "(0, cut.length(c), c, c + 1)", "(0, cut.width, c, c + 1)"),
+    Mutant(
+        "tokens first: a strip is stored at the first tokens",
+        "moves",
+        "dst = d.columns(x, start + t0,",
+        "dst = d.columns(x, t0,",
+    ),
+    Mutant(
+        "tokens first: a strip's input is the first tokens",
+        "moves",
+        "src = d.columns(x, start + t0,",
+        "src = d.columns(x, t0,",
+    ),
+    Mutant("blocks of the MLP are whole panels of one of the two", "low_rank_mlp", "whole = max(", "whole = min("),
+    Mutant("MLP: every strip is the first", "low_rank_mlp", "i * blocks.tokens, blocks.tokens", "0, blocks.tokens"),
+    Mutant("packed: every strip is the first", "packed_matmul", "i * ", "0 * "),
+    Mutant("packed: the last strip is the first", "packed_matmul", "strips * ", "0 * "),
+    Mutant("packed: the last strip is dropped", "packed_matmul", "    if rest", "    if 0 * rest"),
+    Mutant(
+        "packed: held in the wrong order",
+        "packed_matmul",
+        "cut.count, start, tokens, options",
+        "cut.count, 0, tokens, options",
+    ),
+    Mutant(
+        "one token: a second bank's chunks are looked for beyond it",
+        "moves",
+        "acc[0:wide, c - c0 : c - c0 + n, 0:1]",
+        "acc[0:wide, c : c + n, 0:1]",
+    ),
+]
