@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from runs import config, snapshot, tensors
@@ -154,6 +155,19 @@ def test_the_command_says_it_in_one_line(shelf: Path, capsys: pytest.CaptureFixt
         line = said.err.strip()
         assert said.out == "" and "\n" not in line and line.startswith("neuronmm compress: error: ")
     assert snapshot(shelf.parent) == before
+
+
+def test_an_interrupted_command_says_where_the_work_is_or_that_there_is_none(
+    shelf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shelf / "recipe.yaml").write_text("align: 2\ncalibration_rows: 4\ncalibration_length: 12\n")
+    command = ["compress", "model", "-o", "to-low/../new", "--recipe", "recipe.yaml", "--calibration", "text.txt"]
+    for step, said in (("resolve", "nothing is kept"), ("StreamedModel", f"is in {shelf / 'new.partial'}: repeat")):
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline, step, Mock(side_effect=KeyboardInterrupt))
+            assert cli.main(command) == 130
+        assert said in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
 
 
 def test_what_is_ours_is_replaced_and_nothing_beside_it(shelf: Path) -> None:
