@@ -228,20 +228,24 @@ def test_the_folder_is_locked_before_the_model_is_looked_at(shelf: Path, monkeyp
     assert not (shelf / "deep").exists(), "what was made for a run that did nothing is removed"
 
 
+@pytest.mark.parametrize("third", [False, True])
 def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    third: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run that had the folder removes it between the other's opening of the mark and its lock."""
+    """The run that had the folder removes it, and a third may take it, while another opens the mark and locks it."""
     first, opened = Claim(tmp_path / "work"), os.open
 
     def slow(path: Path, *arguments: int) -> int:
         handle = opened(path, *arguments)
         monkeypatch.setattr(os, "open", opened)
         first.remove()
+        if third:
+            Claim(tmp_path / "work")
         return handle
 
     monkeypatch.setattr(os, "open", slow)
-    Claim(tmp_path / "work")
+    if not third:
+        Claim(tmp_path / "work")
     with pytest.raises(UserError, match="at work there"):
         Claim(tmp_path / "work")
 
