@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from runs import config, snapshot, tensors
@@ -156,6 +157,19 @@ def test_the_command_says_it_in_one_line(shelf: Path, capsys: pytest.CaptureFixt
     assert snapshot(shelf.parent) == before
 
 
+def test_an_interrupted_command_says_where_the_work_is_or_that_there_is_none(
+    shelf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shelf / "recipe.yaml").write_text("align: 2\ncalibration_rows: 4\ncalibration_length: 12\n")
+    command = ["compress", "model", "-o", "to-low/../new", "--recipe", "recipe.yaml", "--calibration", "text.txt"]
+    for step, said in (("resolve", "nothing is kept"), ("StreamedModel", f"is in {shelf / 'new.partial'}: repeat")):
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline, step, Mock(side_effect=KeyboardInterrupt))
+            assert cli.main(command) == 130
+        assert said in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
+
+
 def test_what_is_ours_is_replaced_and_nothing_beside_it(shelf: Path) -> None:
     for link in ("to-nothing", "linked.partial"):
         (shelf / link).unlink()
@@ -214,20 +228,24 @@ def test_the_folder_is_locked_before_the_model_is_looked_at(shelf: Path, monkeyp
     assert not (shelf / "deep").exists(), "what was made for a run that did nothing is removed"
 
 
+@pytest.mark.parametrize("third", [False, True])
 def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    third: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run that had the folder removes it between the other's opening of the mark and its lock."""
+    """The run that had the folder removes it, and a third may take it, while another opens the mark and locks it."""
     first, opened = Claim(tmp_path / "work"), os.open
 
     def slow(path: Path, *arguments: int) -> int:
         handle = opened(path, *arguments)
         monkeypatch.setattr(os, "open", opened)
         first.remove()
+        if third:
+            Claim(tmp_path / "work")
         return handle
 
     monkeypatch.setattr(os, "open", slow)
-    Claim(tmp_path / "work")
+    if not third:
+        Claim(tmp_path / "work")
     with pytest.raises(UserError, match="at work there"):
         Claim(tmp_path / "work")
 
