@@ -15,6 +15,7 @@ Width = Annotated[int, Field(ge=1, le=1 << 20)]
 Layers = Annotated[int, Field(ge=1, le=1 << 12)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Positions = Annotated[int, Field(ge=1, le=1 << 31)]
+Labels = Annotated[int, Field(ge=0, le=1 << 16)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
@@ -84,6 +85,7 @@ class ModelConfig(BaseModel):
     rope_theta: Positive | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
+    num_labels: Labels | None = None  # nobody's affair here, but transformers makes a name for each
     transformers_weights: None = None  # the name of another file, which would be read unchecked
 
     @model_validator(mode="after")

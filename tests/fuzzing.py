@@ -17,7 +17,7 @@ from typing import Any
 
 from neuronmm.cli import main
 
-SECONDS = 60
+SECONDS = 30
 """Nothing tiny takes as long, on however busy a machine; what does, hangs."""
 
 MOST_GROWTH = 1 << 30

@@ -115,6 +115,7 @@ def edit_json(path: Path, **changes: Any) -> None:
         ({"rms_norm_eps": "small"}, "config.json: rms_norm_eps: "),
         ({"layer_types": ["sliding_attention"] * 2}, "config.json: layer_types.0: "),
         ({"transformers_weights": "../other.safetensors"}, "config.json: transformers_weights: "),
+        ({"num_labels": 10**30}, "config.json: num_labels: "),
         ({"quantization_config": "fp8"}, ""),
     ],
     ids=str,
