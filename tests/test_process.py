@@ -16,6 +16,8 @@ from neuronmm import __version__, cli
 MODULE = [sys.executable, "-m", "neuronmm"]
 SCRIPT = [str(Path(sys.executable).with_name("neuronmm"))]
 TILING = ["tiling", "--shape", "128,256,128,256", "--json"]
+BUFFERED = {"PYTHONUNBUFFERED": ""}
+"""Output reaches a pipe when it is flushed, as it does by default."""
 CONFIG = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
 "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000, "torch_dtype": "bfloat16"}"""
 
@@ -30,7 +32,7 @@ def ended(
         capture_output=True,
         check=False,
         cwd=cwd,
-        env={**os.environ, **environment},
+        env={**os.environ, **BUFFERED, **environment},
     )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
@@ -85,7 +87,12 @@ def test_a_full_disk_under_the_output_is_one_line(tmp_path: Path) -> None:
 def test_a_reader_that_has_seen_enough_is_no_error(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(CONFIG)
     with subprocess.Popen(
-        [*MODULE, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        [*MODULE, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **BUFFERED},
     ) as running:
         assert running.stdout is not None and running.stderr is not None
         running.stdout.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO, Linear, auto_align, balance, realised
@@ -39,6 +39,7 @@ def test_published_shapes_land_within_half_a_point(model: str, ratio: float) -> 
     ratio=st.floats(MIN_RATIO, MAX_RATIO),
     align=st.sampled_from([1, 4, 16]),
 )
+@example(shapes=[(8, 8), (18, 142), (18, 145)], ratio=0.5, align=16)  # nothing below any exact rank
 def test_every_rank_is_aligned_pays_and_is_next_to_the_exact_one(
     shapes: list[tuple[int, int]], ratio: float, align: int
 ) -> None:
@@ -60,7 +61,15 @@ def test_every_rank_is_aligned_pays_and_is_next_to_the_exact_one(
             assert rank > 0 and rank % align == 0 and abs(rank - exact) <= align
             assert linear.kept(rank) < linear.dense
     wanted = (1 - ratio) * sum(linear.dense for linear in linears)
-    assert abs(sum(linear.kept(ranks[linear.name]) for linear in linears) - wanted) <= step
+    # A matrix too small for a tile below its exact rank keeps more whatever is chosen; the others can make up for it.
+    forced = sum(linear.kept(_least(linear, align)) - (1 - ratio) * linear.dense for linear in linears
+                 if linear.break_even * (1 - ratio) < align)  # fmt: skip
+    assert -step <= sum(linear.kept(ranks[linear.name]) for linear in linears) - wanted <= step + forced
+
+
+def _least(linear: Linear, align: int) -> int | None:
+    """The smallest aligned rank there is, if it saves parameters."""
+    return align if align < linear.break_even else None
 
 
 def test_the_low_and_the_high_tile_alternate_over_the_depth() -> None:

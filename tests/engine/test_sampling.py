@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from neuronmm.engine.engine import load
-from neuronmm.engine.sampling import Sampler, SamplingParams
+from neuronmm.engine.sampling import LEAST, Sampler, SamplingParams
 from neuronmm.models import UserError
 from tiny import load_plain
 
@@ -59,16 +59,27 @@ def test_repetition_penalty_equals_transformers_and_ignores_padding(checkpoint: 
         assert result.token_ids == out[0, ids.shape[1] :].tolist()
 
 
+def test_the_least_temperature_and_penalty_draw_from_large_logits() -> None:
+    logits = torch.tensor([[1e4, -1e4, 9e3, 0.0]])
+    for penalty in (LEAST, 1 / LEAST):
+        sampler = Sampler(SamplingParams(temperature=LEAST, repetition_penalty=penalty), [3], torch.device("cpu"))
+        assert int(sampler(torch.tensor([[0]]), logits)) == (0 if penalty < 1 else 2)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"max_new_tokens": 0},
         {"temperature": -0.1},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-40},
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": float("inf")},
         {"seed": -1},
         {"stop": ("",)},
         {"stop": "word"},
