@@ -1,6 +1,6 @@
 """Destination-passing primitives over ``neuronxcc.nki`` (Trainium 1, Inferentia 2; SDK up to 2.29).
 
-The kernels call these and nothing else, so they never see a dialect. :mod:`.dialect_nki` has the same functions.
+The kernels call these and nothing else, so they never see a dialect. :mod:`.dialect_nki` has the same methods.
 Importing this needs the Neuron SDK or the emulator.
 """
 

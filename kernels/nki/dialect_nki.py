@@ -1,6 +1,6 @@
-"""Destination-passing primitives over ``nki`` 0.3 and later (Trainium 2 and 3; SDK from 2.29).
+"""Destination-passing primitives over ``nki`` 0.3 to 0.6 (Trainium 2 and 3; SDK 2.29 to 2.32).
 
-The same functions as :mod:`.dialect_neuronxcc`. Importing this needs the Neuron SDK or the emulator.
+The same methods as :mod:`.dialect_neuronxcc`. Importing this needs the Neuron SDK or the emulator.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ of one product's result lie on the partitions where the next product contracts: 
 HBM they are [features, tokens] as well, and nothing is ever transposed; or, on request, [tokens, features], and each
 128 x 128 block is transposed on its way by the tensor engine, never by a DMA, whose rows would be single elements.
 
-``d`` is a dialect module.
+``d`` is a dialect object.
 """
 
 from __future__ import annotations

@@ -160,3 +160,9 @@ def test_an_object_of_the_host_is_refused(kernels: Any) -> None:
     plan = 16, 8, 1, ((0, 0, 1, 8),)
     with pytest.raises(NkiError, match="NKIObject"):
         kernel[1](x, w, w, plan, plan, kernels.blocks.Blocks(), 0.0, False)
+
+
+def test_the_versions_that_are_served_are_said() -> None:
+    document = (FOLDER.parents[1] / "docs" / "nki.md").read_text(encoding="utf-8")
+    for said in (document.replace("\n", " "), text("entry_nki"), text("dialect_nki"), text("jitted")):
+        assert "0.3 to 0.6" in said
