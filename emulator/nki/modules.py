@@ -75,10 +75,9 @@ class _Subscript:
 def surface(dialect: str) -> dict[str, dict[str, Any]]:
     """Module name -> attributes, for ``neuronxcc`` or ``nki``."""
     if dialect == "neuronxcc":
-        decorator = partial(jit, dialect=FIRST)
         top = {
-            "jit": decorator,
-            "trace": decorator,
+            "jit": partial(jit, dialect=FIRST),
+            "trace": jit,  # its kernels may have their outputs as parameters
             "simulate_kernel": simulate_kernel,
             "FrameworkKernel": FrameworkKernel,
         }

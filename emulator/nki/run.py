@@ -57,7 +57,7 @@ class Kernel:
         return simulate_kernel(self, *arguments, **constants)
 
 
-def jit(function: Callable[..., Any] | None = None, *, dialect: str, **options: Any) -> Any:
+def jit(function: Callable[..., Any] | None = None, *, dialect: str = "", **options: Any) -> Any:
     """``@nki.jit`` of a dialect, with or without options (they concern the compiler and are ignored)."""
     return partial(Kernel, dialect=dialect) if function is None else Kernel(function, dialect=dialect)
 
@@ -92,7 +92,9 @@ def run(
     own = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
     machine = Machine(getattr(kernel, "__name__", "kernel"), core, data=data, shuffle=shuffle, fold=fold)
-    machine.grid, machine.body = own.grid, getattr(inspect.unwrap(own.function), "__code__", None)
+    machine.grid = own.grid
+    if own.dialect == contract.FIRST:
+        machine.body = getattr(inspect.unwrap(own.function), "__code__", None)
     machines.push(machine)
     collecting = gc.isenabled()
     gc.disable()  # a long trace is many live objects and no garbage: collecting would take most of the time
