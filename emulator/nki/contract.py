@@ -9,7 +9,6 @@ from typing import Any
 from neuronmm.emulator.nki.errors import NkiError
 from neuronmm.emulator.nki.machine import Machine
 from neuronmm.emulator.nki.tile import Tile
-from neuronmm.emulator.nki.trace import Space
 
 FIRST, SECOND = "neuronxcc", "nki"
 """The dialects by the package that has them."""
@@ -25,7 +24,7 @@ def protect(function: Callable[..., Any], arguments: Sequence[Any], named: Mappi
 
 
 def check_outputs(machine: Machine, function: Callable[..., Any], dialect: str, outputs: Sequence[Any]) -> None:
-    """Raise if an output lies on chip, was never written, or is not in the HBM that the dialect asks for."""
+    """Raise if an output was never written, or does not lie where the dialect asks for."""
     written = {region.buffer for step in machine.trace.instructions for region in step.writes}
     shared = [tile.storage for tile in machine.shared]
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -33,9 +32,7 @@ def check_outputs(machine: Machine, function: Callable[..., Any], dialect: str, 
         storage = tile.storage
         record, given = storage.record, storage.record.kernel_argument
         where = f"{code.co_filename}:{code.co_firstlineno}" if given and code else record.location
-        if record.space is not Space.HBM:
-            raise NkiError(where, "output", "an output must be in hbm", "hbm", record.space.value)
         if dialect == SECOND and not given and storage not in shared:
-            raise NkiError(where, "output", "an output must be in shared_hbm", "shared_hbm", "private_hbm")
+            raise NkiError(where, "output", "an output must be in shared_hbm", "shared_hbm", record.space.value)
         if record.id not in written and not storage.filled:
             raise NkiError(where, "unwritten output", f"the kernel never writes {record.name or 'this output'}")

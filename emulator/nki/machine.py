@@ -77,7 +77,8 @@ class Machine:
     ``data`` False runs on shapes alone. ``shuffle`` runs the iterations of ``affine_range`` in a random order with
     this seed. ``fold`` (shape-only) records the second iteration of an outermost loop for all but the first and last.
     ``program`` and ``grid`` place the running program in the launch grid; ``shared`` are the tensors in shared HBM, and
-    ``declared`` counts those this program has named. ``body`` is the code of the kernel function.
+    ``declared`` counts those this program has named. ``body`` is the code of a kernel that
+    must declare shared HBM itself.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Machine:
         return _lines[key]
 
     def at_top_level(self) -> bool:
-        """Whether the kernel function itself is at work, outside of loops."""
+        """Whether the code at work is outside of loops and, where ``body`` is known, the kernel's own."""
         return not self.loops and self.body in (None, _kernel_frame().f_code)
 
     def allocate(

@@ -85,9 +85,10 @@ class _Subscript:
 def surface(dialect: str) -> dict[str, dict[str, Any]]:
     """Module name -> attributes, for ``neuronxcc`` or ``nki``."""
     if dialect == "neuronxcc":
-        decorator = partial(jit, dialect=FIRST)
         top = {
-            "jit": decorator, "trace": decorator, "baremetal": decorator, "simulate_kernel": simulate_kernel, "tensor": Tile,
+            "jit": partial(jit, dialect=FIRST),
+            "trace": jit,  # its kernels may have their outputs as parameters
+            "baremetal": partial(jit, dialect=FIRST), "simulate_kernel": simulate_kernel, "tensor": Tile,
             "FrameworkKernel": FrameworkKernel, "benchmark": measured("benchmark"), "profile": measured("profile"),
         }  # fmt: skip
         return {

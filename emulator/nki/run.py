@@ -70,7 +70,9 @@ class Kernel:
         return simulate_kernel(self, *arguments, **constants)
 
 
-def jit(function: Callable[..., Any] | None = None, *, dialect: str, platform_target: str = "", **options: Any) -> Any:
+def jit(
+    function: Callable[..., Any] | None = None, *, dialect: str = "", platform_target: str = "", **options: Any
+) -> Any:
     """``@nki.jit`` of a dialect, with or without options.
 
     ``platform_target`` names the device; all other options concern the compiler and are ignored.
@@ -112,7 +114,9 @@ def run(
     own = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     core = core or own.core or (TRN2 if own.dialect == contract.SECOND else TRN1)
     machine = Machine(own.__name__, core, data=data, shuffle=shuffle, fold=fold)
-    machine.grid, machine.body = own.grid, getattr(inspect.unwrap(own.function), "__code__", None)
+    machine.grid = own.grid
+    if own.dialect == contract.FIRST:
+        machine.body = getattr(inspect.unwrap(own.function), "__code__", None)
     if 0 in own.grid:
         machine.fail("launch grid", f"the launch grid {own.grid} of {own.__name__} has no programs", ">= 1", 0)
     machines.push(machine)

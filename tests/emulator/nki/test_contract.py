@@ -38,6 +38,12 @@ def stores_into_a_mutable_input(x: xt.mutable_tensor, k: int = 1) -> Any:
     return x
 
 
+@xnki.trace
+def traced_kernel_writes_its_parameter(x: Any) -> Any:
+    xl.store(x, doubled(x))
+    return x
+
+
 @nki.jit
 def second_dialect_writes_its_input(x: Any) -> Any:
     tile = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
@@ -52,7 +58,12 @@ def test_an_input_of_a_jitted_kernel_is_not_written() -> None:
     assert caught.value.rule == "immutable" and caught.value.location.startswith(__file__)
     with pytest.raises(NkiError, match="may not write its parameter"):
         run(stores_into_its_input, x=TensorSpec(X.shape))
-    for kernel in (stores_into_a_mutable_input, stores_into_a_mutable_input[1], second_dialect_writes_its_input):
+    for kernel in (
+        stores_into_a_mutable_input,
+        stores_into_a_mutable_input[1],
+        traced_kernel_writes_its_parameter,
+        second_dialect_writes_its_input,
+    ):
         assert (kernel(X) == 2).all() and (X == 1).all()
 
 
@@ -136,10 +147,8 @@ def output_on_chip(x: Any) -> Any:
     return tile
 
 
-@pytest.mark.parametrize(
-    ("kernel", "asked"), [(output_in_plain_hbm, "must be in shared_hbm"), (output_on_chip, "must be in hbm")]
-)
-def test_an_output_lies_where_a_host_finds_it(kernel: Callable[..., Any], asked: str) -> None:
-    with pytest.raises(NkiError, match=asked) as caught:
+@pytest.mark.parametrize("kernel", [output_in_plain_hbm, output_on_chip])
+def test_an_output_of_the_second_dialect_is_in_shared_hbm(kernel: Callable[..., Any]) -> None:
+    with pytest.raises(NkiError, match="must be in shared_hbm") as caught:
         kernel(X)
     assert caught.value.location.startswith(__file__)

@@ -80,7 +80,7 @@ def test_an_unrolled_loop_has_no_scope(kernel: Callable[..., None]) -> None:
 def carried(x: Any, out: Any) -> None:
     t = xl.ndarray((64, 1), dtype=F32)
     t[...] = xl.load(x[0:64, 0:1])
-    for i in xl.affine_range(4):
+    for _ in xl.affine_range(4):
         t[...] = xisa.tensor_scalar(t, op0=xl.multiply, operand0=2.0)
     xl.store(out[0:64, 0:1], t)
 
