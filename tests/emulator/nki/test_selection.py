@@ -59,6 +59,17 @@ def test_iota_and_affine_select() -> None:
         np.testing.assert_array_equal(chosen, np.where(2 * f <= p, x, F32(-7)))
 
 
+def test_affine_select_of_psum_goes_by_way_of_sbuf() -> None:
+    def kernel(a: Any, b: Any) -> Any:
+        p, f = xl.mgrid[0:8, 0:12]
+        return kept(xisa.affine_select(f <= p, xisa.nc_matmul(xl.load(a), xl.load(b)), on_false_value=-7.0))
+
+    a, b, (p, f) = normal(4, 8), normal(4, 12), np.mgrid[0:8, 0:12]
+    result = run(kernel, a, b)
+    np.testing.assert_allclose(result.outputs[0], np.where(f <= p, a.T @ b, -7), rtol=1e-5, atol=1e-5)
+    assert [i.op for i in result.trace.instructions] == ["dma", "dma", "matmul", "copy", "affine_select", "dma"]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_predicated_copies_and_selects(reverse: bool) -> None:
     def first(x: Any, y: Any, predicate: Any, column: Any) -> Any:
