@@ -125,7 +125,8 @@ def tests(root: Path) -> Iterator[tuple[str, str, str]]:
     for file in track(files, f"{root.name}: tests", disable=not sys.stderr.isatty()):
         try:
             with loaded(file) as module:
-                for suite in unittest.defaultTestLoader.loadTestsFromModule(module):
+                suites: Any = unittest.defaultTestLoader.loadTestsFromModule(module)
+                for suite in suites:
                     for test in suite:
                         yield file.name, test.id().rpartition(".")[2], verdict(test, root)
         except Exception as error:

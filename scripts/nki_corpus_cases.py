@@ -107,6 +107,30 @@ def mamba() -> Made:
     return (delta, u, a, b, c), result
 
 
+def flash() -> Made:
+    """Causal attention of one head: q, k [1, 1, features, tokens], v [1, 1, tokens, features], no dropout."""
+    q, k, v = (drawn(2048, 128) / 2 + i / 8 for i in range(3))
+    scores = wide(q) @ wide(k).T / np.sqrt(128)
+    masked = np.where(np.tri(2048, dtype=bool), scores, -np.inf)
+    return (q.T[None, None], k.T[None, None], v[None, None], None), (weights(masked) @ wide(v))[None, None]
+
+
+def heads() -> Made:
+    q, k, v = drawn(1, 128, 512), drawn(1, 128, 512), drawn(1, 512, 128)
+    return (q, k, v), weights(wide(q[0]).T @ wide(k[0]) / 8)[None] @ wide(v)
+
+
+def normed_product() -> Made:
+    x, w = drawn(1, 128, 512), drawn(512, 512)
+    return (x, w), wide(x) / np.sqrt(np.square(wide(x)).mean(axis=2, keepdims=True)) @ wide(w)
+
+
+def nearest() -> Made:
+    x = drawn(2, 30, 20, 64)
+    rows, columns = np.arange(59) * 30 // 59, np.arange(38) * 20 // 38
+    return (x, (2, 59, 38, 64)), wide(x)[:, rows][:, :, columns]
+
+
 def largest() -> Made:
     x = drawn(150, 20)
     windows = np.lib.stride_tricks.sliding_window_view(wide(x), (3, 3))
@@ -141,6 +165,10 @@ CASES = (
     Case("sd_attention_nki_kernels.py", "fused_self_attn_for_SD_small_head_size", scaled_attention, 2e-2),
     *(Case(ATTENTION, f"attn_fwd_v{i}", lambda: attention(128)) for i in (1, 2)),
     *(Case(ATTENTION, f"attn_fwd_v{i}", lambda: attention(512), 2e-2) for i in (3, 4, 5, 6, 7, 8, "8a", 9, 10, 11)),
+    Case("attention.py", "flash_fwd", flash, 2e-2, grid=(1, 1)),
+    Case("vision.py", "resize_nearest_fixed_dma_kernel", nearest),
+    Case("allocated_attention.py", "allocated_fused_self_attn_for_SD_small_head_size", heads),
+    Case("allocated_fused_linear.py", "allocated_fused_rms_norm_qkv", normed_product),
     Case("matmul.py", "matmul", lambda: product(1024, 512, 2048), bare=True),
     Case("maxpooling.py", "max_pooling_2d_stride_1", largest),
     Case("interpolate_bilinear_fwd.py", "interpolate_bilinear_2x_fwd", lambda: enlarged("bilinear", 16, 12)),

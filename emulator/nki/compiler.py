@@ -21,7 +21,7 @@ def _directive(*arguments: Any, **options: Any) -> None:
 
 
 def _allocator(space: Space) -> SimpleNamespace:
-    def direct(*arguments: Any, **options: Any) -> NoReturn:
+    def direct(*arguments: Any, **options: Any) -> None:
         current().fail(
             "unsupported", "direct allocation is not emulated: tiles have no addresses here, so none can be reused"
         )

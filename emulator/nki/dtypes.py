@@ -50,7 +50,7 @@ def promoted(*operands: Any) -> np.dtype:
 
 def _scalar_dtype(number: Any) -> np.dtype:
     dtype = getattr(number, "dtype", None)
-    if dtype in NAMES.values():
+    if isinstance(dtype, np.dtype) and dtype in NAMES.values():
         return dtype
     if isinstance(number, (bool, np.bool_)):
         return NAMES["uint8"]

@@ -214,7 +214,7 @@ def elementwise(
     _mark(dst, written, engine)
     if machine.data:
         exact = op in _MOVES and getattr(sources[0], "dtype", None) == dst.dtype
-        values = []
+        values: list[Any] = []
         for source in sources:
             if not isinstance(source, Tile):
                 values.append(np.float32(source))
@@ -328,10 +328,10 @@ def assign(dst: Tile, value: Any) -> None:
     if value.storage is dst.storage and same:
         return None  # the second half of ``tile[...] += x``
     maker = machine.trace.instructions[value.result] if value.result >= 0 else None
-    moved = maker is not None and maker.engine is Engine.TENSOR and dst.space is not Space.PSUM
-    if moved and maker.op != "transpose":  # of a transposition into SBUF the compiler makes two instructions
+    moved = maker if maker is not None and maker.engine is Engine.TENSOR and dst.space is not Space.PSUM else None
+    if moved is not None and moved.op != "transpose":  # the compiler makes two instructions of a transposition
         machine.fail("operand space", "the tensor engine writes only PSUM", "psum", dst.space.value)
-    if maker is None or moved or value.result != len(machine.trace.instructions) - 1:
+    if maker is None or moved is not None or value.result != len(machine.trace.instructions) - 1:
         return elementwise(Engine.VECTOR, "copy", dst, (value,), OPS["copy"].function, value.mask)
     if maker.engine is Engine.DMA and dst.space is Space.PSUM:
         machine.fail("operand space", "the destination of a DMA must be in hbm or sbuf", "hbm or sbuf", "psum")

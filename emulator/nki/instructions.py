@@ -38,8 +38,8 @@ def column(tile: Any, data: Tile, role: str) -> None:
 
 def reduction_of(op: Any) -> tuple[str, Callable[..., Any], float]:
     """A reduction by its operator: name, NumPy function, neutral element."""
-    name = _REDUCTIONS.get(getattr(op, "name", getattr(op, "__name__", op)))
-    if name is None:
+    name = _REDUCTIONS.get(getattr(op, "name", getattr(op, "__name__", op)), "")
+    if not name:
         current().fail("reduction", f"{op!r} is no reduction", ", ".join(_REDUCERS), str(op))
     return name, *_REDUCERS[name]
 

@@ -61,13 +61,18 @@ def _shared(dims: tuple[int, ...], dtype: np.dtype, name: str) -> Tile:
     return machine.shared[number]
 
 
-def zeros(shape: Any, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "") -> Tile:
+def zeros(
+    shape: Any, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "", lazy_initialization: bool = False
+) -> Tile:
     """A tile of zeros. In PSUM no instruction is needed: the first product into it overwrites."""
     return full(shape, 0.0, dtype, buffer, name)
 
 
-def full(shape: Any, fill_value: float, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "") -> Tile:
-    """A tile filled with a constant."""
+def full(
+    shape: Any, fill_value: float, dtype: Any = FLOAT32, buffer: Any = sbuf, name: str = "",
+    lazy_initialization: bool = False,
+) -> Tile:  # fmt: skip
+    """A tile filled with a constant; ``lazy_initialization`` lets the compiler choose when."""
     tile = ndarray(shape, dtype, buffer, name)
     if tile.space is Space.PSUM and fill_value == 0:
         tile.storage.zeroed = True

@@ -12,8 +12,9 @@ from neuronmm.emulator.nki.dtypes import NAMES, as_dtype
 from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.neuronxcc_isa import last, reads_out
+from neuronmm.emulator.nki.neuronxcc_isa import last, reads_out, tensor_copy
 from neuronmm.emulator.nki.tile import Tile
+from neuronmm.emulator.nki.trace import Space
 
 __all__ = [
     "affine_select",
@@ -34,9 +35,13 @@ __all__ = [
 
 
 def affine_select(pred: Any, on_true_tile: Tile, on_false_value: float, *, mask: Any = None, dtype: Any = None) -> Tile:
-    """``on_true_tile`` where the comparison ``pred`` of index grids holds, else the number; on GpSimd."""
-    result = fresh(on_true_tile.shape, dtype or on_true_tile.dtype, mask=mask)
-    selection.affine_select(result, np.broadcast_to(pred, on_true_tile.shape), on_true_tile, on_false_value, mask)
+    """``on_true_tile`` where the comparison ``pred`` of index grids holds, else the number; on GpSimd.
+
+    GpSimd does not reach PSUM: a tile there is copied to SBUF first, as the compiler does for AWS's flash attention.
+    """
+    data = on_true_tile if on_true_tile.space is Space.SBUF else tensor_copy(on_true_tile)
+    result = fresh(data.shape, dtype or data.dtype, mask=mask)
+    selection.affine_select(result, np.broadcast_to(pred, data.shape), data, on_false_value, mask)
     return result
 
 

@@ -166,9 +166,9 @@ class Tile:
     def __setitem__(self, key: Any, value: Any) -> None:
         engines.assign(self[key], value)
 
-    def reshape(self, *shape: Any) -> Tile:
+    def reshape(self, *sizes: Any, shape: Any = None) -> Tile:
         """The same elements in another shape; the view must be contiguous (on chip: partition by partition)."""
-        new = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
+        new = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes or tuple(shape)
         whole = Tile.of(self.storage, self.partition)
         if (self.shape, self.strides, self.offset) != (whole.shape, whole.strides, 0) or prod(new) != self.size:
             current().fail("reshape", f"cannot reshape a tile of shape {self.shape} to {new}")

@@ -288,6 +288,50 @@ def test_a_store_of_psum_goes_by_way_of_sbuf() -> None:
     assert [i.op for i in result.trace.instructions[-2:]] == ["copy", "dma"]
 
 
+def test_a_matmul_takes_what_a_transposition_left_in_psum() -> None:
+    def kernel(x: Any, y: Any) -> Any:
+        out = out_like(x, (x.shape[0], y.shape[0]))
+        xl.store(out, xl.matmul(xl.load(x), xl.transpose(xl.load(y))))
+        return out
+
+    x, y = normal(16, 8), normal(4, 8)
+    np.testing.assert_allclose(run(kernel, x, y).outputs[0], x @ y.T, rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_made_of_others_and_of_constants() -> None:
+    table = np.arange(24).reshape(4, 6)
+
+    def kernel(x: Any) -> Any:
+        tile = xl.load(x)
+        copied = xl.empty_like(tile, dtype=xl.float32)
+        copied[...] = xl.copy(tile)
+        total = xl.zeros_like(copied) + copied + xl.load(xl.shared_constant(table, dtype=xl.float32))
+        outs = out_like(x, dtype=xl.float32), out_like(x, (2, 12), xl.float32)
+        xl.store(outs[0], total)
+        xl.store(outs[1].reshape(shape=(4, 6)), xl.rand((4, 6)))
+        return outs
+
+    x = xl.static_cast(normal(4, 6), xl.bfloat16)
+    total, uniform = run(kernel, x).outputs
+    np.testing.assert_array_equal(total, x.astype(F32) + table)
+    assert 0 <= uniform.min() < uniform.max() < 1 and np.unique(uniform).size == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gelu_apprx_tanh", 0.84119199), ("gelu_apprx_sigmoid", 0.84579577), ("softplus", 1.31326169)],
+)
+def test_activations_at_one(name: str, value: float) -> None:
+    def kernel(x: Any) -> Any:
+        out = out_like(x)
+        xl.store(out, xisa.activation(op=getattr(xl, name), data=xl.load(x)))
+        return out
+
+    (got,) = run(kernel, np.array([[1, 0, -40]], F32)).outputs
+    expected = [value, np.log(2) if name == "softplus" else 0, 0]
+    np.testing.assert_allclose(got[0], expected, rtol=1e-6, atol=1e-9)
+
+
 def test_one_partition_is_broadcast_over_many() -> None:
     def kernel(x: Any, row: Any) -> Any:
         out = out_like(x)
