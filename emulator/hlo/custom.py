@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuronmm.emulator.hlo.node import Function, Node, local
+from neuronmm.emulator.hlo.node import Function, Node, held, local, text
+from neuronmm.emulator.hlo.types import InvalidGraphError
 from neuronmm.emulator.nki.framework import TARGET, execute, kernel_of
 
 _CALLS: dict[str, Callable[[Node], Function]] = {}
@@ -95,8 +96,8 @@ def _native_kernel(node: Node) -> Function:
     """An NKI kernel, interpreted; or, where the settings say so, the function's ``reference`` on the same tensors."""
     config, settings = node.proto.backend_config, node.settings
     several = bool(node.proto.shape.tuple_shapes)
-    shapes = node.proto.shape.tuple_shapes if several else [node.proto.shape]
-    sizes = [tuple(s.dimensions) for s in shapes]
+    shapes = list(node.proto.shape.tuple_shapes) if several else [node.proto.shape]
+    wanted = [(tuple(s.dimensions), held(s.element_type)) for s in shapes]
 
     def native_kernel(*tensors: Tensor) -> Any:
         if settings.kernels == "reference":
@@ -110,8 +111,10 @@ def _native_kernel(node: Node) -> Function:
         else:
             settings.calls["nki"] += 1
             made = tuple(_from_numpy(a) for a in execute(config, [_to_numpy(t) for t in tensors]))
-        outputs = tuple(t.reshape(s) for t, s in zip(made, sizes, strict=True))
-        return outputs if several else outputs[0]
+        if [(tuple(t.shape), t.dtype) for t in made] != wanted:
+            given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in made)
+            raise InvalidGraphError(f"kernel {kernel_of(config).__name__} made {given}, not {text(node.proto.shape)}")
+        return made if several else made[0]
 
     return native_kernel
 

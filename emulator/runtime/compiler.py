@@ -1,4 +1,4 @@
-"""``libneuronxla``: the compiler, which here only wraps the graph, and its cache of results in files.
+"""``libneuronxla``: the compiler, which here only wraps the graph, its cache of results in files, and its command.
 
 The cache lies where the SDK's would: in ``NEURON_COMPILE_CACHE_URL`` or the folder that ``--cache_dir`` of
 ``NEURON_CC_FLAGS`` names, with a folder a compiler version and in it one a graph and flags. Without either it lies in a
@@ -11,12 +11,14 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
+import sys
 from pathlib import Path
 
 from neuronmm.emulator.nki.modules import COMPILER
+from neuronmm.emulator.runtime import neuronx_cc
 
-_MAGIC = b"emulated NEFF of neuronmm\n"
 session_cache: list[str] = []
 """The folder of the session's own cache, last."""
 
@@ -27,9 +29,9 @@ def module_bytes(neff: bytes) -> bytes:
     Raises:
         ValueError: the program was compiled for a device.
     """
-    if not neff.startswith(_MAGIC):
+    if not neff.startswith(neuronx_cc.MAGIC):
         raise ValueError("this program was compiled for a Neuron device; the emulated runtime runs only its own")
-    return neff[len(_MAGIC) :]
+    return neff[len(neuronx_cc.MAGIC) :]
 
 
 class CacheUrl:
@@ -118,7 +120,7 @@ def neuron_xla_compile(
     """
     if input_format != "hlo":
         raise ValueError(f"input format {input_format}: the emulated compiler reads hlo")
-    neff = _MAGIC + module
+    neff = neuronx_cc.MAGIC + module
     if use_cache:
         key = cache_key or hashlib.sha256(module).hexdigest()[:20]
         folder = Path(CompileCacheFs(CacheUrl.get_cache_url(cache_dir)).get_cache_dir(key, compiler_flags)[0])
@@ -129,3 +131,12 @@ def neuron_xla_compile(
             (folder / "model.neff").write_bytes(neff)
             (folder / "model.done").touch()
     return neff
+
+
+def install_command(folder: Path) -> None:
+    """Put the command ``neuronx-cc`` into ``folder``, and that first on the PATH."""
+    script = folder / "neuronx-cc"
+    words = (sys.executable, neuronx_cc.__file__)
+    script.write_text(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, words))} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    os.environ["PATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PATH")])])

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -75,9 +76,10 @@ def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[S
     """The Neuron runtime on this machine's CPU, inside the block.
 
     Importable inside: ``torch_neuronx``, ``libneuronxla`` and ``neuronxcc`` as far as hosts use them, each only where
-    the real one is absent. Afterwards ``sys.modules``, ``torch.ops``, ``torch.classes`` and the ``NEURON*`` variables
-    are as before. Hosts imported inside come back, the same modules, in the next block. A block within a block is the
-    same session.
+    the real one is absent. The command ``neuronx-cc``, which hosts run where ``NEURONX_DUMP_TO`` is set, is on the
+    PATH. Afterwards ``sys.modules``, ``torch.ops``, ``torch.classes``, the PATH and the ``NEURON*`` variables are as
+    before. Hosts imported inside come back, the same modules, in the next block. A block within a block is the same
+    session.
 
     Args:
         kernels: ``nki`` interprets custom NKI kernels; ``reference`` runs their functions' attribute ``reference``.
@@ -93,13 +95,15 @@ def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[S
         stack.enter_context(_environment())
         stack.enter_context(_hosts())
         stack.enter_context(nki_modules())
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-emulation-"))
         if not offers("libneuronxla.neuron_cc_cache", "CacheUrl"):
             stack.enter_context(importable(_LIBNEURONXLA))
+            compiler.install_command(Path(folder))
         if not offers("torch_neuronx.pyhlo.scribe", "HloScribe"):
             stack.enter_context(importable(_TORCH_NEURONX))
             stack.enter_context(_namespace(torch.ops, "neuron", _OPS))
             stack.enter_context(_namespace(torch.classes, "neuron", _CLASSES))
-        compiler.session_cache.append(stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-emulation-")))
+        compiler.session_cache.append(folder)
         stack.callback(compiler.session_cache.pop)
         models.ParallelModel.settings = session
         _running.append(session)
@@ -110,7 +114,7 @@ def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[S
 @contextmanager
 def _environment() -> Iterator[None]:
     def ours() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name.startswith("NEURON")}
+        return {name: value for name, value in os.environ.items() if name.startswith("NEURON") or name == "PATH"}
 
     before = ours()
     try:

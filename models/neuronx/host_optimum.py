@@ -17,14 +17,13 @@ from optimum.neuron.models.inference.hlo.llama.model import LlamaHloModel
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
-from neuronmm.models.neuronx.graph import GraphOps, LayerGraph, Step
+from neuronmm.models.neuronx.graph import GraphOps, LayerGraph
+from neuronmm.models.neuronx.layer_call import LayerCall
 from neuronmm.models.neuronx.settings import Settings, host_config
-from neuronmm.models.neuronx.weights import Shards, fill
+from neuronmm.models.neuronx.weights import Shards, fill, names
 
 NAME = "optimum-neuron"
 VERSION = version("optimum-neuron")
-OWN_WEIGHTS = 20
-"""Parameters of a layer that have a name in the host; ours, the extra ones, come after them."""
 
 
 def graphs(model: Model, length: int) -> tuple[Any, Any]:
@@ -58,19 +57,16 @@ class GraphBuilder(LlamaGraphBuilder):
     def __init__(self, config: Any, neuron_config: HloNeuronConfig, shards: Shards, graph: LayerGraph) -> None:
         super().__init__(config, neuron_config)
         self.plans, self.graph, self.index = shards.plans, graph, 0
+        self.call = LayerCall(LlamaGraphBuilder.layer, f"{NAME} {VERSION}")
 
     def pre_layer(self, hidden: Any, cache_ids: Any, start_ids: Any) -> Any:
         self.index = 0
         return super().pre_layer(hidden, cache_ids, start_ids)
 
-    def layer(
-        self, hidden: Any, cache_ids: Any, start_ids: Any, pos_embed: Any, mask: Any, active_mask: Any, keys: Any,
-        values: Any, *weights: Any,
-    ) -> Any:  # fmt: skip
+    def layer(self, *given: Any) -> Any:
         plan = self.plans[self.index]
         self.index += 1
-        step = Step(cache_ids, start_ids, pos_embed, mask, active_mask)
-        return self.graph(plan, hidden, step, keys, values, list(weights[OWN_WEIGHTS:]))
+        return self.graph(plan, *self.call(given, len(names(plan))))
 
 
 class Model(LlamaHloModel):

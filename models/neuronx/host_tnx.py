@@ -12,18 +12,18 @@ from transformers_neuronx import NeuronConfig, __version__, activations, hlo, op
 from transformers_neuronx.config import ContinuousBatchingConfig
 from transformers_neuronx.generation_utils import HuggingFaceGenerationModelAdapter
 from transformers_neuronx.layers import attention, rotary
+from transformers_neuronx.llama.hlo import LlamaForSamplingNoEmbeddingHlo
 from transformers_neuronx.llama.model import LlamaForSampling
 from transformers_neuronx.nki.compile import nki_call
 
-from neuronmm.models.neuronx.graph import GraphOps, LayerGraph, Step
+from neuronmm.models.neuronx.graph import GraphOps, LayerGraph
+from neuronmm.models.neuronx.layer_call import LayerCall
 from neuronmm.models.neuronx.settings import Settings, host_config
-from neuronmm.models.neuronx.weights import Shards, fill
+from neuronmm.models.neuronx.weights import Shards, fill, names
 
 NAME = "transformers-neuronx"
 VERSION = __version__
 AMPS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-OWN_WEIGHTS = 26
-"""Parameters of a layer that have a name in the host; ours, the extra ones, come after them."""
 
 
 def graphs(model: Model, length: int) -> tuple[Any, Any]:
@@ -60,16 +60,12 @@ class LayerBuilder:
 
     def __init__(self, shards: Shards, graph: LayerGraph) -> None:
         self.plans, self.graph, self.index = shards.plans, graph, 0
+        self.call = LayerCall(LlamaForSamplingNoEmbeddingHlo.layer, f"{NAME} {VERSION}")
 
-    def layer(
-        self, hidden: Any, last_token_id: Any, pos_embed: Any, cache_ids: Any, start_ids: Any, block_to_seq: Any,
-        mask: Any, active_mask: Any, core_id: Any, block_tables: Any, cached_mask: Any, cached_to_contexted: Any,
-        active_to_contexted: Any, keys: Any, values: Any, *weights: Any,
-    ) -> Any:  # fmt: skip
+    def layer(self, *given: Any) -> Any:
         plan = self.plans[self.index % len(self.plans)]
         self.index += 1
-        step = Step(cache_ids, start_ids, pos_embed, mask, active_mask)
-        return self.graph(plan, hidden, step, keys, values, list(weights[OWN_WEIGHTS:]))
+        return self.graph(plan, *self.call(given, len(names(plan))))
 
 
 class Model(LlamaForSampling):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuronmm.emulator.hlo import Program, Settings, UnsupportedError
+from neuronmm.emulator.hlo import InvalidGraphError, Program, Settings, UnsupportedError
 from neuronmm.emulator.nki import nki_modules
 from neuronmm.emulator.pyhlo import HloScribe, HloShape
 from neuronmm.emulator.pyhlo.literal import DTYPES
@@ -242,3 +242,7 @@ def test_a_reference_in_the_kernels_place(monkeypatch: pytest.MonkeyPatch) -> No
     kept.calls.clear()
     (doubled,), (negated,) = program([[torch.ones(8, 3)]])
     assert doubled[0, 0] == 2 and negated[0, 0] == 3 and kept.calls == {"reference": 1}
+    for wrong in (lambda x: (x.T, x), lambda x: (x, x.half())):
+        monkeypatch.setattr(double_and_negate, "reference", wrong)
+        with pytest.raises(InvalidGraphError, match=r"double_and_negate made .*, not \(f32\[8,3\], f32\[8,3\]\)"):
+            program([[torch.ones(8, 3)]])

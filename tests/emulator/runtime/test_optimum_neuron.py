@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+import xla
+from neuronmm.emulator.pyhlo.messages import HloModuleProto
 from neuronmm.emulator.runtime import neuron_emulation
+from neuronmm.emulator.runtime.compiler import module_bytes
 
 pytest.importorskip("optimum.neuron.version", reason="optimum-neuron is not installed", exc_type=ImportError)
 
@@ -106,3 +109,23 @@ def test_compiled_programs_are_saved_and_loaded(llama: tuple[Path, LlamaForCausa
         again.to_neuron()
         assert torch.equal(greedy(model, PROMPT[:1], 3)[0], greedy(again, PROMPT[:1], 3)[0])
     assert len(list((tmp_path / "compiled").iterdir())) == 2
+
+
+def test_graphs_are_kept_where_the_host_is_asked_to(
+    llama: tuple[Path, LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``NEURONX_DUMP_TO`` the host runs the compiler's command, and a second load reads what it made."""
+    folder, _ = llama
+    options = {"batch_size": 1, "auto_cast_type": "fp32", "tp_degree": 2}
+    with neuron_emulation():
+        want = greedy(load(folder, **options), PROMPT[:1], 3)[0]
+    monkeypatch.setenv("NEURONX_DUMP_TO", str(tmp_path / "graphs of two"))
+    with neuron_emulation():
+        assert torch.equal(greedy(load(folder, **options), PROMPT[:1], 3)[0], want)
+        kept = sorted((tmp_path / "graphs of two").glob("*/*.pb"))
+        assert len(kept) == 2
+        for graph in kept:
+            assert module_bytes(graph.with_name(f"{graph.name}.neff").read_bytes()) == graph.read_bytes()
+            xla.verify(HloModuleProto.FromString(graph.read_bytes()))
+        monkeypatch.setenv("PATH", "")  # nothing is compiled again
+        assert torch.equal(greedy(load(folder, **options), PROMPT[:1], 3)[0], want)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ ROOTS = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "transformers_neur
 
 def traces() -> tuple[object, ...]:
     modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] in ROOTS or n.startswith("optimum.neuron")}
-    variables = {n: v for n, v in os.environ.items() if n.startswith("NEURON")}
+    variables = {n: v for n, v in os.environ.items() if n.startswith("NEURON") or n == "PATH"}
     return modules, variables, vars(torch.ops).get("neuron"), vars(torch.classes).get("neuron")
 
 
@@ -97,3 +99,21 @@ def test_stubs_are_no_runtime_and_a_real_one_stays(on_path: Path) -> None:
         assert importlib.import_module("libneuronxla.neuron_cc_cache").CacheUrl.real
     with pytest.raises(ImportError, match="install the SDK"):
         importlib.import_module("torch_neuronx")
+
+
+def test_the_compilers_command() -> None:
+    """It is there inside the block only, and says what it does not know."""
+    with neuron_emulation():
+        found = shutil.which("neuronx-cc")
+        assert found is not None
+        wrong = subprocess.run([found, "list-operators"], capture_output=True, text=True, check=False)
+        assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "neuronx-cc" in wrong.stderr
+    assert shutil.which("neuronx-cc") is None
+
+
+def test_the_command_stays_away_from_a_real_compiler(on_path: Path) -> None:
+    (on_path / "libneuronxla").mkdir()
+    (on_path / "libneuronxla" / "__init__.py").write_text("")
+    (on_path / "libneuronxla" / "neuron_cc_cache.py").write_text("class CacheUrl: real = True")
+    with neuron_emulation():
+        assert shutil.which("neuronx-cc") is None
