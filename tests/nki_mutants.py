@@ -17,8 +17,8 @@ from rule import assert_twice_plain
 
 FOLDER = Path(package.__file__).parent
 FILES = (
-    "blocks", "objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "packed_matmul", "choice", "dialect_neuronxcc",
-    "dialect_nki", "entry_neuronxcc",
+    "blocks", "objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "packed_matmul", "choice",
+    "dialect_neuronxcc", "dialect_nki", "entry_neuronxcc",
 )  # fmt: skip
 """The modules that may have a bug, each after those it imports."""
 
