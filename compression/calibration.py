@@ -27,7 +27,7 @@ from neuronmm.kernels.products import fast_products
 from neuronmm.models.documents import read_rows, read_text
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
-from neuronmm.models.load import load_tokenizer, quiet
+from neuronmm.models.load import load_config, load_tokenizer, quiet
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
 from neuronmm.models.tensors import check_tokens
@@ -53,8 +53,9 @@ def make_rows(folder: Path, source: str, rows: Rows, device: str, progress: Prog
         UserError: the file or the checkpoint cannot be used, or the rows fit neither the model nor the memory.
     """
     config = ModelConfig.parse(read_config(folder), str(folder / "config.json"))
-    if rows.length > config.max_position_embeddings:
-        longest = f"the model's context is {config.max_position_embeddings} tokens"
+    context = load_config(folder).max_position_embeddings
+    if rows.length > context:
+        longest = f"the model's context is {context} tokens"
         raise UserError(f"calibration_length {rows.length}: {longest}; set a lower one in a recipe")
     tokenizer = load_tokenizer(folder)
     if source != SELF:

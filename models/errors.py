@@ -47,11 +47,11 @@ def reading(problem: str) -> Iterator[None]:
 def first_problem(error: ValidationError) -> tuple[str, str, str]:
     """Where a document fails its schema first: the field's name and a colon, what is wrong with it, its value in short.
 
-    The name is empty where the document as a whole is wrong.
+    The name is empty where the document as a whole is wrong; the value, there and where the entry is missing.
     """
     first = error.errors(include_url=False)[0]
     try:
-        value = reprlib.repr(first["input"])
+        value = reprlib.repr(first["input"]) if first["loc"] and first["type"] != "missing" else ""
     except ValueError:  # Python does not print an int of more than 4300 digits
         value = "a very large number"
     name = ".".join(str(part) for part in first["loc"])

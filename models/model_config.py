@@ -76,8 +76,8 @@ class ModelConfig(BaseModel):
     num_key_value_heads: Width | None = None
     head_dim: Width | None = None
     vocab_size: Count
-    max_position_embeddings: Positions
-    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
+    max_position_embeddings: Positions | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
     tie_word_embeddings: bool = False
     layer_types: list[Literal["full_attention"]] | None = None
     pad_token_id: int | None = None
@@ -122,5 +122,5 @@ class ModelConfig(BaseModel):
             return cls.model_validate(config)
         except ValidationError as error:
             field, problem, value = first_problem(error)
-            found = f" (it is {value})" if field else ""
+            found = f" (it is {value})" if value else ""
             raise UserError(f"{where}: {field}{problem}{found}; mend it or download it again") from None

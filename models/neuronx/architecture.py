@@ -47,7 +47,9 @@ class Architecture:
         kind = scaling and scaling.get("rope_type", scaling.get("type", "default"))
         if scaling and kind not in ROPE_TYPES:
             raise UserError(f"{where}: rope scaling {kind!r} is not in the Neuron hosts; they have {ROPE_TYPES}")
-        ends = sizes.eos_token_id
+        ends, positions, epsilon = sizes.eos_token_id, sizes.max_position_embeddings, sizes.rms_norm_eps
+        if positions is None or epsilon is None:
+            raise UserError(f"{where}: max_position_embeddings or rms_norm_eps is missing; download it again")
         found = cls(
             model_type=sizes.model_type,
             hidden=sizes.hidden_size,
@@ -57,8 +59,8 @@ class Architecture:
             kv_heads=sizes.kv_heads,
             head=sizes.head,
             vocabulary=sizes.vocab_size,
-            positions=sizes.max_position_embeddings,
-            epsilon=sizes.rms_norm_eps,
+            positions=positions,
+            epsilon=epsilon,
             rope_theta=float(config.get("rope_theta") or 10000.0),
             rope_scaling=scaling if kind != "default" else None,
             ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
