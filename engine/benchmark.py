@@ -157,7 +157,7 @@ def _check(
         (bool(batches) and min(batches) >= 1 and max(batches) <= MOST_ROWS, f"--batch has to be 1 to {MOST_ROWS}"),
         (new_tokens >= 2, "--new-tokens has to be 2 or more: the first token is TTFT's, TPOT needs a second"),
         (1 <= runs <= MOST_RUNS, f"--runs has to be 1 to {MOST_RUNS}"),
-        (threads is None or 1 <= threads <= processors, f"--threads has to be 1 to {processors}, this machine's"),
+        (threads is None or 1 <= threads <= processors, f"--threads has to be 1 to {processors}, the processors here"),
     )
     for good, message in checks:
         if not good:
