@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import CodeType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,8 +18,8 @@ from neuronmm.emulator.nki.trace import Buffer, Engine, Fold, Instruction, Regio
 from neuronmm.kernels.hardware import NeuronCore
 
 _OWN = str(Path(__file__).parent)
-_plumbing: dict[CodeType, bool] = {}
-_lines: dict[tuple[CodeType, int], str] = {}
+_plumbing: dict[str, bool] = {}
+_lines: dict[tuple[str, int], str] = {}
 
 
 @dataclass(slots=True)
@@ -84,17 +83,17 @@ class Machine:
         """``file:line`` of the kernel: the innermost frame that is neither the emulator's nor a dialect binding's."""
         frame = sys._getframe(2)
         while True:
-            code = frame.f_code
-            inside = _plumbing.get(code)
+            file = frame.f_code.co_filename  # a code object is no key: those of two copies of a file are equal
+            inside = _plumbing.get(file)
             if inside is None:
-                inside = code.co_filename.startswith(_OWN) or "NKI_BINDING" in frame.f_globals
-                _plumbing[code] = inside
+                inside = file.startswith(_OWN) or "NKI_BINDING" in frame.f_globals
+                _plumbing[file] = inside
             if not inside or frame.f_back is None:
                 break
             frame = frame.f_back
-        key = (frame.f_code, frame.f_lineno)
+        key = (frame.f_code.co_filename, frame.f_lineno)
         if key not in _lines:
-            _lines[key] = f"{key[0].co_filename}:{key[1]}"
+            _lines[key] = f"{key[0]}:{key[1]}"
         return _lines[key]
 
     def allocate(

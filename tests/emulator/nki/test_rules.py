@@ -236,6 +236,16 @@ def test_v3_allows_what_v2_does_not(kernel: Callable[..., None]) -> None:
     run(kernel, TensorSpec((64, 128)), core=TRN2)
 
 
+def test_the_location_is_that_of_the_file_that_ran() -> None:
+    source = "def kernel(x):\n    nl.ndarray((129, 4), dtype='float32', buffer=nl.sbuf)\n"
+    for file in ("one.py", "copy_of_one.py"):
+        names: dict[str, Any] = {"nl": nl}
+        exec(compile(source, file, "exec"), names)
+        with pytest.raises(NkiError) as caught:
+            run(names["kernel"], TensorSpec((4, 4)))
+        assert caught.value.location == f"{file}:2"
+
+
 def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[Any], None]:
     """A kernel with ``buffers`` tiles, live ``together`` or one after the other."""
 
