@@ -175,8 +175,12 @@ CASES = (
     Case("interpolate_trilinear_fwd.py", "interpolate_trilinear_2x_fwd", lambda: enlarged("trilinear", 8, 6, 4)),
     Case("pipelined_attention.py", "flash_fwd", lambda: attention(512)),
     *(
-        Case("mx_kernels.py", f"kernel_{name}", lambda: attention(128))
-        for name in ("offline_quantized_mx_matmul", "on_device_quantize_matmul_mx", "copy_strided_quantize_matmul_mx")
+        Case("mx_kernels.py", f"kernel_{name}", lambda count=count: ((drawn(128, 128),) * count, drawn(128, 128)))
+        for name, count in (
+            ("offline_quantized_mx_matmul", 5),
+            ("on_device_quantize_matmul_mx", 5),
+            ("copy_strided_quantize_matmul_mx", 3),
+        )
     ),
     Case("nki_tensor_add_example.py", "nki_tensor_add", addition),
 )

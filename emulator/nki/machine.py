@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,8 +19,8 @@ from neuronmm.emulator.nki.trace import Buffer, Engine, Fold, Instruction, Regio
 from neuronmm.kernels.hardware import NeuronCore
 
 _OWN = str(Path(__file__).parent)
-_plumbing: dict[CodeType, bool] = {}
-_lines: dict[tuple[CodeType, int], str] = {}
+_plumbing: dict[str, bool] = {}
+_lines: dict[tuple[str, int], str] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -103,9 +103,9 @@ class Machine:
     def location(self) -> str:
         """``file:line`` of the kernel."""
         frame = _kernel_frame()
-        key = (frame.f_code, frame.f_lineno)
+        key = (frame.f_code.co_filename, frame.f_lineno)
         if key not in _lines:
-            _lines[key] = f"{key[0].co_filename}:{key[1]}"
+            _lines[key] = f"{key[0]}:{key[1]}"
         return _lines[key]
 
     def at_top_level(self) -> bool:
@@ -230,11 +230,11 @@ def _kernel_frame() -> FrameType:
     """The innermost frame that is neither the emulator's nor a dialect binding's."""
     frame = sys._getframe(2)
     while True:
-        code = frame.f_code
-        inside = _plumbing.get(code)
+        file = frame.f_code.co_filename  # a code object is no key: those of two copies of a file are equal
+        inside = _plumbing.get(file)
         if inside is None:
-            inside = code.co_filename.startswith(_OWN) or "NKI_BINDING" in frame.f_globals
-            _plumbing[code] = inside
+            inside = file.startswith(_OWN) or "NKI_BINDING" in frame.f_globals
+            _plumbing[file] = inside
         if not inside or frame.f_back is None:
             return frame
         frame = frame.f_back

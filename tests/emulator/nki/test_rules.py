@@ -314,6 +314,16 @@ def test_a_bfloat16_operand_column_in_the_first_dialect_and_power_in_sbuf() -> N
     assert [(i.op, i.engine) for i in trace.instructions][1:] == [("cos", Engine.SCALAR), ("power", Engine.GPSIMD)]
 
 
+def test_the_location_is_that_of_the_file_that_ran() -> None:
+    source = "def kernel(x):\n    nl.ndarray((129, 4), dtype='float32', buffer=nl.sbuf)\n"
+    for file in ("one.py", "copy_of_one.py"):
+        names: dict[str, Any] = {"nl": nl}
+        exec(compile(source, file, "exec"), names)
+        with pytest.raises(NkiError) as caught:
+            run(names["kernel"], TensorSpec((4, 4)))
+        assert caught.value.location == f"{file}:2"
+
+
 def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[Any], None]:
     """A kernel with ``buffers`` tiles, live ``together`` or one after the other."""
 
