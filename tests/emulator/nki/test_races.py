@@ -41,9 +41,9 @@ def result_assigned_after_its_loop(x: Any) -> None:
 
 def tile_of_another_iteration(x: Any) -> None:
     tiles = []
-    for i in xl.sequential_range(2):
+    for _ in xl.sequential_range(2):
         tiles.append(xl.load(x))
-        xl.exp(tiles[0] if i else tiles[-1])  # broken
+        xl.exp(tiles[0])  # broken
 
 
 @pytest.mark.parametrize("x", [np.zeros((64, 128), F32), TensorSpec((64, 128))], ids=["data", "shapes"])
@@ -80,8 +80,8 @@ def test_an_unrolled_loop_has_no_scope(kernel: Callable[..., None]) -> None:
 def carried(x: Any, out: Any) -> None:
     t = xl.ndarray((64, 1), dtype=F32)
     t[...] = xl.load(x[0:64, 0:1])
-    for i in xl.affine_range(4):
-        t[...] = xisa.tensor_scalar(t, op0=xl.multiply, operand0=2.0 + i)
+    for _ in xl.affine_range(4):
+        t[...] = xisa.tensor_scalar(t, op0=xl.multiply, operand0=2.0)
     xl.store(out[0:64, 0:1], t)
 
 
