@@ -179,7 +179,7 @@ def elementwise(
     op: str,
     dst: Tile,
     sources: Sequence[Any],
-    function: Callable[..., np.ndarray],
+    function: Callable[..., Any],
     mask: Mask = None,
     shape: tuple[int, ...] | None = None,
     adds: bool = False,

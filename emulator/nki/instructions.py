@@ -45,7 +45,7 @@ def reduction_of(op: Any) -> tuple[str, Callable[..., Any], float]:
 
 
 def reducing(
-    engine: Engine, op: str, dst: Tile, sources: Sequence[Any], function: Callable[..., np.ndarray], mask: Mask,
+    engine: Engine, op: str, dst: Tile, sources: Sequence[Any], function: Callable[..., Any], mask: Mask,
     reduced: Tile | None, by: Any,
 ) -> None:  # fmt: skip
     """``dst = function(*sources)``, and in ``reduced``, a column, that result in float32 reduced with ``by``.

@@ -119,7 +119,7 @@ def scalar_tensor_tensor(
 
 def tensor_partition_reduce(op: Any, data: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
     """``data`` reduced over its partitions, on GpSimd."""
-    kept = None if mask is None else np.broadcast_to(mask, data.shape).any(axis=0, keepdims=True)
+    kept = None if mask is None else np.any(np.broadcast_to(mask, data.shape), axis=0, keepdims=True)
     result = fresh((1, *data.shape[1:]), dtype or data.dtype, mask=kept)
     statistics.partition_reduce(result, op, data, mask)
     return result

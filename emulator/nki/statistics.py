@@ -72,7 +72,7 @@ def partition_reduce(dst: Tile, op: Any, data: Tile, mask: Mask = None) -> None:
         chosen = x if mask is None else np.where(mask, x, np.float32(neutral))
         return reducer(chosen, axis=0).reshape(dst.shape)
 
-    kept = None if mask is None else np.broadcast_to(mask, data.shape).any(axis=0).reshape(dst.shape)
+    kept = None if mask is None else np.any(np.broadcast_to(mask, data.shape), axis=0, keepdims=True)
     elementwise(
         Engine.GPSIMD, "tensor_partition_reduce", dst, (data,), function, mask, shape=data.shape, kept=kept
     )  # fmt: skip
