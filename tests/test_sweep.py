@@ -120,7 +120,7 @@ def test_an_interrupted_sweep_goes_on_and_a_finished_one_grows(
 
     def stop(stage: str, share: float) -> None:
         calls.append(stage)
-        if calls.count("compressing") == 5:  # in the second point, after one of its layers
+        if calls.count("compressing") == 8:  # in the second point, after one of its layers
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
