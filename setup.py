@@ -11,7 +11,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
 ROOT = Path(__file__).parent
-FOLDERS = ("engine", "models", "compression", "kernels", "emulator", "configs")
+FOLDERS = ("measure", "engine", "models", "compression", "kernels", "emulator", "configs")
 
 CORE = Path("kernels/cpu")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]

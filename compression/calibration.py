@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel, run_layer
-from neuronmm.kernels.products import fast_products
+from neuronmm.kernels.widened_linears import widened_linears
 from neuronmm.models.documents import read_rows, read_text
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
@@ -170,7 +170,7 @@ def from_model(
         members = range(first, min(first + together, rows.count))
         openings = [starts[index % len(starts)][: rows.length] for index in members]
         share = len(openings) / rows.count / rows.length
-        with fast_products(model.device):
+        with widened_linears(model.device):
             done.append(_sample(model, openings, rows.length, generator, partial(advance, share)))
     return torch.cat(done)
 

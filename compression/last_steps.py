@@ -16,7 +16,7 @@ from neuronmm.compression.distillation import rows_a_pass
 from neuronmm.compression.eight_bit import store_int8
 from neuronmm.compression.progress import Progress
 from neuronmm.compression.recovery import Recovery, train_factors
-from neuronmm.kernels.products import multiplies_bf16
+from neuronmm.kernels.widened_linears import multiplies_bf16
 from neuronmm.models.errors import UserError
 
 

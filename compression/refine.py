@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from neuronmm.compression.block import Rotary, batches
 from neuronmm.compression.streaming import run_layer
 from neuronmm.compression.training import Course, train
-from neuronmm.kernels.products import multiplies_bf16
+from neuronmm.kernels.widened_linears import multiplies_bf16
 from neuronmm.models.lowrank import LowRankLinear
 
 COURSES = {"fast": Course(3, 1e-3, 0.05, (0.9, 0.95)), "full": Course(8, 1e-3, 0.05, (0.9, 0.95))}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, core
 from neuronmm.kernels.cpu.step import DecodeStep, LayerWeights, LinearWeights, ModelWeights
-from neuronmm.kernels.products import has_amx
+from neuronmm.kernels.widened_linears import has_amx
 from neuronmm.models.lowrank import LowRankLinear
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

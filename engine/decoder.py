@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from neuronmm.engine.kv_cache import KVCache
-from neuronmm.kernels.products import fast_products
+from neuronmm.kernels.widened_linears import widened_linears
 
 
 class Decoder(Protocol):
@@ -74,7 +74,7 @@ class TorchDecoder:
             # A padding position sees at least itself: a softmax over nothing would be NaN.
             diagonal = torch.eye(length, dtype=torch.bool, device=input_ids.device)
             mask = (causal & self.cache.valid[:, None, None, :length]) | diagonal
-        with fast_products(input_ids.device):
+        with widened_linears(input_ids.device):
             return self._step(input_ids, positions, mask)
 
     @torch.inference_mode()

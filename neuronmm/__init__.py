@@ -18,13 +18,13 @@ if not (_HERE / "models").is_dir():  # a checkout: the sub-packages lie beside t
 __all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict", "recover"]
 
 _HOMES = {
-    "benchmark": "neuronmm.engine.benchmark",
+    "benchmark": "neuronmm.measure.benchmark",
     "compress": "neuronmm.compression.pipeline",
-    "evaluate": "neuronmm.engine.evaluate",
+    "evaluate": "neuronmm.measure.evaluate",
     "fuse": "neuronmm.models.patch",
     "load": "neuronmm.engine.engine",
     "patch": "neuronmm.models.patch",
-    "predict": "neuronmm.prediction",
+    "predict": "neuronmm.measure.prediction",
     "recover": "neuronmm.compression.recover",
 }
 

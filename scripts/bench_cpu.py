@@ -33,8 +33,8 @@ import cpu_peers
 import cpu_report
 import torch
 
-from neuronmm.engine.machine import describe_machine
 from neuronmm.kernels.cpu import arena
+from neuronmm.measure.machine import describe_machine
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import resolve
 

@@ -18,7 +18,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from nki_cases import Case, baselines_of, kernel_modules, to_numpy, to_torch, two_kernel_mlp
 from nki_mutants import MUTANTS, battery, planted
 from nki_mutants_cutting import CUTTING

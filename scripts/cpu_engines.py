@@ -95,10 +95,10 @@ def prepare_ours(model: str, variant: str) -> Prepared:
     import torch
 
     from neuronmm.engine.backends.cpu import CpuHost
-    from neuronmm.engine.bandwidth import weight_bytes_per_step
     from neuronmm.engine.cpu_decoder import CpuDecoder, describe
     from neuronmm.kernels.cpu import arena
     from neuronmm.kernels.cpu.int8 import quantise_model
+    from neuronmm.measure.bandwidth import weight_bytes_per_step
 
     host = CpuHost(torch_model(model, variant), "naive" if variant.endswith("naive") else "auto")
     arena.gather(host.model.parameters())
@@ -124,7 +124,7 @@ def prepare_transformers(model: str) -> Prepared:
     import torch
     import transformers
 
-    from neuronmm.engine.bandwidth import weight_bytes_per_step
+    from neuronmm.measure.bandwidth import weight_bytes_per_step
 
     found = torch_model(model, "dense")
     path = f"transformers {transformers.__version__}, generate, bf16, {found.config._attn_implementation} attention"

@@ -11,8 +11,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from neuronmm.engine.figures import with_range
-from neuronmm.engine.statistics import summarise
+from neuronmm.measure.figures import with_range
+from neuronmm.measure.statistics import summarise
 
 Line = dict[str, Any]
 

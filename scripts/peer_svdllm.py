@@ -165,7 +165,7 @@ def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]
 def lay_beside(sweep: Path, folder: Path, report: dict[str, Any]) -> None:
     """Make the checkpoint in ``folder`` a point of the sweep."""
     from neuronmm.compression.reader import Reader
-    from neuronmm.sweep_points import add_point
+    from neuronmm.measure.sweep_points import add_point
 
     reader = Reader(folder)
     shares = ("targets", "realised_ratio", "model_ratio", "seconds", "peak_rss_bytes")

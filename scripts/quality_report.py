@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from neuronmm.engine.figures import with_error
-from neuronmm.engine.pareto import draw_sweep, mark_fronts, method_of
+from neuronmm.measure.figures import with_error
+from neuronmm.measure.pareto import draw_sweep, mark_fronts, method_of
+from neuronmm.measure.sweep_points import read_points
+from neuronmm.measure.sweep_table import SPEED_COLUMNS, speed_cells
 from neuronmm.models.documents import write_json
-from neuronmm.sweep_points import read_points
-from neuronmm.sweep_table import SPEED_COLUMNS, speed_cells
 
 Point = dict[str, Any]
 

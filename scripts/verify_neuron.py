@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 
 import neuronmm
 from neuronmm.engine.sampling import SamplingParams
-from neuronmm.kernels.layout import pack
+from neuronmm.kernels.nki.layout import pack
 
 SHAPES = {
     "Llama-3.2-1B MLP, decode": (1, 2048, 8192, 1280),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 import draws
-import xla
+import xla_oracle as xla
 from neuronmm.compression import last_steps
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import recovery_of

@@ -16,7 +16,7 @@ import pytest
 from neuronmm import __version__, cli
 from neuronmm.kernels import KernelError
 from neuronmm.models import UserError
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(r"^\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(neuronmm [a-z].*)$", re.MULTILINE)

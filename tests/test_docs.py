@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
-from tiny import tiny_checkpoint
+from tiny_models import tiny_checkpoint
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 

@@ -13,14 +13,14 @@ import pytest
 from fuzzing import bounded, damage_bytes, damage_json, each, ends_well
 from tiny_gguf import header_length, write_gguf
 from transformers import AutoConfig
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.models import UserError
 from neuronmm.models.families import TARGETS
 from neuronmm.models.load import inspect
 from neuronmm.models.source import resolve
-from tiny import compress_tiny, layer_ranks, load_plain, make_tiny, write_checkpoint
+from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 

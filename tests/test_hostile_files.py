@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from fuzzing import bounded, ends_well, modest
-from runs import edit_tensors
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
+from compression_runs import edit_tensors
 from neuronmm.cli import main
-from tiny import make_tiny, tiny_checkpoint
+from tiny_models import make_tiny, tiny_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, torch.Tensor]

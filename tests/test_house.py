@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import house
+import house_rules as house
 
 ROOT = Path(__file__).parent.parent
 RULES = [

@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-import house
+import house_rules as house
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("engine", "models", "compression", "kernels", "emulator", "configs")
+FOLDERS = ("measure", "engine", "models", "compression", "kernels", "emulator", "configs")
 
 
 def tracked(*suffixes: str) -> frozenset[str]:

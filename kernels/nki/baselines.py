@@ -118,7 +118,7 @@ def sequential(d: Any, x: Any, u: Any, v: Any, y: Any, tiles: Tutorial) -> None:
 def recomputing(d: Any, x: Any, a: Factor, b: Factor, y: Any, blocks: Sizes, columns: int = 2 * COLUMNS) -> None:
     """``y = B (A x)`` fused without a cache: every block of ``columns`` outputs computes ``A x`` anew.
 
-    Dimensions: as :func:`neuronmm.kernels.nki.low_rank_matmul.low_rank_matmul`; whole strips of tokens and a rest.
+    Dimensions: as :func:`.low_rank_matmul.low_rank_matmul`; whole strips of tokens and a rest.
     """
     cut, group = b.columns, b.group
     strips, rest = divmod(x.shape[1], blocks.tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block sizes; :mod:`neuronmm.kernels.tiling` chooses them.
+    """Block sizes; :mod:`.tiling` chooses them.
 
     ``tokens``: tokens of a strip (the paper's B_M): what stays in SBUF while every weight passes by once.
     ``moving``: tokens of one product, at most 512.

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm.kernels.hardware import NeuronCore
-from neuronmm.kernels.layout import Packing
 from neuronmm.kernels.nki.blocks import Blocks, Ranks
+from neuronmm.kernels.nki.layout import Packing
+from neuronmm.kernels.nki.tiling import MlpProblem, Problem, solve
 from neuronmm.kernels.ops import KernelError
-from neuronmm.kernels.tiling import MlpProblem, Problem, solve
 
 FactorPlan = tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]
 """Rows, columns, column chunks a panel, and (offset, first chunk, last chunk, columns) of each panel."""

@@ -2,8 +2,8 @@
 
 Each factory takes what is static and returns the function to hand to ``nki_call`` or ``nki.jit``. ``layout`` "HSB":
 activations are [features, tokens], which is [h, s, b] with the last two axes as one; "BSH": [tokens, features], which
-is [b, s, h] with the first two as one. Packed weights come from :func:`neuronmm.kernels.layout.pack`. ``blocks`` None:
-those of :mod:`neuronmm.kernels.tiling` for trn1. Importing this needs the Neuron SDK or the emulator.
+is [b, s, h] with the first two as one. Packed weights come from :func:`.layout.pack`. ``blocks`` None:
+those of :mod:`.tiling` for trn1. Importing this needs the Neuron SDK or the emulator.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each factory takes what is static. The function it returns works out block sizes and packing for the tensors it is
 given, and launches the compiled kernel of :mod:`.jitted` on one core with them: the compiler never sees the solver.
 ``layout`` and packed weights are those of :mod:`.entry_neuronxcc`; ``blocks`` None: those of
-:mod:`neuronmm.kernels.tiling` for trn2, which fit trn3 as well. Importing this needs the Neuron SDK or the emulator.
+:mod:`.tiling` for trn2, which fit trn3 as well. Importing this needs the Neuron SDK or the emulator.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import nki
 
 from neuronmm.kernels.hardware import TRN2
-from neuronmm.kernels.layout import Chunks
 from neuronmm.kernels.nki import jitted
 from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans, sizes, tokens_first
+from neuronmm.kernels.nki.layout import Chunks
 
 
 def low_rank_matmul(

@@ -1,6 +1,6 @@
 """The kernels as NKI 0.3 to 0.6 compiles them: all they need comes as tensors, numbers and tuples of numbers.
 
-``sizes``: the fields of :class:`neuronmm.kernels.nki.objects.Sizes`. A ``plan`` says how a weight is packed; ``plans``
+``sizes``: the fields of :class:`.objects.Sizes`. A ``plan`` says how a weight is packed; ``plans``
 are those of the MLP's six factors. This module and what it imports keep to the language guide of NKI 0.3, the narrowest
 of these versions (tests/kernels/nki/test_language.py).
 """

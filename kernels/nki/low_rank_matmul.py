@@ -3,7 +3,7 @@
 For each strip of tokens: compute ``A x`` for all of the rank (accumulated over the whole input in PSUM and float32,
 rounded once), keep it, then stream B past it. Up to 128 tokens there is one strip, every weight is read
 once in long rows and the evictions gather several chunks (the decode variant); beyond, strips of ``blocks.tokens``
-share each weight panel (the prefill variant). The weights are packed by :func:`neuronmm.kernels.layout.pack`.
+share each weight panel (the prefill variant). The weights are packed by :func:`.layout.pack`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the low-rank kernels move between HBM and SBUF: strips of activations, panels of weights.
 
-Activations lie transposed on chip, [partitions, chunks, tokens] (:mod:`neuronmm.kernels.layout`), so that the features
+Activations lie transposed on chip, [partitions, chunks, tokens] (:mod:`.layout`), so that the features
 of one product's result lie on the partitions where the next product contracts: the paper's implicit transposition. In
 HBM they are [features, tokens] as well, and nothing is ever transposed; or, on request, [tokens, features], and each
 128 x 128 block is transposed on its way by the tensor engine, never by a DMA, whose rows would be single elements.

@@ -69,7 +69,7 @@ class Parts(NKIObject):  # type: ignore[misc, valid-type]
 
 @dataclass
 class Sizes(NKIObject):  # type: ignore[misc, valid-type]
-    """:class:`neuronmm.kernels.nki.blocks.Blocks` inside a kernel."""
+    """:class:`.blocks.Blocks` inside a kernel."""
 
     tokens: int
     moving: int
@@ -99,7 +99,7 @@ class Options(NKIObject):  # type: ignore[misc, valid-type]
 
 
 def factor(weights: Any, plan: tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]) -> Factor:
-    """The flat HBM tensor ``weights``, packed as ``plan`` says (:func:`neuronmm.kernels.nki.choice.factor_plan`)."""
+    """The flat HBM tensor ``weights``, packed as ``plan`` says (:func:`.choice.factor_plan`)."""
     rows, columns = Chunks(plan[0]), Chunks(plan[1])
     elements = rows.width * rows.count * columns.size
     assert weights.shape[0] == elements, f"packed weight has {weights.shape[0]} elements, not {elements}"

@@ -3,7 +3,7 @@
 The weight is stationary and the tokens move: 128 x 128 weights cost 64 cycles with one token as with 64. Every
 contraction accumulates in PSUM; where its input comes in blocks, the blocks' sums add up in float32.
 
-``d`` is a dialect object. Tiles are [partitions, chunks, tokens], see :mod:`neuronmm.kernels.layout`.
+``d`` is a dialect object. Tiles are [partitions, chunks, tokens], see :mod:`.layout`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from neuronmm.kernels.layout import unpack
+from neuronmm.kernels.nki.layout import unpack
 
 
 @cache

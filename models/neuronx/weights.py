@@ -2,7 +2,7 @@
 
 Query, key, value, gate and up are split by output, o and down by input; the factor that has no split dimension is
 the same on every rank. A dense linear is one matrix [in, out]; a factorised one is its two factors, packed for the
-kernels (:func:`neuronmm.kernels.layout.pack`) after the split. Where all linears that read a norm's result are
+kernels (:func:`neuronmm.kernels.nki.layout.pack`) after the split. Where all linears that read a norm's result are
 factorised, their kernels normalise the hidden state themselves, and the norm's weight is packed into their A.
 :func:`names` gives the order, for both sides.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.layout import pack
+from neuronmm.kernels.nki.layout import pack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LINEARS
 from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name

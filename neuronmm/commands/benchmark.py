@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write."""
-    from neuronmm.engine.benchmark import benchmark
-    from neuronmm.engine.report import print_benchmark, results_folder, write_benchmark
+    from neuronmm.measure.benchmark import benchmark
+    from neuronmm.measure.report import print_benchmark, results_folder, write_benchmark
 
     inputs = (args.model, args.baseline)
     output = results_folder(args.output, inputs) if args.output else None  # a bad path should not cost minutes

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate and print."""
-    from neuronmm.engine.evaluate import evaluate
-    from neuronmm.engine.report import print_evaluation
+    from neuronmm.measure.evaluate import evaluate
+    from neuronmm.measure.report import print_evaluation
 
     result = evaluate(
         args.model,

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Predict and print."""
-    from neuronmm.prediction import predict
+    from neuronmm.measure.prediction import predict
 
     result = predict(
         args.model,

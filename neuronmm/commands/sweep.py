@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> None:
     from rich.table import Table
 
     from neuronmm.compression.config import BARE, CompressionConfig
+    from neuronmm.measure.sweep import sweep
+    from neuronmm.measure.sweep_table import notes, tables
     from neuronmm.progress import stage_bars
-    from neuronmm.sweep import sweep
-    from neuronmm.sweep_table import notes, tables
 
     bare = {} if args.recipe else BARE
     base = CompressionConfig.build(args.recipe, targets=args.targets, calibration=args.calibration, **bare)

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from neuronmm.kernels.hardware import CORES
-    from neuronmm.kernels.tiling import MlpProblem, Problem, explain, solve
+    from neuronmm.kernels.nki.tiling import MlpProblem, Problem, explain, solve
 
     problem: Problem | MlpProblem
     if args.mlp:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
 from neuronmm.cli import main
 from neuronmm.models import LowRankLinear
-from tiny import load_plain, make_tiny
+from tiny_models import load_plain, make_tiny
 
 PROMPT = "w7 w21 w40 w9"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 
 @pytest.fixture

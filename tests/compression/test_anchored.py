@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from brute import least
+from brute_force import least
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
 from neuronmm.compression import streaming
 from neuronmm.compression.calibration import Rows, from_file, from_model, prefixes

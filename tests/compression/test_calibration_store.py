@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import config
 
+from compression_runs import config
 from neuronmm.compression import calibration_store
 from neuronmm.compression.pipeline import compress
 from neuronmm.models import UserError

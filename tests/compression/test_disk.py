@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config
 
+from compression_runs import config
 from neuronmm.compression import last_steps, parts
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from brute import least
+from brute_force import least
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

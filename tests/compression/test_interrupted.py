@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import EVERYTHING, SMALL, compress_in, config, tensors, weights
 
+from compression_runs import EVERYTHING, SMALL, compress_in, config, tensors, weights
 from neuronmm.compression import calibration_store
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress

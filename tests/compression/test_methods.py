@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import EVERYTHING, config, edit_tensors, tensors
 
+from compression_runs import EVERYTHING, config, edit_tensors, tensors
 from neuronmm.compression import plan, streaming
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.ranks import Linear

@@ -7,7 +7,7 @@ from torch import nn
 
 from neuronmm.compression.moments import gathering
 from neuronmm.models.families import TARGETS
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 
 def test_linears_of_one_input_share_its_moments_and_others_get_those_of_their_smaller_side() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from runs import config, snapshot, tensors
 
+from compression_runs import config, snapshot, tensors
 from neuronmm import cli
 from neuronmm.compression import pipeline
 from neuronmm.compression.claim import MARK, Claim

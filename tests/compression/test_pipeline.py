@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import EVERYTHING, config, edit_tensors, tensors
 from safetensors import SafetensorError
 
+from compression_runs import EVERYTHING, config, edit_tensors, tensors
 from neuronmm.compression import checkpoint, last_steps, parts, pipeline
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.pipeline import compress

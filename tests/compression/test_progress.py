@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import EVERYTHING, config
 
+from compression_runs import EVERYTHING, config
 from neuronmm.compression.pipeline import compress
 
 

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import config
 
+from compression_runs import config
 from neuronmm import cli
 from neuronmm.compression import recovery
 from neuronmm.compression.distillation import loss_sum

@@ -27,7 +27,7 @@ from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recovery import Recovery, train_factors
 from neuronmm.models import UserError
 from neuronmm.models.load import load_pretrained
-from tiny import load_plain, make_tiny, make_tokens
+from tiny_models import load_plain, make_tiny, make_tokens
 
 ROWS = make_tokens(32, 20)
 QUICK = {"learning_rate": 3e-3, "epochs": 2, "batch": 4}

@@ -13,7 +13,7 @@ from neuronmm.compression.refine import refine
 from neuronmm.compression.training import Course
 from neuronmm.models import LowRankLinear
 from neuronmm.models.families import TARGETS
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 INSIDE = "layer."
 

@@ -14,7 +14,7 @@ from neuronmm.compression.ranks import Linear
 from neuronmm.compression.sequential import anchored_factors
 from neuronmm.compression.streaming import run_layer
 from neuronmm.models.families import TARGETS
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 INSIDE = "model.layers.0."
 

@@ -9,7 +9,7 @@ from neuronmm.compression.block import moments_of
 from neuronmm.compression.stream import weighing
 from neuronmm.compression.streaming import run_layer
 from neuronmm.models.families import TARGETS
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -12,13 +12,13 @@ import torch
 from neuron_cases import EVERY, MIXED, POSITIONS, neuron_host
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
 from neuronmm.engine.engine import Engine, load
 from neuronmm.models import CompressionSpec
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import sdk
-from tiny import compress_tiny, fill_tiny, make_tiny, shared_spec, tiny_checkpoint, vary_norms, write_checkpoint
+from tiny_models import compress_tiny, fill_tiny, make_tiny, shared_spec, tiny_checkpoint, vary_norms, write_checkpoint
 
 
 @pytest.fixture(scope="session")

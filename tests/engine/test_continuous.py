@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
 from neuronmm.engine import continuous
 from neuronmm.engine.loop import Generation, Row

@@ -17,7 +17,7 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models import FAMILIES
 from neuronmm.models.load import load_pretrained, load_tokenizer
 from neuronmm.models.source import resolve
-from tiny import load_plain, shared_spec
+from tiny_models import load_plain, shared_spec
 
 NEW = 64
 PROMPTS = ["w7", "w11 w12 w13 w14 w15", "w20 w21 w3", "w60 w5 w33 w34 w35 w36 w37 w38 w39"]

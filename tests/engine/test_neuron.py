@@ -15,8 +15,9 @@ import pytest
 import torch
 from neuron_cases import KERNELS, MIXED, NEW, NORMS, PARAMS, POSITIONS, PROMPTS, cpu_tokens, neuron_host
 from torch import Tensor
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
+from error_rule import assert_twice_plain
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.emulator.runtime import neuron_emulation
@@ -24,8 +25,7 @@ from neuronmm.engine.engine import Engine, load
 from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.neuronx import cache, graph, sdk
 from neuronmm.models.source import resolve
-from rule import assert_twice_plain
-from tiny import make_spec, make_tiny, make_tokens, write_checkpoint
+from tiny_models import make_spec, make_tiny, make_tokens, write_checkpoint
 
 
 @pytest.mark.parametrize(("tp_degree", "batch"), [(1, 1), (2, 2)])

@@ -11,13 +11,13 @@ import pytest
 import torch
 from neuron_cases import KERNELS, NEW, PROMPTS, cpu_tokens, neuron_host
 from torch import Tensor
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
 from neuronmm import cli
 from neuronmm.engine.backends.neuron_decoder import NeuronSlots
 from neuronmm.engine.engine import Engine, load
-from neuronmm.engine.neuron_benchmark import benchmark_neuron
 from neuronmm.engine.sampling import SamplingParams
+from neuronmm.measure.neuron_benchmark import benchmark_neuron
 
 ONE_TOKEN = "w20"
 

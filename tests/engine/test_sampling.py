@@ -12,7 +12,7 @@ import torch
 from neuronmm.engine.engine import load
 from neuronmm.engine.sampling import LEAST, Sampler, SamplingParams
 from neuronmm.models import UserError
-from tiny import load_plain
+from tiny_models import load_plain
 
 PROMPTS = ["w7 w8", "w20 w21 w22 w23", "w30"]
 

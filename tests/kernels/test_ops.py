@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from draws import examples
+from error_rule import POOL, assert_twice_plain, draws
 from neuronmm.kernels import (
     Int8,
     KernelError,
@@ -28,7 +29,6 @@ from neuronmm.kernels import (
 )
 from neuronmm.kernels.ops import choose
 from neuronmm.kernels.plain import _stacked, stack
-from rule import POOL, assert_twice_plain, draws
 
 TABLE = [pytest.param(op, i.name, id=f"{op.value}-{i.name}") for op in Op for i in implementations(op)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

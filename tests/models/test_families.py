@@ -10,7 +10,7 @@ from torch import nn
 
 from neuronmm.models import FAMILIES, UserError, family_of
 from neuronmm.models.families import LAYERS, TARGETS
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

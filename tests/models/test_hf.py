@@ -16,7 +16,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from neuronmm.models import FAMILIES, LowRankLinear, LowRankSwiGLU, UserError, fuse
 from neuronmm.models.families import TARGETS
 from neuronmm.models.hf import NeuronMMQuantizer, register
-from tiny import compress_tiny, layer_ranks, load_plain, make_tiny, make_tokens, tiny_checkpoint, write_checkpoint
+from tiny_models import (
+    compress_tiny,
+    layer_ranks,
+    load_plain,
+    make_tiny,
+    make_tokens,
+    tiny_checkpoint,
+    write_checkpoint,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

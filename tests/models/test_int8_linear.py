@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from runs import edit_tensors
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from compression_runs import edit_tensors
 from neuronmm.models import FAMILIES, Int8Linear, UserError, fuse
 from neuronmm.models.families import TARGETS
 from neuronmm.models.load import load_pretrained
-from tiny import (
+from tiny_models import (
     fill_tiny,
     layer_ranks,
     load_plain,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from neuronmm.models import FAMILIES, LowRankLinear, LowRankSwiGLU, UserError, fuse, patch
 from neuronmm.models.families import TARGETS
-from tiny import compress_tiny, layer_ranks, make_spec, make_tiny, make_tokens
+from tiny_models import compress_tiny, layer_ranks, make_spec, make_tiny, make_tokens
 
 
 def low_rank_names(model: nn.Module) -> set[str]:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from neuronmm.models import LowRankSwiGLU, fuse
-from tiny import load_plain, make_tokens, tiny_checkpoint
+from tiny_models import load_plain, make_tokens, tiny_checkpoint
 
 
 def train(model: Any, steps: int = 3) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from neuronmm.models.portable import make_portable, portable_config
-from tiny import load_plain, make_tiny, make_tokens
+from tiny_models import load_plain, make_tiny, make_tokens
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}

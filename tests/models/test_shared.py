@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs import edit_tensors
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from compression_runs import edit_tensors
 from neuronmm.models import FAMILIES, UserError, fuse, patch
 from neuronmm.models.load import load_pretrained
-from tiny import fill_tiny, load_plain, make_spec, make_tiny, make_tokens, shared_spec, write_checkpoint
+from tiny_models import fill_tiny, load_plain, make_spec, make_tiny, make_tokens, shared_spec, write_checkpoint
 
 SPEC = shared_spec()
 

@@ -12,7 +12,7 @@ from neuronmm.kernels.cache import cache_folder
 from neuronmm.models import UserError
 from neuronmm.models.load import load_pretrained, load_tokenizer
 from neuronmm.models.source import read_config, resolve
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 
 @pytest.fixture(autouse=True)

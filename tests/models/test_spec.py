@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.hf import NeuronMMConfig
-from tiny import make_spec
+from tiny_models import make_spec
 
 GOOD = make_spec({"model.layers.0.mlp.up_proj": 8}, calibration={"source": "self", "tokens": 4096}).model_dump()
 OPTIONAL = {"quant_method", "format", "calibration", "shared", "factors"}

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.source import resolve
-from tiny import make_tiny
+from tiny_models import make_tiny
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
 from neuronmm.compression.config import BARE, CompressionConfig
-from neuronmm.engine.evaluate import evaluate
-from neuronmm.sweep import sweep
-from tiny import make_tiny
+from neuronmm.measure.evaluate import evaluate
+from neuronmm.measure.sweep import sweep
+from tiny_models import make_tiny
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "peer_svdllm.py"
 STAND_IN = """

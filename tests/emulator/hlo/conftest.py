@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import xla
+import xla_oracle as xla
 from neuronmm.emulator.hlo import Program
 from neuronmm.emulator.pyhlo import HloScribe
 from neuronmm.emulator.pyhlo.literal import DTYPES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import xla
+import xla_oracle as xla
 from neuronmm.emulator.hlo import InvalidGraphError, Program, UnsupportedError
 from neuronmm.emulator.hlo.node import ACROSS, IN_PLACE, LOCAL
 from neuronmm.emulator.hlo.types import RULES, check

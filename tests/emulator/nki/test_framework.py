@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from neuronmm.emulator.nki import NkiError, execute, nki_modules
-from neuronmm.kernels.layout import pack
+from neuronmm.kernels.nki.layout import pack
 
 with nki_modules():
     nki = importlib.import_module("neuronxcc.nki")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import xla
+import xla_oracle as xla
 from draws import examples
 from neuronmm.emulator.pyhlo import HloScribe
 from neuronmm.emulator.pyhlo.literal import DTYPES, serialize_torch, tensor_of

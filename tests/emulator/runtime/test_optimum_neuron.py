@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import xla
+import xla_oracle as xla
 from neuronmm.emulator.pyhlo.messages import HloModuleProto
 from neuronmm.emulator.runtime import neuron_emulation
 from neuronmm.emulator.runtime.compiler import module_bytes

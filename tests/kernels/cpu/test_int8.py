@@ -13,7 +13,7 @@ from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.int8 import quantise_model
 from neuronmm.kernels.int8 import Int8, quantise
 from neuronmm.models.families import FAMILIES, TARGETS
-from tiny import compress_tiny, fill_tiny, layer_ranks, make_tiny, make_tokens, shared_spec
+from tiny_models import compress_tiny, fill_tiny, layer_ranks, make_tiny, make_tokens, shared_spec
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draws import examples
+from error_rule import POOL, draws
 from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.kernels.ops import Op, choose
-from rule import POOL, draws
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 SIZES = st.integers(1, 130)

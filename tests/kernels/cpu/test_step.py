@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draws import examples
+from error_rule import draws
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, core
 from neuronmm.kernels.cpu.library import isa as isa_in_use
 from neuronmm.models.families import FAMILIES, TARGETS
-from rule import draws
-from tiny import fill_tiny, layer_ranks, make_spec, make_tiny, make_tokens, shared_spec
+from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, make_tokens, shared_spec
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 

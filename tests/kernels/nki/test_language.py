@@ -15,7 +15,7 @@ from nki_subset import problems
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.values import check_values
 from neuronmm.kernels import nki as kernels_package
-from neuronmm.kernels import tiling
+from neuronmm.kernels.nki import tiling
 from neuronmm.kernels.nki.blocks import Ranks
 
 FOLDER = Path(kernels_package.__file__).parent
@@ -36,7 +36,7 @@ def test_kernels_keep_to_the_subset(name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("from neuronmm.kernels.tiling import solve", "imports neuronmm.kernels.tiling"),
+        ("from neuronmm.kernels.nki.tiling import solve", "imports neuronmm.kernels.nki.tiling"),
         ("import hashlib", "imports hashlib"),
         ("from pathlib import Path", "imports pathlib"),
         ("class A:\n    x: int", "must inherit from NKIObject"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draws import examples
-from neuronmm.kernels.layout import Chunks, Packing, order, pack, unpack
+from neuronmm.kernels.nki.layout import Chunks, Packing, order, pack, unpack
 
 FEATURES = st.integers(1, 1200)
 MODELS = [(2048, 8192, 1280), (3072, 8192, 1792), (2560, 9728, 1664), (4096, 14336, 2560), (576, 1536, 320)]

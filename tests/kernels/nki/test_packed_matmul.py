@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draws import examples
+from error_rule import assert_twice_plain, draws
 from neuronmm.emulator.nki import TensorSpec, run
-from neuronmm.kernels.layout import pack
-from rule import assert_twice_plain, draws
+from neuronmm.kernels.nki.layout import pack
 
 SIZES = st.sampled_from([1, 7, 64, 127, 128, 129, 200, 300])
 TOKENS = st.sampled_from([1, 3, 65, 128, 513, 1100])

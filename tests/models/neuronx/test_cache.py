@@ -13,7 +13,7 @@ from neuronmm.models.neuronx import cache, sdk
 from neuronmm.models.neuronx.checkpoint import Checkpoint
 from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import Shards
-from tiny import compress_tiny, layer_ranks, make_tiny, write_checkpoint
+from tiny_models import compress_tiny, layer_ranks, make_tiny, write_checkpoint
 
 SETTINGS = Settings(torch.float32, n_positions=64)
 

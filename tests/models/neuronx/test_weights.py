@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.layout import unpack
+from neuronmm.kernels.nki.layout import unpack
 from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.families import LINEARS, TARGETS
 from neuronmm.models.neuronx.architecture import Architecture
 from neuronmm.models.neuronx.checkpoint import Checkpoint
 from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import BY_INPUT, NORMS, Shards, names
-from tiny import compress_tiny, layer_ranks, load_plain, make_tiny, vary_norms, write_checkpoint
+from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, vary_norms, write_checkpoint
 
 LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
 

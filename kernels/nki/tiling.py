@@ -1,0 +1,218 @@
+"""Block sizes for the low-rank kernels, by modelled time within the memory there is.
+
+Every choice of strip length, input block, activation block (the MLP's) and panels a tile is priced with the model of
+:mod:`.strip`; what exceeds SBUF or PSUM is refused, because it would spill to HBM. Among choices within
+1 % of the fastest the one that moves least wins, and of equals one whose contractions are whole in PSUM. A choice is
+kept (:mod:`neuronmm.kernels.cache`), under everything it follows from, this code included.
+
+The event-driven simulator of the emulator checks the model on the real kernels (tests/kernels/nki/test_tiling.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from neuronmm.kernels import cache
+from neuronmm.kernels.hardware import DTYPE_BYTES, TRN1, NeuronCore
+from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.layout import Packing
+from neuronmm.kernels.nki.objects import PARTITIONS
+from neuronmm.kernels.nki.strip import MlpProblem, Problem, Strip
+from neuronmm.kernels.ops import KernelError
+
+LARGEST_STRIP = 4096
+DEPTHS = (0, 4, 8, 16, 32)
+INTERMEDIATES = (0, 2, 4, 8, 16)
+PANELS = (1, 2, 4, 8)
+TIE = 0.01
+LONG_TOKEN = 24 << 10
+"""Bytes of a token's features that always fit with tokens first and ranks to 4096: they lie on one partition, beside a
+panel of weights of the same length. Features first have no such bound: their contraction comes in blocks."""
+SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "nki/objects.py", "strip.py", "tiling.py")
+"""What a choice follows from, besides the problem and the core."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A choice of block sizes and what the model says of it.
+
+    ``seconds`` is modelled time; ``traffic`` HBM bytes; ``sbuf`` bytes a partition, double buffers included, of each
+    stage; ``psum_banks`` of 8. ``tensor``, ``dma`` and ``vector`` are busy seconds.
+    """
+
+    problem: Problem | MlpProblem
+    device: str
+    blocks: Blocks
+    seconds: float
+    tensor: float
+    dma: float
+    vector: float
+    traffic: int
+    sbuf: tuple[int, ...]
+    psum_banks: int
+    mfu: float
+
+    @property
+    def bound(self) -> str:
+        """The engine that is busy longest."""
+        return max(("tensor", "dma", "vector"), key=lambda engine: getattr(self, engine))
+
+
+@lru_cache(maxsize=4096)
+def solve(problem: Problem | MlpProblem, core: NeuronCore = TRN1) -> Tiling:
+    """The best block sizes, perhaps found by an earlier process.
+
+    Raises:
+        KernelError: no block sizes fit the memory.
+    """
+    what = [type(problem).__name__, asdict(problem), asdict(core), _code()]
+    name = f"tiling/{cache.digest(what)[:24]}.json"
+    kept = cache.read(name)
+    if kept is not None:
+        return evaluate(problem, Blocks(**kept["blocks"]), core)
+    tiling = search(problem, core)
+    cache.write(name, {"problem": str(problem), "device": core.device, "blocks": asdict(tiling.blocks)})
+    return tiling
+
+
+def search(problem: Problem | MlpProblem, core: NeuronCore) -> Tiling:
+    """:func:`solve` without what is kept."""
+    fitting = [tiling for tiling, refusal in consider(problem, core) if refusal is None]
+    if not fitting:
+        hint = f"; tokens first may take more than {LONG_TOKEN >> 10} KiB a token: lay out features first"
+        raise KernelError(
+            f"tiling: {problem} does not fit {core.device}'s SBUF with any block sizes{hint * problem.tokens_first}"
+        )
+    fastest = min(tiling.seconds for tiling in fitting)
+    near = [tiling for tiling in fitting if tiling.seconds <= fastest * (1 + TIE)]
+    return min(near, key=_preference)
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """A digest of the solver and the figures it counts with."""
+    folder = Path(__file__).parent
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()
+
+
+def _preference(tiling: Tiling) -> tuple[int, bool, bool, float, int]:
+    """Least traffic first, then contractions that are whole in PSUM, then time, then most weights in flight: that hides
+    what the model does not see, such as a tensor engine that has to warm up."""
+    blocks = tiling.blocks
+    return tiling.traffic, blocks.depth > 0, blocks.intermediate > 0, tiling.seconds, -blocks.panels
+
+
+def evaluate(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore = TRN1) -> Tiling:
+    """What the model says of given block sizes.
+
+    Raises:
+        KernelError: they do not fit SBUF or PSUM: the kernel would spill.
+    """
+    tiling = _model(problem, blocks, core)
+    refusal = _refusal(tiling, core)
+    if refusal is not None:
+        raise KernelError(f"tiling: {refusal}")
+    return tiling
+
+
+def consider(problem: Problem | MlpProblem, core: NeuronCore) -> list[tuple[Tiling, str | None]]:
+    """Every choice that is looked at, and why it is refused (None: it fits)."""
+    moving = min(core.moving_columns, problem.tokens)
+    strips = sorted({min(problem.tokens, n) for n in range(128, LARGEST_STRIP + 1, 128)})
+    size = DTYPE_BYTES[problem.dtype]
+    if isinstance(problem, Problem):
+        factors = [Packing.of(problem.inputs, problem.rank, size), Packing.of(problem.rank, problem.outputs, size)]
+        intermediates: tuple[int, ...] = (Blocks.intermediate,)
+    else:
+        factors = [Packing.of(problem.hidden, problem.gate, size), Packing.of(problem.gate, problem.intermediate, size)]
+        intermediates = tuple(n for n in INTERMEDIATES if n < factors[1].columns.count)
+    depths = [n for n in DEPTHS if n == 0 or (n < factors[0].rows.count and not problem.tokens_first)]
+    most = max(-(-f.columns.count // f.group) for f in factors)
+    panels = [n for n in PANELS if n == 1 or n < 2 * most]
+    choices = [Blocks(t, moving, deep, n, p) for t in strips for deep in depths for n in intermediates for p in panels]
+    tilings = [_model(problem, blocks, core) for blocks in choices]
+    return [(tiling, _refusal(tiling, core)) for tiling in tilings]
+
+
+def explain(problem: Problem | MlpProblem, core: NeuronCore = TRN1) -> list[str]:
+    """The choice and its alternatives, line by line: the best of each strip length, or why none fits."""
+    chosen = solve(problem, core)
+    blocks, mlp = chosen.blocks, isinstance(problem, MlpProblem)
+    stages = ", ".join(f"{size / 1024:.1f}" for size in chosen.sbuf)
+    lines = [
+        f"{problem}, {problem.dtype}, one {core.device} core (NeuronCore {core.name})",
+        f"strip of {blocks.tokens} tokens, {blocks.moving} a product, input "
+        + (f"in blocks of {blocks.depth * PARTITIONS}" if blocks.depth else "of a strip held whole")
+        + (f", activation {_blocks_of(blocks.intermediate)}" if mlp else "")
+        + f", weights by {blocks.panels} panel{'s' * (blocks.panels > 1)}",
+        f"modelled: {chosen.seconds * 1e3:.3f} ms, {chosen.mfu:.1%} of the tensor engine's peak, "
+        f"{chosen.traffic / 2**20:.1f} MiB of HBM traffic; longest busy: {chosen.bound}",
+        f"SBUF {max(chosen.sbuf) / 1024:.1f} of {core.sbuf_partition_bytes // 1024} KiB a partition "
+        f"(stage by stage {stages}), PSUM {chosen.psum_banks} of {core.psum_banks} banks",
+        "",
+        f"strip  depth  {'act  ' if mlp else ''}panels  SBUF KiB   modelled ms    MFU  traffic MiB",
+    ]
+    by_strip: dict[int, list[tuple[Tiling, str | None]]] = {}
+    for tiling, refusal in consider(problem, core):
+        by_strip.setdefault(tiling.blocks.tokens, []).append((tiling, refusal))
+    for strip, entries in by_strip.items():
+        if strip & (strip - 1) and strip != blocks.tokens and strip != problem.tokens:
+            continue
+        fitting = [tiling for tiling, refusal in entries if refusal is None]
+        if fitting:
+            best = min(fitting, key=lambda t: (t != chosen, t.seconds))
+            lines.append(
+                f"{_sizes(best, mlp)}  {max(best.sbuf) / 1024:8.1f}  {best.seconds * 1e3:12.3f}"
+                f"  {best.mfu:5.1%}  {best.traffic / 2**20:11.1f}{'  <- chosen' if best == chosen else ''}"
+            )
+        else:
+            least, refusal = min(entries, key=lambda entry: max(entry[0].sbuf))
+            lines.append(f"{_sizes(least, mlp)}  refused: {refusal}")
+    return lines
+
+
+def _blocks_of(chunks: int) -> str:
+    return f"in blocks of {chunks * PARTITIONS}" if chunks else "whole"
+
+
+def _sizes(tiling: Tiling, mlp: bool) -> str:
+    blocks = tiling.blocks
+    act = f"{blocks.intermediate or 'all':>3}  " if mlp else ""
+    return f"{blocks.tokens:5}  {blocks.depth or 'all':>5}  {act}{blocks.panels:6}"
+
+
+def _refusal(tiling: Tiling, core: NeuronCore) -> str | None:
+    if max(tiling.sbuf) > core.sbuf_partition_bytes:
+        return (
+            f"strips of {tiling.blocks.tokens} tokens need {max(tiling.sbuf) / 1024:.1f} KiB a partition of SBUF, "
+            f"{core.device} has {core.sbuf_partition_bytes // 1024}: it would spill"
+        )
+    if tiling.psum_banks > core.psum_banks:
+        return f"{tiling.psum_banks} PSUM banks are needed, {core.psum_banks} are there"
+    return None
+
+
+def _model(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore) -> Tiling:
+    """Time, traffic and memory of the kernel with these block sizes."""
+    whole, rest = divmod(problem.tokens, blocks.tokens)
+    first, last = (Strip(problem, blocks, core, n) for n in (min(blocks.tokens, problem.tokens), rest or blocks.tokens))
+    counted = [(stage, whole) for stage in first.stages * (whole > 0)] + [
+        (stage, 1) for stage in last.stages * (rest > 0)
+    ]
+    ns = sum(count * stage.ns for stage, count in counted) + first.fill + last.drain
+    return Tiling(
+        problem=problem,
+        device=core.device,
+        blocks=blocks,
+        seconds=ns / 1e9,
+        tensor=sum(count * stage.tensor for stage, count in counted) / 1e9,
+        dma=sum(count * stage.dma for stage, count in counted) / 1e9,
+        vector=sum(count * stage.vector for stage, count in counted) / 1e9,
+        traffic=sum(count * stage.traffic for stage, count in counted),
+        sbuf=tuple(stage.sbuf for stage in first.stages),
+        psum_banks=2 * -(-first.moving * 4 // core.psum_bank_bytes),
+        mfu=2 * problem.multiply_adds / (ns / 1e9 * core.peak_flops(problem.dtype)),
+    )

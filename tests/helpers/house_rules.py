@@ -1,0 +1,166 @@
+"""The rules of the house, as functions from a source tree to the list of what breaks them.
+
+``test_house.py`` runs them on this repository and, so that they can be seen to fail, on small made-up trees.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDERS = {"neuronmm", "measure", "engine", "models", "compression", "kernels", "emulator", "configs"}
+"""The folders that install, ``neuronmm`` as itself and the others as ``neuronmm.<folder>``."""
+
+ALLOWED: dict[str, set[str]] = {
+    "neuronmm": FOLDERS,
+    "measure": {"engine", "compression", "models", "kernels", "emulator.timing", "version"},
+    "engine": {"models", "kernels", "emulator"},
+    "models": {"kernels"},
+    "compression": {"models", "kernels", "version"},
+    "kernels": set(),
+    "emulator": {"kernels.hardware"},
+    "configs": set(),
+}
+"""Who may import whom: a folder, or one module of a folder (``version``: of ``neuronmm``).
+A folder may always import itself."""
+
+DEVICE_SDK = {"neuronxcc", "nki", "optimum", "transformers_neuronx", "triton"}
+"""What only a machine with the device has; its importers do without where it is missing."""
+
+IMPORTED_AS = {"protobuf": "google", "pyyaml": "yaml"}
+"""Packages that are imported under another name."""
+
+MOST_LINES = 400
+CODE = {".py", ".cpp", ".h", ".sh", ".yaml"}
+SKIPPED = re.compile(r"^(\..*|build|dist|out|__pycache__|.*\.egg-info)$")
+LEFTOVERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b|(^|[\s\"'`(=])/(work|root)/")
+
+
+def files(root: Path, suffixes: set[str]) -> Iterator[Path]:
+    """Every file of ``root`` with one of the suffixes, but for environments, caches and build results."""
+    for path in sorted(root.iterdir()):
+        if SKIPPED.match(path.name) and path.name != ".ci":
+            continue
+        if path.is_dir():
+            yield from files(path, suffixes)
+        elif path.suffix in suffixes:
+            yield path
+
+
+def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """Every Python file that installs, parsed."""
+    for folder in sorted(FOLDERS):
+        if (root / folder).is_dir():
+            for path in files(root / folder, {".py"}):
+                yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(tree: ast.Module, package: list[str]) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a module imports, at any depth; ``package`` is the one it lies in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{stem}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def import_problems(root: Path) -> list[str]:
+    """Imports that the table does not allow, or that would only work from the repository's own root."""
+    problems = []
+    for path, tree in modules(root):
+        where = path.relative_to(root)
+        home = where.parts[0]
+        package = [*(["neuronmm"] if home != "neuronmm" else []), *where.parent.parts]
+        for line, name in imported(tree, package):
+            first, _, rest = name.partition(".")
+            if first in FOLDERS - {"neuronmm"}:
+                problems.append(f"{where}:{line}: {name} is not installed under that name; say neuronmm.{name}")
+            if first != "neuronmm":
+                continue
+            target = rest.split(".")[0] if rest.split(".")[0] in FOLDERS - {"neuronmm"} else "neuronmm"
+            allowed = {home, *ALLOWED[home]}
+            if not any(f"{rest}.".startswith(f"{one}.") or one == target for one in allowed):
+                problems.append(f"{where}:{line}: {home} may not import {name}")
+    return problems
+
+
+def dependency_problems(root: Path) -> list[str]:
+    """Packages that the installed code imports and pyproject.toml does not ask for."""
+    listed = re.search(r"^dependencies = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    asked = set(re.findall(r'"([\w-]+)', listed.group(1) if listed else ""))
+    known = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in asked}
+    known |= sys.stdlib_module_names | DEVICE_SDK | {"neuronmm", "neuronmm_checkout"}
+    found = {}
+    for path, tree in modules(root):
+        for line, name in imported(tree, ["neuronmm"]):
+            first = name.split(".")[0]
+            if first not in known:
+                found[first] = f"{path.relative_to(root)}:{line}: {first} is not in pyproject.toml's dependencies"
+    return list(found.values())
+
+
+def op_problems(root: Path) -> list[str]:
+    """Ops of the dispatch table without a reference implementation, or that no kernel test names."""
+    ops: dict[str, int] = {}
+    referenced: set[str] = set()
+    for path in files(root / "kernels", {".py"}):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name == "Op":
+                ops |= {ast.unparse(a.targets[0]): a.lineno for a in node.body if isinstance(a, ast.Assign)}
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "register" and len(node.args) == 2:
+                op, name = (ast.unparse(argument) for argument in node.args)
+                if name == "'reference'":
+                    referenced.add(op.removeprefix("Op."))
+    tests = "".join(path.read_text(encoding="utf-8") for path in files(root / "tests" / "kernels", {".py"}))
+    problems = [f"kernels: Op.{op} has no implementation named 'reference'" for op in ops if op not in referenced]
+    problems += [
+        f"kernels: Op.{op} is in no test of tests/kernels" for op in ops if not re.search(rf"\bOp\.{op}\b", tests)
+    ]
+    return problems if ops else ["kernels: no class Op"]
+
+
+def length_problems(root: Path) -> list[str]:
+    """Code files that are too long."""
+    counts = ((path, len(path.read_text(encoding="utf-8").splitlines())) for path in files(root, CODE))
+    return [f"{path.relative_to(root)}: {n} lines, more than {MOST_LINES}" for path, n in counts if n > MOST_LINES]
+
+
+def docstring_problems(root: Path) -> list[str]:
+    """Modules that do not say what they are, and commands whose help shows no example."""
+    problems = []
+    for path, tree in modules(root):
+        where, text = path.relative_to(root), ast.get_docstring(tree) or ""
+        if not text and tree.body:
+            problems.append(f"{where}: no module docstring")
+        is_command = where.parts[:2] == ("neuronmm", "commands") and path.stem != "__init__"
+        if is_command and not re.search(rf"^\s+neuronmm {path.stem}\b", text, re.MULTILINE):
+            problems.append(f"{where}: the docstring shows no example of `neuronmm {path.stem}`")
+    return problems
+
+
+def example_problems(root: Path) -> list[str]:
+    """Properties that fix how many examples they draw, so that a longer run could not raise it."""
+    paths = (path for path in files(root / "tests", {".py"}) if path.name != "draws.py")
+    fixed = re.compile(r"^\s*(@|\w+ = )settings\(", re.MULTILINE)
+    return [
+        f"{path.relative_to(root)}: settings(...) of hypothesis; say draws.examples(few)"
+        for path in paths
+        if fixed.search(path.read_text(encoding="utf-8"))
+    ]
+
+
+def leftover_problems(root: Path) -> list[str]:
+    """Notes to oneself, and paths of one machine, in code or documents."""
+    problems = []
+    for path in files(root, CODE | {".md", ".toml"}):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if LEFTOVERS.search(line):
+                problems.append(f"{path.relative_to(root)}:{number}: leftover: {line.strip()[:80]}")
+    return problems

@@ -1,0 +1,38 @@
+"""What the tests of the Neuron hosts share: prompts, ranks, and the tokens that are wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from word_tokenizer import word_tokenizer
+
+from neuronmm.engine.backends.neuron import NeuronHost
+from neuronmm.engine.engine import Engine, load
+from neuronmm.engine.sampling import SamplingParams
+from neuronmm.models.families import LAYERS
+
+NEW = 64
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+PROMPTS = ["w7 w8 w9", "w11 w12 w13 w14 w15"]
+POSITIONS = 80
+EVERY = {
+    "self_attn.q_proj": 8, "self_attn.k_proj": 4, "self_attn.v_proj": 5, "self_attn.o_proj": 7,
+    "mlp.gate_proj": 12, "mlp.up_proj": 16, "mlp.down_proj": 8,
+}  # fmt: skip
+MIXED = {**{f"{LAYERS}.0.{name}": rank for name, rank in EVERY.items()}, f"{LAYERS}.1.mlp.gate_proj": 12}
+"""One layer all low-rank, five kernels; the other dense but for gate, one kernel."""
+KERNELS = {"dense": 0, "mlp": 2, "shared": 2 * 4, "mixed": 5 + 1}
+"""NKI kernels in the graph of a two-layer model."""
+NORMS = {"dense": 2 * 2 + 1, "mlp": 2 + 1, "shared": 1, "mixed": 2 + 1}
+"""Norms of the hidden state in that graph that no kernel applies, the final one included."""
+
+
+def neuron_host(engine: Engine) -> NeuronHost:
+    assert isinstance(engine.host, NeuronHost)
+    return engine.host
+
+
+def cpu_tokens(folder: Path, prompts: list[str]) -> list[list[int]]:
+    engine = load(folder, backend="cpu", dtype="fp32")
+    engine.tokenizer = word_tokenizer()
+    return [result.token_ids for result in engine.generate(prompts, PARAMS)]

@@ -1,0 +1,244 @@
+"""The kernel bodies run on torch tensors under the emulator, with the exact and the plain torch result beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from neuronmm.emulator.nki import Run, TensorSpec, nki_modules, run
+from neuronmm.kernels.hardware import TRN1, TRN2
+from neuronmm.kernels.nki.blocks import Blocks, Ranks
+from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans
+from neuronmm.kernels.nki.layout import pack
+
+CORES = {"neuronxcc": TRN1, "nki": TRN2}
+"""The first Trainium that each dialect is for."""
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()
+
+
+def to_torch(array: np.ndarray) -> Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the features, axis 0, as transformers computes it."""
+    y = x.float() if x.dtype is not torch.float64 else x
+    return weight[:, None] * (y * torch.rsqrt(y.square().mean(0, keepdim=True) + epsilon)).to(x.dtype)
+
+
+@dataclass
+class Case:
+    """One call of a kernel: activations [features, tokens], factors [out, in] as linears hold them.
+
+    ``weights``: (A, B) of a linear, or (A, B) of gate, up and down; a shared A is the same tensor twice.
+    """
+
+    x: Tensor
+    weights: tuple[Tensor, ...]
+    norm: Tensor | None = None
+    residual: Tensor | None = None
+    bias: Tensor | None = None
+    tokens_first: bool = False
+    epsilon: float = field(default=0.0)
+
+    @classmethod
+    def linear(cls, inputs: int, rank: int, out: int, tokens: int, dtype: torch.dtype, **options: Any) -> Case:
+        return cls._make(tokens, inputs, out, [(rank, inputs), (out, rank)], dtype, **options)
+
+    @classmethod
+    def mlp(
+        cls, hidden: int, middle: int, ranks: tuple[int, int, int], tokens: int, dtype: torch.dtype, **options: Any
+    ) -> Case:
+        gate, up, down = ranks
+        shapes = [(gate, hidden), (middle, gate), (up, hidden), (middle, up), (down, middle), (hidden, down)]
+        return cls._make(tokens, hidden, hidden, shapes, dtype, **options)
+
+    @classmethod
+    def _make(
+        cls, tokens: int, inputs: int, out: int, shapes: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0,
+        norm: bool = False, residual: bool = False, shared: bool = False, bias: bool = False,
+        tokens_first: bool = False,
+    ) -> Case:  # fmt: skip
+        random = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=random) * scale).to(dtype)
+
+        weights = [draw(*shape, scale=shape[1] ** -0.5) for shape in shapes]
+        if shared:
+            weights[2] = weights[0]
+        x, extra = draw(inputs, tokens), draw(out, tokens)
+        gain, column = 1 + draw(inputs, scale=0.2), draw(out)
+        return cls(
+            x, tuple(weights), gain if norm else None, extra if residual else None, column if bias else None,
+            tokens_first, 0.03 if norm else 0.0,
+        )  # fmt: skip
+
+    @property
+    def shared(self) -> bool:
+        return len(self.weights) == 6 and self.weights[0] is self.weights[2]
+
+    def plain(self) -> Tensor:
+        """Torch in the case's own dtype."""
+        return self._result(lambda t: t)
+
+    def exact(self) -> Tensor:
+        """Torch in float64."""
+        return self._result(lambda t: t.double())
+
+    def _result(self, cast: Any) -> Tensor:
+        x, w = cast(self.x), [cast(t) for t in self.weights]
+        if self.norm is not None:
+            x = normalised(x, cast(self.norm), self.epsilon)
+        y = w[1] @ (w[0] @ x)
+        if len(w) == 6:
+            y = w[5] @ (w[4] @ (silu(y) * (w[3] @ (w[2] @ x))))
+        if self.bias is not None:
+            y = y + cast(self.bias)[:, None]
+        return y if self.residual is None else y + cast(self.residual)
+
+    def packed(self) -> list[np.ndarray]:
+        """The factors as the kernels read them; the norm's weight is in those that read the input."""
+        first = (0,) if len(self.weights) == 2 else (0, 2)
+        return [to_numpy(pack(t, self.norm if i in first else None)) for i, t in enumerate(self.weights)]
+
+    def ranks(self) -> Ranks:
+        return Ranks(*(len(self.weights[i]) for i in (0, 2, 4)), intermediate=len(self.weights[1]))
+
+    def arguments(self) -> list[np.ndarray]:
+        """The tensors in the entries' order, in the case's layout."""
+        extras = [] if self.bias is None else [to_numpy(self.bias)]
+        extras += [] if self.residual is None else [to_numpy(self._laid(self.residual))]
+        return [to_numpy(self._laid(self.x)), *self.packed(), *extras]
+
+    def output(self) -> TensorSpec:
+        shape = (len(self.weights[-1]), self.x.shape[1])
+        return TensorSpec(shape[::-1] if self.tokens_first else shape, to_numpy(self.x).dtype)
+
+    def result(self, array: np.ndarray) -> Tensor:
+        """An output of the kernel as [features, tokens]."""
+        return self._laid(to_torch(array))
+
+    def run(self, kernels: Any, dialect: str, sizes: Blocks | None = None) -> Tensor:
+        """The body in ``kernels`` on a dialect, under the emulator."""
+        return self.result(self.trace(kernels, dialect, sizes).outputs[0])
+
+    def trace(self, kernels: Any, dialect: str, sizes: Blocks | None = None, shapes: bool = False) -> Run:
+        """``sizes`` None: what the tiling solver chooses."""
+        first, core = self.tokens_first, CORES[dialect]
+
+        def body(x: Any, *rest: Any) -> None:
+            d = getattr(kernels, f"dialect_{dialect}").Dialect()
+            *tensors, y = rest
+            extra = tensors.pop() if self.residual is not None else 0.0
+            bias = tensors.pop() if self.bias is not None else 0.0
+            asked = self.norm is not None, self.residual is not None, first
+            options = kernels.objects.Options(
+                self.epsilon, self.bias is not None, bias, self.residual is not None, extra, first
+            )
+            if len(self.weights) == 2:
+                a, b = (
+                    kernels.objects.factor(t, factor_plan(w.shape[1], len(w), x))
+                    for t, w in zip(tensors, self.weights, strict=True)
+                )
+                chosen = sizes or linear_blocks(x, len(self.weights[0]), len(self.weights[1]), core, *asked)
+                kernels.low_rank_matmul.low_rank_matmul(d, x, a, b, y, chosen, options)
+            else:
+                w = self.factors(kernels, x, tensors)
+                chosen = sizes or mlp_blocks(x, self.ranks(), self.shared, core, *asked)
+                kernels.low_rank_mlp.low_rank_swiglu_mlp(d, x, w, y, chosen, options)
+
+        arguments: list[Any] = list(self.arguments())
+        if shapes:
+            arguments = [TensorSpec(a.shape, a.dtype) for a in arguments]
+        return run(body, *arguments, outputs=[self.output()], core=core)
+
+    def factors(self, kernels: Any, x: Any, tensors: list[Any]) -> Any:
+        """The MLP's weights inside a kernel."""
+        hidden = self.weights[0].shape[1]
+        return kernels.low_rank_mlp.weights(tensors, mlp_plans(hidden, self.ranks(), x, self.shared), self.shared)
+
+    def _laid(self, activation: Tensor) -> Tensor:
+        return activation.T if self.tokens_first else activation
+
+
+Baseline = tuple[str, Callable[..., None], list[Tensor], Tensor, Tensor]
+
+
+def baselines_of(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Iterator[Baseline]:
+    """(name, body, tensors, exact, plain) of the kernels that a linear's case is compared with."""
+    dialect_of, b = getattr(kernels, f"dialect_{dialect}").Dialect, kernels.baselines
+    x, (A, B), rank = case.x, case.weights, len(case.weights[0])
+    exact, plain = case.exact(), case.plain()
+
+    def packed(w: Any, rows: int, columns: int, x: Any) -> Any:
+        return kernels.objects.factor(w, factor_plan(rows, columns, x))
+
+    def recomputing(x: Any, a: Any, v: Any, y: Any) -> None:
+        fa, fb = packed(a, x.shape[0], rank, x), packed(v, rank, y.shape[0], x)
+        b.recomputing(dialect_of(), x, fa, fb, y, sizes, columns=128)
+
+    def sequential(x: Any, u: Any, v: Any, y: Any) -> None:
+        b.sequential(dialect_of(), x, u, v, y, b.Tutorial(rows=1, columns=1))
+
+    def blocked(w: Any, x: Any, y: Any) -> None:
+        b.dense_blocked(dialect_of(), w, x, y, b.Tutorial())
+
+    def strips(x: Any, w: Any, y: Any) -> None:
+        b.dense_strips(dialect_of(), x, packed(w, x.shape[0], y.shape[0], x), y, sizes)
+
+    once = A.double() @ x.double(), A @ x
+    yield "naive fusion (Algorithm 1)", recomputing, [x, pack(A), pack(B)], exact, plain
+    yield "sequential XUV", sequential, [x, A.T, B.T], exact.T, plain.T
+    yield "dense, tutorial blocking", blocked, [A.T, x], *once
+    yield "dense, strips", strips, [x, pack(A)], *once
+
+
+def two_kernel_mlp(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Tensor:
+    """The paper's split of an MLP, the activation through HBM."""
+
+    def body(x: Any, *rest: Any) -> None:
+        d = getattr(kernels, f"dialect_{dialect}").Dialect()
+        *tensors, y = rest
+        w = case.factors(kernels, x, tensors)
+        act = d.hbm((case.ranks().intermediate, x.shape[1]), x.dtype)
+        kernels.baselines.gate_up(d, x, w, act, sizes)
+        kernels.low_rank_matmul.low_rank_matmul(d, act, w.down_a, w.down_b, y, sizes, kernels.objects.Options())
+
+    return case.result(run(body, *case.arguments(), outputs=[case.output()], core=CORES[dialect]).outputs[0])
+
+
+def kernel_modules() -> SimpleNamespace:
+    """The kernel modules of the project, on both emulated dialects."""
+    with nki_modules():
+        from neuronmm.kernels.nki import (
+            baselines,
+            blocks,
+            dialect_neuronxcc,
+            dialect_nki,
+            entry_neuronxcc,
+            entry_nki,
+            low_rank_matmul,
+            low_rank_mlp,
+            objects,
+        )
+    return SimpleNamespace(
+        baselines=baselines, blocks=blocks, objects=objects, low_rank_matmul=low_rank_matmul,
+        low_rank_mlp=low_rank_mlp, dialect_neuronxcc=dialect_neuronxcc, dialect_nki=dialect_nki,
+        entry_neuronxcc=entry_neuronxcc, entry_nki=entry_nki,
+    )  # fmt: skip

@@ -1,0 +1,373 @@
+"""Planted bugs: one-line changes of the kernels, and the battery of small cases that has to catch every one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from error_rule import assert_twice_plain
+from neuronmm.emulator.nki import TensorSpec, nki_modules, run
+from neuronmm.kernels import nki as package
+
+FOLDER = Path(package.__file__).parent
+FILES = (
+    "blocks", "objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "packed_matmul", "choice",
+    "dialect_neuronxcc", "dialect_nki", "entry_neuronxcc",
+)  # fmt: skip
+"""The modules that may have a bug, each after those it imports."""
+
+
+class Mutant(NamedTuple):
+    """In ``file``, the first ``old`` becomes ``new``."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "the last chunk of a contraction is dropped",
+        "stages",
+        "range(last - first):\n        deep",
+        "range(last - first - 1):\n        deep",
+    ),
+    Mutant("a product reads the ragged row of a short chunk", "stages", "f.rows.length(first + c)", "f.rows.width"),
+    Mutant(
+        "a product misses the last partition",
+        "stages",
+        "deep = f.rows.length(first + c)",
+        "deep = f.rows.length(first + c) - 1",
+    ),
+    Mutant(
+        "weights are read one column on",
+        "stages",
+        "at = c * panel.columns + column",
+        "at = c * panel.columns + column + 1",
+    ),
+    Mutant(
+        "the result lies in SBUF",
+        "stages",
+        "acc = d.psum((cut.width, n, t))",
+        "acc = d.sbuf((cut.width, n, t), d.float32)",
+    ),
+    Mutant("the result takes more than a bank", "stages", "max(1, BANK // tokens)", "max(1, 2 * BANK // tokens)"),
+    Mutant(
+        "products of a whole strip at once",
+        "stages",
+        "split(d, tokens, moving):",
+        "split(d, tokens, 0):",
+    ),
+    Mutant(
+        "blocks are summed in bfloat16",
+        "stages",
+        "to.sums.append(d.sbuf(shape, d.float32))",
+        "to.sums.append(d.sbuf(shape, dtype))",
+    ),
+    Mutant(
+        "a block overwrites the sum",
+        "stages",
+        "if begins else ADD\n",
+        "if begins else COPY\n",
+    ),
+    Mutant("the second block begins anew", "stages", "begins, ends = first == 0,", "begins, ends = first <= 1,"),
+    Mutant(
+        "the last chunk of the output is not stored",
+        "stages",
+        "store_rows(d, y, out, cut, first, last, start, tokens,",
+        "store_rows(d, y, out, cut, first, last - 1, start, tokens,",
+    ),
+    Mutant(
+        "the last token is not stored",
+        "stages",
+        "store_rows(d, y, out, cut, first, last, start, tokens,",
+        "store_rows(d, y, out, cut, first, last, start, tokens - 1,",
+    ),
+    Mutant(
+        "the output is stored one token late",
+        "stages",
+        "store_rows(d, y, out, cut, first, last, start, tokens,",
+        "store_rows(d, y, out, cut, first, last, start + 1, tokens,",
+    ),
+    Mutant("the ragged row is not moved", "moves", ", (cut.width - 1, cut.width, first, middle)]", "]"),
+    Mutant(
+        "the ragged row is moved for every chunk",
+        "moves",
+        "(cut.width - 1, cut.width, first, middle)]",
+        "(cut.width - 1, cut.width, first, last)]",
+    ),
+    Mutant("every block reads the first block's weights", "moves", "panel.offset + first * wide", "panel.offset"),
+    Mutant(
+        "weights are loaded without their last partition",
+        "moves",
+        "d.run(f.weights, panel.offset + first * wide, cut.width,",
+        "d.run(f.weights, panel.offset + first * wide, cut.width - 1,",
+    ),
+    Mutant(
+        "a weight tile sixty-four times too large",
+        "moves",
+        "tile = d.sbuf((cut.width, (last",
+        "tile = d.sbuf((cut.width, 64 * (last",
+    ),
+    Mutant(
+        "every token block is written to the first",
+        "stages",
+        "dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))",
+        "dst = d.at(out, ((0, wide), (at, at + chunks), (0, t)))",
+    ),
+    Mutant(
+        "evictions start at partition 1",
+        "stages",
+        "dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))",
+        "dst = d.at(out, ((1, wide), (at, at + chunks), (t0, t0 + t)))",
+    ),
+    Mutant("the residual is not added", "stages", "kind, other = ADD, extra", "kind, other = COPY, extra"),
+    Mutant(
+        "the residual of the first tokens for all",
+        "stages",
+        "d.add(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
+        "d.add(dst, src, other[0:wide, at : at + chunks, 0:t])",
+    ),
+    Mutant("the mean square counts the padding", "stages", "1.0 / cut.size", "1.0 / (cut.count * cut.width)"),
+    Mutant("the norm has no epsilon", "stages", "d.fill(bias, epsilon)", "d.fill(bias, 0.0)"),
+    Mutant("the ones are never written", "stages", "    d.fill(ones, 1.0)\n", ""),
+    Mutant(
+        "the squares of a block overwrite",
+        "stages",
+        "        if first == 0:\n            d.copy(dst, acc)",
+        "        if first >= 0:\n            d.copy(dst, acc)",
+    ),
+    Mutant("the sum of the blocks is not scaled", "stages", "ends and (begins or not scaled)", "ends"),
+    Mutant("the scale of the first tokens for all", "stages", "other[0:wide, t0 : t0 + t])", "other[0:wide, 0:t])"),
+    Mutant("panels of a tile all read the first's weights", "stages", "            at += rows * panel.columns\n", ""),
+    Mutant(
+        "panels of a tile of A all read the first's weights",
+        "stages",
+        "            at += (last - first) * panel.columns\n",
+        "",
+    ),
+    Mutant("panels of a tile lie one element apart", "moves", "        at += length\n", "        at += length + 1\n"),
+    Mutant("the bias of the first chunk for all", "stages", "column + c : column + c + 1", "c : c + 1"),
+    Mutant(
+        "only the first chunk of the bias is widened",
+        "moves",
+        "(c, c + n))), raw[0:wide, c : c + n])",
+        "(c, c + 1))), raw[0:wide, c : c + 1])",
+    ),
+    Mutant("the residual is lost where there is a bias", "stages", "if options.adds and options.biased:", "if 0:"),
+    Mutant(
+        "tokens first: a block's tokens are the first ones",
+        "moves",
+        "d.columns(x, start + t0, t, p0",
+        "d.columns(x, start, t, p0",
+    ),
+    Mutant("tokens first: nothing is transposed", "moves", "d.transpose((n, t), row[0:t, 0:n, c])", "row[0:t, 0:n, c]"),
+    Mutant(
+        "tokens first: features lie one on",
+        "moves",
+        "p1 - p0, cut.count, c1)\n                d.load",
+        "p1 - p0, cut.count - 1, c1)\n                d.load",
+    ),
+    Mutant(
+        "tokens first: the ragged row is not stored", "moves", "(cut.width - 1, cut.width, cut.full)]", "(0, 0, 0)]"
+    ),
+    Mutant(
+        "one token: all chunks lie on the first",
+        "moves",
+        "d.at(acc, ((0, n), c - c0, (0, 1)))",
+        "d.at(acc, ((0, n), 0, (0, 1)))",
+    ),
+    Mutant(
+        "one token: the ragged row is not moved",
+        "moves",
+        "in _runs(cut):\n        p0, p1, c1 = run\n        first",
+        "in _runs(cut)[:1]:\n        p0, p1, c1 = run\n        first",
+    ),
+    Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c], one", "row[0:1, 0:n, 0], one"),
+    Mutant("one token: twice itself", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
+    Mutant("chunks of a smaller panel are looked for in the next", "stages", "slots.append(slot)", "slots.append(0)"),
+    Mutant("the last strip is dropped", "low_rank_matmul", "    if rest > 0:", "    if rest > 1000:"),
+    Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, rest", "0, rest"),
+    Mutant("strips overlap", "low_rank_matmul", "y, i * blocks.tokens,", "y, i * (blocks.tokens - 1),"),
+    Mutant("no SiLU", "stages", "d.silu(dst, src)", "d.copy(dst, src)"),
+    Mutant(
+        "gate is lost",
+        "stages",
+        "d.multiply(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
+        "d.copy(dst, src)",
+    ),
+    Mutant("a panel of each block is skipped", "objects", "if first <= panel.first", "if first < panel.first"),
+    Mutant("up uses gate's input", "low_rank_mlp", "return made[0], made[1]", "return made[0], made[0]"),
+    Mutant("neuronxcc: products overwrite", "dialect_neuronxcc", "tile[key] += nisa", "tile[key] = nisa"),
+    Mutant(
+        "neuronxcc: accumulation begins on unwritten memory",
+        "dialect_neuronxcc",
+        "nl.zeros((nl.par_dim(shape[0]), *shape[1:]), dtype=nl.float32",
+        "nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=nl.float32",
+    ),
+    Mutant(
+        "neuronxcc: accumulation in bfloat16",
+        "dialect_neuronxcc",
+        "dtype=nl.float32, buffer=nl.psum",
+        "dtype=nl.bfloat16, buffer=nl.psum",
+    ),
+    Mutant(
+        "neuronxcc: rows are read one on",
+        "dialect_neuronxcc",
+        "x[first + p * stride + c, start + t]",
+        "x[first + p * stride + c + 1, start + t]",
+    ),
+    Mutant("neuronxcc: the only token is read one on", "dialect_neuronxcc", "c, t]", "c + 1, t]"),
+    Mutant(
+        "nki: the only token is read one on",
+        "dialect_nki",
+        "[1, chunks]], offset=first)",
+        "[1, chunks]], offset=first + 1)",
+    ),
+    Mutant(
+        "nki: products overwrite",
+        "dialect_nki",
+        "nisa.nc_matmul(dst, stationary, moving)",
+        "nisa.nc_matmul(dst, stationary, moving, accumulate=False)",
+    ),
+    Mutant(
+        "nki: products accumulate on unwritten memory",
+        "dialect_nki",
+        "nisa.nc_matmul(dst, stationary, moving)",
+        "nisa.nc_matmul(dst, stationary, moving, accumulate=True)",
+    ),
+    Mutant(
+        "nki: operands change places",
+        "dialect_nki",
+        "nisa.nc_matmul(dst, stationary, moving)",
+        "nisa.nc_matmul(dst, moving, stationary)",
+    ),
+    Mutant(
+        "nki: accumulators are cleared first",
+        "dialect_nki",
+        "    return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)",
+        "    t = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)\n        nisa.memset(t, 0.0)\n        return t",
+    ),
+    Mutant(
+        "nki: the rows' step is short",
+        "dialect_nki",
+        "[[stride * width, partitions]",
+        "[[stride * width - 1, partitions]",
+    ),
+    Mutant(
+        "neuronxcc: loops over Python's lists are not unrolled",
+        "dialect_neuronxcc",
+        "return nl.static_range(count)",
+        "return nl.sequential_range(count)",
+    ),
+    Mutant(
+        "neuronxcc: transpositions leave in the source's dtype",
+        "dialect_neuronxcc",
+        "nl.float32 if first else src.dtype",
+        "src.dtype",
+    ),
+    Mutant(
+        "nki: transpositions leave in float32",
+        "dialect_nki",
+        "turned = nl.ndarray(shape, dtype=src.dtype",
+        "turned = nl.ndarray(shape, dtype=nl.float32",
+    ),
+]
+
+
+@contextmanager
+def planted(mutant: Mutant | None) -> Iterator[Any]:
+    """The kernel modules with a mutant in them, apart from the real ones."""
+    parent = ModuleType("mutant_nki")
+    space, names = SimpleNamespace(), [parent.__name__]
+    sys.modules[parent.__name__] = parent
+    try:
+        with nki_modules():
+            for name in FILES:
+                path = FOLDER / f"{name}.py"
+                text = path.read_text(encoding="utf-8")
+                if mutant is not None and mutant.file == name:
+                    assert mutant.old in text, "the mutant has nothing to change: the kernels have moved on"
+                    text = text.replace(mutant.old, mutant.new, 1)
+                module = ModuleType(f"mutant_nki.{name}")
+                names.append(module.__name__)
+                sys.modules[module.__name__] = module
+                exec(compile(text.replace("neuronmm.kernels.nki", "mutant_nki"), str(path), "exec"), module.__dict__)
+                setattr(space, name, module)
+                setattr(parent, name, module)
+        yield space
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def battery(kernels: Any, make: Any) -> None:
+    """What the kernels are held to, on a few small shapes that have every kind of tail."""
+    small = kernels.blocks.Blocks(tokens=40, moving=24, depth=1, intermediate=2, panels=2)
+    parts = kernels.blocks.Blocks(tokens=30, moving=30, depth=1)
+    long = kernels.blocks.Blocks(tokens=520)
+    for dialect in ("neuronxcc", "nki"):
+        for case, sizes in (
+            (make.linear(300, 150, 270, 70, torch.float32, norm=True, residual=True), small),
+            (make.linear(300, 150, 270, 90, torch.float32), small),
+            (make.linear(260, 1101, 701, 30, torch.float32, norm=True, residual=True), parts),
+            (make.linear(140, 300, 130, 30, torch.float32, norm=True), None),
+            (make.linear(300, 150, 700, 70, torch.float32, bias=True, residual=True), small),
+            (make.linear(301, 150, 271, 150, torch.float32, tokens_first=True), None),
+            (make.linear(301, 150, 271, 90, torch.float32, tokens_first=True), small),
+            (make.linear(130, 520, 700, 520, torch.float32, tokens_first=True), long),
+            (make.linear(130, 520, 700, 520, torch.float32, bias=True, residual=True), long),
+            (make.linear(130, 20, 700, 100, torch.float32), None),
+            (make.linear(257, 40, 300, 3, torch.float32, norm=True), None),
+            (make.linear(130, 1100, 1300, 6, torch.float32), kernels.blocks.Blocks(tokens=6, moving=6, panels=2)),
+            (make.linear(140, 40, 30, 50, torch.float32, norm=True), kernels.blocks.Blocks(tokens=50, moving=24)),
+            (make.linear(130, 20, 140, 600, torch.float32), kernels.blocks.Blocks(tokens=600)),
+            (make.linear(257, 40, 300, 1, torch.float32, residual=True), None),
+            (make.linear(257, 40, 300, 1, torch.float32, tokens_first=True), None),
+            (make.mlp(140, 700, (100, 60, 80), 50, torch.float32), small),
+            (make.mlp(140, 700, (100, 520, 80), 90, torch.float32), small),
+        ):
+            near(case.run(kernels, dialect, sizes), case.exact())
+    for layout in ("HSB", "BSH"):
+        entries(kernels.entry_neuronxcc, make, layout)
+    even = make.linear(8192, 64, 64, 8, torch.bfloat16, norm=True)
+    even.x = even.x.sign() * 1.18  # each block adds the same to the sum of squares, and bfloat16 rounds that up
+    for case, sizes in (
+        (even, kernels.blocks.Blocks(tokens=8, moving=8, depth=1)),
+        (make.linear(65_700, 8, 64, 1, torch.bfloat16), kernels.blocks.Blocks(tokens=1, moving=1)),
+        (make.linear(8192, 64, 64, 8, torch.bfloat16), kernels.blocks.Blocks(tokens=8, moving=8, depth=1)),
+        (make.linear(576, 300, 576, 30, torch.bfloat16), None),
+    ):
+        made = case.run(kernels, "nki", sizes)
+        assert_twice_plain([case], lambda _, y=made: y, lambda c: c.plain(), lambda c: c.exact())
+    for dialect in ("neuronxcc", "nki"):
+        case = make.linear(140, 30, 130, 140, torch.bfloat16, tokens_first=True)
+        made = case.run(kernels, dialect)
+        assert_twice_plain([case], lambda _, y=made: y, lambda c: c.plain(), lambda c: c.exact())
+
+
+def entries(entry: Any, make: Any, layout: str) -> None:
+    """What only a host's entries reach, in one layout: a lone weight over several strips, and the partial MLP."""
+    first = layout == "BSH"
+    case = make.linear(130, 70, 1, 1100, torch.float32, tokens_first=first)
+    shape = (1100, 70) if first else (70, 1100)
+    y = case.result(run(entry.packed_matmul(layout), *case.arguments()[:2], outputs=[TensorSpec(shape)]).outputs[0])
+    near(y, case.weights[0].double() @ case.x.double())
+    case = make.mlp(200, 300, (130, 130, 1101), 70, torch.float32, tokens_first=first)
+    kernel = entry.low_rank_swiglu_mlp(case.ranks(), layout=layout, partial=True)
+    shape = (70, 1101) if first else (1101, 70)
+    part = case.result(run(kernel, *case.arguments()[:-1], outputs=[TensorSpec(shape)]).outputs[0])
+    near(case.weights[5].double() @ part.double(), case.exact())
+
+
+def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
+    """float32 is within 1e-5 of float64."""
+    error = (actual.double() - exact).norm() / exact.norm()
+    assert error <= 1e-5

@@ -1,0 +1,90 @@
+"""Products in float32 where 16 bits are slower: what is widened, to what values, and where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from neuronmm.kernels.widened_linears import has_amx, multiplies_bf16, widened_linears
+from neuronmm.measure.scoring import hidden_states
+from tiny_models import LAYER_COUNT, make_tiny, make_tokens
+
+OLD_X86 = {"architecture": "x86_64", "avx2": True}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("found", "bf16"),
+    [
+        ({}, False),
+        ({"avx512_bf16": True, "cpu_name": "AMD EPYC 9R14"}, True),
+        ({"avx512_bf16": True, "cpu_name": "Intel Xeon"}, False),
+        ({"avx512_bf16": True, "amx_bf16": True, "cpu_name": "Intel Xeon"}, True),
+        ({"bf16": True, "cpu_name": "Neoverse V1"}, True),
+    ],
+)
+def test_products_are_in_bf16_only_where_that_is_faster(
+    found: dict[str, object], bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    assert multiplies_bf16(CPU) is bf16
+
+
+@pytest.fixture
+def old_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: OLD_X86, raising=False)
+
+
+@pytest.mark.usefixtures("old_processor")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_widened_product_is_the_float32_one_rounded(dtype: torch.dtype, with_bias: bool) -> None:
+    x, weight = torch.randn(2, 10, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype)
+    bias = torch.randn(40, dtype=dtype) if with_bias else None
+    with widened_linears(CPU):
+        got = linear(x, weight, bias)
+    exact = linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert torch.equal(got, exact.to(dtype))
+
+
+@pytest.mark.usefixtures("old_processor")
+def test_few_rows_and_float32_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "float", lambda _: pytest.fail("it was widened"))
+    weight = torch.randn(40, 24)
+    with widened_linears(CPU):
+        linear(torch.randn(15, 24, dtype=torch.bfloat16), weight.bfloat16())
+        linear(torch.randn(30, 24), weight)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        {"architecture": "aarch64"},
+        {"architecture": "x86_64", "avx512_bf16": True, "cpu_name": "AMD EPYC 9R14"},
+        {"architecture": "x86_64", "amx_bf16": True, "cpu_name": "Intel Xeon"},
+    ],
+)
+def test_nothing_is_widened_where_bf16_is_fast_or_nobody_knows(
+    found: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    monkeypatch.setattr(torch.Tensor, "float", lambda _: pytest.fail("it was widened"))
+    assert has_amx() is bool(found.get("amx_bf16"))
+    with widened_linears(CPU):
+        linear(torch.randn(30, 24, dtype=torch.bfloat16), torch.randn(40, 24, dtype=torch.bfloat16))
+
+
+@pytest.mark.usefixtures("old_processor")
+def test_every_linear_of_a_model_is_widened_when_it_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wide, ids = make_tiny(dtype=torch.bfloat16), make_tiny(), make_tokens(3, 20)
+    wide.load_state_dict(model.state_dict())
+    matrices, widen = [], torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: (matrices.append(tensor.ndim == 2), widen(tensor))[1])
+    widened = widen(hidden_states(model, ids))
+    assert sum(matrices) == 7 * LAYER_COUNT
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    plain, exact = widen(hidden_states(model, ids)), hidden_states(wide, ids)
+    assert sum(matrices) == 7 * LAYER_COUNT
+    assert (widened - exact).norm() <= 2 * (plain - exact).norm()

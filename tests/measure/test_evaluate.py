@@ -1,0 +1,220 @@
+"""Perplexity and multiple choice against a computation by hand on plain transformers logits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from neuronmm.measure.evaluate import evaluate
+from neuronmm.measure.perplexity import cut, mean_and_error, read_text
+from neuronmm.measure.tasks import encode, read_task
+from neuronmm.models import UserError
+from tiny_models import load_plain, shared_spec
+
+TEXT = " ".join(f"w{3 + (i * i + 5 * i) % 61}" for i in range(150))
+
+
+def nats(model: Any, ids: list[int], first: int) -> list[float]:
+    """-log p of ``ids[first:]``, each given all tokens before it, by one plain forward pass."""
+    with torch.no_grad():
+        logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return [-logs[i - 1, ids[i]].item() for i in range(first, len(ids))]
+
+
+def value(result: dict[str, Any], measure: str, model: str = "model") -> dict[str, float]:
+    """One model's entry for one measure."""
+    (row,) = [row for row in result["results"] if row["measure"] == measure]
+    return row["difference"] if model == "difference" else row["models"][model]
+
+
+@pytest.mark.parametrize(("context", "stride", "windows"), [(32, None, 4), (32, 16, 8), (50, 7, 15)])
+def test_perplexity(
+    checkpoint: Callable[..., Path], tmp_path: Path, context: int, stride: int | None, windows: int
+) -> None:
+    folder, file = checkpoint(), tmp_path / "text.txt"
+    file.write_text(TEXT)
+    result = evaluate(folder, text=file, context=context, stride=stride, dtype="fp32")
+    model, ids = load_plain(folder), [int(word[1:]) for word in TEXT.split()]
+    step = stride or context
+    first = 1 if stride is None else context - stride
+    means = []
+    for start in range(0, len(ids) - context + 1, step):
+        window = nats(model, ids[start : start + context], first)
+        means.append(math.fsum(window) / len(window))
+    assert len(means) == windows == result["text"]["windows"]
+    expected = math.exp(sum(means) / windows)
+    entry = value(result, "perplexity")
+    assert entry["value"] == pytest.approx(expected, rel=1e-4)
+    assert entry["standard_error"] == pytest.approx(expected * stdev(means) / math.sqrt(windows), rel=1e-3)
+    assert result["text"]["scored_tokens"] == windows * (context - first)
+    assert (result["text"]["context"], result["text"]["stride"]) == (context, step)
+
+
+def test_default_window_is_the_models_maximum_and_short_texts_are_one_window(
+    checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    assert cut(tokenizer, TEXT, 128, None, None, None).context == 128
+    assert cut(tokenizer, TEXT * 30, 8192, None, None, None).context == 2048
+    file = tmp_path / "text.txt"
+    file.write_text("w3 w4 w5 w6")
+    result = evaluate(checkpoint(), text=file, dtype="fp32")
+    assert result["text"] == {
+        "file": str(file),
+        "context": 4,
+        "stride": 4,
+        "windows": 1,
+        "scored_tokens": 3,
+        "text_tokens": 4,
+    }
+    assert value(result, "perplexity")["standard_error"] is None
+
+
+def test_paired_difference(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    model, baseline = checkpoint(compressed=True), checkpoint(compressed=False)
+    result = evaluate(model, baseline, text=file, context=16, dtype="fp32")
+    ids = [int(word[1:]) for word in TEXT.split()]
+    windows = [ids[start : start + 16] for start in range(0, len(ids) - 15, 16)]
+    ours, theirs = (
+        [math.fsum(nats(m, window, 1)) / 15 for window in windows] for m in (load_plain(model), load_plain(baseline))
+    )
+    mean, error = mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)])
+    entry = value(result, "nats per token", "difference")
+    assert entry["value"] == pytest.approx(mean, rel=1e-3, abs=1e-5)
+    assert entry["standard_error"] == pytest.approx(error, rel=1e-3)
+    difference = value(result, "perplexity")["value"] - value(result, "perplexity", "baseline")["value"]
+    assert value(result, "perplexity", "difference")["value"] == pytest.approx(difference)
+    itself = evaluate(model, model, text=file, context=16, dtype="fp32")
+    assert value(itself, "perplexity", "difference") == {"value": 0.0, "standard_error": 0.0}
+
+
+def test_int8_factors_are_named_beside_the_dtype(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    int8, dense = checkpoint(spec=shared_spec(factors="int8")), checkpoint(compressed=False)
+    models = evaluate(int8, dense, text=file, context=16, dtype="fp32")["models"]
+    assert {name: model["dtype"] for name, model in models.items()} == {
+        "model": "float32, int8 factors",
+        "baseline": "float32",
+    }
+
+
+def test_multiple_choice(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder, file = checkpoint(), tmp_path / "task.jsonl"
+    rows = [
+        {
+            "id": i,
+            "query": f"w{10 + i} w{20 + i}",
+            "choices": [f"w{30 + i}", f"w{40 + i} w5 w6", "w7 w8"],
+            "gold": i % 3,
+        }
+        for i in range(12)
+    ]
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    result = evaluate(folder, tasks=[file], dtype="fp32")
+    model = load_plain(folder)
+    plain, normed = [], []
+    for row in rows:
+        query = [int(word[1:]) for word in row["query"].split()]
+        scores = [
+            -math.fsum(nats(model, query + [int(word[1:]) for word in choice.split()], len(query)))
+            for choice in row["choices"]
+        ]
+        plain.append(scores.index(max(scores)) == row["gold"])
+        by_length = [score / len(choice) for score, choice in zip(scores, row["choices"], strict=True)]
+        normed.append(by_length.index(max(by_length)) == row["gold"])
+    assert plain != normed, "the rows do not tell the metrics apart"
+    for metric, correct in (("acc", plain), ("acc_norm", normed)):
+        share = sum(correct) / 12
+        assert value(result, f"task {metric}")["value"] == pytest.approx(share)
+        assert value(result, f"task {metric}")["standard_error"] == pytest.approx(math.sqrt(share * (1 - share) / 11))
+    assert evaluate(folder, tasks=[file], limit=5, dtype="fp32")["tasks"] == {"task": 5}
+
+
+def test_what_guessing_gives_is_said_of_each_task(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    rows = [
+        {"query": "w3", "choices": ["w4", "w5"], "gold": 0},
+        {"query": "w6", "choices": ["w7", "w8", "w9", "w10"], "gold": 1},
+    ]
+    mixed, four = tmp_path / "mixed.jsonl", tmp_path / "four.jsonl"
+    mixed.write_text("\n".join(map(json.dumps, rows)))
+    four.write_text(json.dumps(rows[1]))
+    result = evaluate(checkpoint(), tasks=[mixed, four], dtype="fp32")
+    assert result["guessing"] == {"mixed": 0.375, "four": 0.25}
+    assert "guessing gives mixed 37.5%, four 25.0%" in result["notes"]
+
+
+def test_a_blank_is_filled_and_what_follows_is_scored(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    file = tmp_path / "task.jsonl"
+    rows = [
+        {"query": "w3 _ w4 w5", "choices": ["w6", "w7"], "gold": 0},
+        {"query": "w3 ___ w4", "choices": ["w6", "w7"], "gold": 1},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    blank, plain = read_task(file, None)
+    assert blank.pairs == [("w3 w6", " w4 w5"), ("w3 w7", " w4 w5")]
+    assert blank.lengths == [6, 6]
+    assert plain.pairs == [("w3 ___ w4", " w6"), ("w3 ___ w4", " w7")]
+    choice = encode(tokenizer, *blank.pairs[1], context=128)
+    assert (choice.ids, choice.scored) == ([3, 7, 4, 5], 2)
+    assert encode(tokenizer, *blank.pairs[1], context=3).ids == [7, 4, 5]
+
+
+def test_text_files(tmp_path: Path) -> None:
+    lines = tmp_path / "text.jsonl"
+    lines.write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    assert read_text(lines) == "one\n\ntwo"
+    for content in ('{"txt": "one"}', "no json", "[1]"):
+        lines.write_text(content)
+        with pytest.raises(UserError, match=r'text.jsonl:1: .*; a row has to be {"text": "..."}'):
+            read_text(lines)
+    with pytest.raises(UserError, match="no such file"):
+        read_text(tmp_path / "none")
+    lines.write_text("")
+    with pytest.raises(UserError, match="no text"):
+        read_text(lines)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "no json",
+        '{"query": "q", "choices": ["a", "b"]}',
+        '{"query": "q", "choices": ["a", "b"], "gold": 2}',
+        '{"query": "q", "choices": ["a"], "gold": 0}',
+        '{"query": "q", "choices": ["a", ""], "gold": 0}',
+    ],
+)
+def test_a_malformed_row_is_named_by_its_line(tmp_path: Path, row: str) -> None:
+    file = tmp_path / "task.jsonl"
+    file.write_text('{"query": "q", "choices": ["a", "b"], "gold": 0}\n' + row)
+    with pytest.raises(UserError, match=r"task.jsonl:2: .*; a row has to be"):
+        read_task(file, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "nothing to measure"),
+        ({"context": 129}, "model's maximum of 128"),
+        ({"context": 1}, "between 2 and"),
+        ({"context": 8, "stride": 9}, "between 1 and the context of 8"),
+        ({"limit": 0}, "--limit"),
+    ],
+)
+def test_values_out_of_range(
+    checkpoint: Callable[..., Path], tmp_path: Path, arguments: dict[str, int], message: str
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    with pytest.raises(UserError, match=message):
+        evaluate(checkpoint(), text=file if arguments else None, **arguments)

@@ -1,0 +1,66 @@
+"""lm-evaluation-harness runs on a compressed folder through its own ``hf`` model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+import neuronmm  # noqa: F401 (registers the checkpoint format)
+from neuronmm.measure.evaluate import evaluate
+
+TASK = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{query}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+
+def test_same_accuracy_as_evaluate(
+    checkpoint: Callable[..., Path],
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Read when `datasets` is first imported: nothing from the network, nothing left in the user's cache.
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    folder, file = checkpoint(), tmp_path / "task.jsonl"
+    rows = [
+        {
+            "id": i,
+            "query": f"w{10 + i} w{20 + i}",
+            "choices": [f"w{30 + i}", f"w{40 + i} w5 w6", "w7 w8"],
+            "gold": i % 3,
+        }
+        for i in range(12)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "tiny.yaml").write_text(TASK.format(file=file))
+    found = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=str(folder), tokenizer=tokenizer, dtype="float32", device="cpu", batch_size=4),
+        tasks=["tiny_choice"],
+        task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
+        bootstrap_iters=0,
+    )["results"]["tiny_choice"]
+    ours = {row["measure"]: row["models"]["model"] for row in evaluate(folder, tasks=[file], dtype="fp32")["results"]}
+    for metric in ("acc", "acc_norm"):
+        assert found[f"{metric},none"] == pytest.approx(ours[f"task {metric}"]["value"])

@@ -1,0 +1,334 @@
+"""The sweep: points, what their names stand for, fronts, interruption, and what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from word_tokenizer import word_tokenizer
+
+from neuronmm.cli import main
+from neuronmm.compression.config import BARE, CompressionConfig
+from neuronmm.measure import pareto, sweep_points
+from neuronmm.measure import sweep as sweeping
+from neuronmm.measure.evaluate import evaluate
+from neuronmm.measure.pareto import draw_sweep, front, mark_fronts
+from neuronmm.measure.sweep import parse_method, sweep
+from neuronmm.measure.sweep_points import add_point
+from neuronmm.measure.sweep_table import as_markdown
+from neuronmm.models import UserError
+from tiny_models import make_tiny
+
+BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, **BARE)
+POINTS = ([0.2, 0.4], ["svd", "whitened"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep") / "model"
+    torch.manual_seed(0)
+    make_tiny().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(model: Path) -> list[Path]:
+    files = []
+    for seed in (1, 2):
+        ids = torch.randint(3, 64, (150,), generator=torch.Generator().manual_seed(seed))
+        files.append(model.parent / f"text{seed}.txt")
+        files[-1].write_text(" ".join(f"w{i}" for i in ids.tolist()))
+    return files
+
+
+@pytest.fixture(scope="module")
+def tasks(model: Path) -> list[Path]:
+    files = [model.parent / "easy.jsonl", model.parent / "hard.jsonl"]
+    for number, file in enumerate(files):
+        rows = [(f"w{i} w4", ["w5 w6", f"w{7 + i}"], (i + number) % 2) for i in range(3, 11)]
+        lines = [json.dumps({"query": query, "choices": choices, "gold": gold}) for query, choices, gold in rows]
+        file.write_text("\n".join(lines))
+    return files
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, texts: list[Path], tasks: list[Path]) -> tuple[Path, dict[str, Any]]:
+    """A whole sweep with tasks and speeds: the folder and the result."""
+    out = model.parent / "finished"
+    return out, sweep(model, out, *POINTS, texts, BASE, context=30, tasks=tasks, questions=7, speed=True)
+
+
+def states(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """When each file was written, and what is in it."""
+    return {
+        str(file.relative_to(folder)): (file.stat().st_mtime_ns, file.read_bytes())
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def test_every_point_is_a_checkpoint_measured_beside_the_dense_model(
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path]
+) -> None:
+    out, result = finished
+    names = [(point["name"], point["ratio"]) for point in result["points"]]
+    assert names == [("dense", 0), ("svd", 0.2), ("whitened", 0.2), ("svd", 0.4), ("whitened", 0.4)]
+    folders = [model] + [out / f"{name}-{ratio}" for name, ratio in names[1:]]
+    for point, folder in zip(result["points"], folders, strict=True):
+        again = evaluate(folder, text=texts[1], context=30)["results"][0]["models"]["model"]
+        assert point["perplexity"]["text2"] == pytest.approx(again)
+        exams = evaluate(folder, tasks=tasks, limit=7)["results"]
+        normed = [entry["models"]["model"]["value"] for entry in exams if entry["measure"].endswith("acc_norm")]
+        assert point["accuracy"]["value"] == pytest.approx(sum(normed) / 2)
+        assert list(point["accuracy"]["tasks"]) == ["easy", "hard"]
+        assert point["bits"] == 32
+        assert point["speed"]["slowest"] <= point["speed"]["tokens_per_second"] <= point["speed"]["fastest"]
+    assert result["points"][0]["speed"]["speed_up"] == 1
+    config = json.loads((out / "svd-0.4" / "config.json").read_text())["quantization_config"]
+    assert (config["method"], config["asked_ratio"], config["align"]) == ("svd", 0.4, 2)
+    sizes = [point["bytes"] for point in result["points"]]
+    assert sizes[0] == 4 * sum(p.numel() for p in make_tiny().parameters())
+    assert sizes[1] == sizes[2] and sizes[0] > sizes[1] > sizes[3]
+    assert json.loads((out / "sweep.json").read_text()) == json.loads(json.dumps(result))
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_has_a_row_a_point_and_marks_the_front(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, result = finished
+    text = (out / "sweep.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 5 and all(row.count("|") == rows[0].count("|") for row in rows)
+    assert "perplexity, text1" in rows[0] and "accuracy" in rows[0] and "x dense" in rows[0]
+    for point, row in zip(result["points"], rows[1:], strict=True):
+        cell = row.split("|")[5]
+        assert ("*" in cell) == ("bytes, text1" in point["fronts"]) and f"{point['bytes'] / 1e6:.1f}" in row
+    assert any("bytes, text1" in point["fronts"] for point in result["points"][1:])
+
+
+def test_an_interrupted_sweep_goes_on_and_a_finished_one_grows(
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tmp_path: Path, monkeypatch: Any
+) -> None:
+    out, calls = tmp_path / "out", []
+
+    def stop(stage: str, share: float) -> None:
+        calls.append(stage)
+        if calls.count("compressing") == 8:  # in the second point, after one of its layers
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(model, out, *POINTS, texts, BASE, context=30, progress=stop)
+    before = states(out)
+    assert {name.split("/")[0] for name in before} == {
+        "run.json", "dense.point.json", "svd-0.2", "svd-0.2.point.json", "calibration", "whitened-0.2.partial",
+    }  # fmt: skip
+    with pytest.raises(UserError, match="--resume"):
+        sweep(model, out, *POINTS, texts, BASE, context=30)
+    shares: dict[str, float] = {}
+
+    def count(stage: str, share: float) -> None:
+        shares[stage] = shares.get(stage, 0) + share
+
+    result = sweep(model, out, *POINTS, texts, BASE, context=30, resume=True, progress=count)
+    after = states(out)
+    assert all(after[name] == state for name, state in before.items() if ".partial" not in name)
+    assert "sampling text" in calls and "sampling text" not in shares  # all points share one text
+    assert shares["compressing"] == pytest.approx(1) and shares["measuring"] == pytest.approx(1)
+    for mine, other in zip(result["points"], finished[1]["points"], strict=True):
+        assert (mine["bytes"], mine["perplexity"]) == (other["bytes"], other["perplexity"])
+
+    monkeypatch.setattr(sweeping, "make_point", lambda *a: pytest.fail("compressed again"))
+    again = sweep(model, out, [0.4], ["svd"], texts, BASE, context=30, resume=True)
+    assert again["points"] == result["points"]  # those not asked for again are kept
+    assert all(states(out)[name] == state for name, state in after.items() if not name.startswith("sweep."))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratios": [0.99]}, "ratio = 0.99"),
+        ({"ratios": []}, "one or more ratios"),
+        ({"methods": ["magic"]}, "'magic' is not one of"),
+        ({"methods": ["svd+whitened"]}, "both a method"),
+        ({"methods": [""]}, "'' is not one of"),
+        ({"texts": []}, "texts"),
+        ({"texts": ["a/x.txt", "b/x.txt"]}, "different names"),
+        ({"texts": ["nowhere.txt"]}, "no such file"),
+        ({"tasks": ["nowhere.jsonl"]}, "no such"),
+        ({"model": "./nowhere"}, "no such file or folder"),
+    ],
+    ids=str,
+)
+def test_a_bad_request_is_refused_before_anything_is_written(
+    changes: dict[str, Any], message: str, model: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {"model": model, "ratios": [0.2], "methods": ["svd"], "texts": texts, **changes}
+    with pytest.raises(UserError, match=message):
+        sweep(out=tmp_path / "out", base=BASE, **asked)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_sweep_is_given_measures(
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    sweep(model, out, [0.2, 0.4], ["svd"], texts[:1], BASE, context=30)
+    facts = {"targets": "mlp", "realised_ratio": 0.4, "model_ratio": 0.3, "seconds": 1.0, "peak_rss_bytes": 1}
+    add_point(out, "peer", finished[0] / "svd-0.4", {"name": "peer", "ratio": 0.4, **facts})
+    monkeypatch.setattr(sweeping, "make_point", lambda *a: pytest.fail("compressed again"))
+    measured: list[str] = []
+
+    def count(folder: Path, **options: Any) -> dict[str, Any]:
+        measured.append(Path(options["text"]).stem if "text" in options else "tasks")
+        return evaluate(folder, **options)
+
+    monkeypatch.setattr(sweep_points, "evaluate", count)
+    added: dict[str, Any] = {"context": 30, "tasks": tasks, "questions": 7, "speed": True, "resume": True}
+    shares: list[float] = []
+    result = sweep(model, out, [0.4], ["svd"], texts, BASE, **added, progress=lambda stage, share: shares.append(share))
+    assert sorted(measured) == ["tasks"] * 3 + ["text2"] * 3 and sum(shares) == pytest.approx(1)
+    own = [point for point in result["points"] if point["name"] != "peer"]
+    expected = [point for point in finished[1]["points"] if point["name"] != "whitened"]
+    for point, other in zip(own, expected, strict=True):
+        assert (point["perplexity"], point["accuracy"]) == (other["perplexity"], other["accuracy"])
+        assert point["speed"]["tokens_per_second"] > 0
+    assert json.loads((out / "run.json").read_text())["speed"] is True
+    (peer,) = [point for point in result["points"] if point["name"] == "peer"]
+    assert "speed" not in peer and list(peer["perplexity"]) == ["text1"]
+    assert not any("text2" in place or "speed" in place for place in peer["fronts"])
+    rows = [line for line in (out / "sweep.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == 5 and len({row.count("|") for row in rows}) == 1
+    for fewer in ({"texts": texts[:1]}, {"tasks": tasks[:1]}, {"speed": False}):
+        with pytest.raises(UserError, match=f"another {next(iter(fewer))}"):
+            sweep(model, out, [0.4], ["svd"], **{"texts": texts, "base": BASE, **added, **fewer})
+
+
+def test_a_folder_of_other_settings_is_refused(
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path
+) -> None:
+    before = states(finished[0])
+    same = {"context": 30, "tasks": tasks, "questions": 7, "speed": True, "resume": True}
+    for changes, message in (({"context": 31}, "another context"), ({"speed": False}, "another speed")):
+        with pytest.raises(UserError, match=message):
+            sweep(model, finished[0], *POINTS, texts, BASE, **{**same, **changes})
+    with pytest.raises(UserError, match="not the folder of a sweep"):
+        sweep(model, tmp_path, *POINTS, texts, BASE, resume=True)
+    assert states(finished[0]) == before
+
+
+def test_words_are_read_off_the_settings() -> None:
+    assert parse_method("whitened") == {"method": "whitened"}
+    assert parse_method("svd+all") == {"method": "svd", "targets": "all"}
+    wanted = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast", "factors": "int8"}
+    assert parse_method("anchored+global+share+fast+int8") == wanted
+    for text in ("whitened+off", "whitened+damping", "whitened+fast+full", "whitened+fast+fast", "whitened+"):
+        with pytest.raises(UserError, match="--methods"):
+            parse_method(text)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
+def test_the_front_holds_exactly_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+    best = front(points)
+    assert best
+    for index, (x, y) in enumerate(points):
+        better = [p for p in points if p[0] <= x and p[1] <= y and p != (x, y)]
+        assert (index in best) == (not better)
+
+
+def test_precisions_are_never_compared(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """An 8-bit point that has fewer bytes than all others takes no one off their front, and has a table of its own."""
+    result = json.loads(json.dumps(finished[1]))
+    fronts = {point["folder"]: point["fronts"] for point in result["points"][1:]}
+    small = json.loads(json.dumps(result["points"][1]))
+    small.update(name="svd", folder="svd8", bits=8, bytes=1)
+    for text in result["texts"]:
+        small["perplexity"][text]["value"] = 1.0
+    result["points"].append(small)
+    mark_fronts(result["points"], result["costs"], list(result["texts"]))
+    assert {point["folder"]: point["fronts"] for point in result["points"][1:-1]} == fronts
+    assert len(small["fronts"]) == 4
+    text = as_markdown(result)
+    assert text.index("## 32 bits") < text.index("## 8 bits") < text.rindex("| svd |")
+    assert text.count("| dense |") == 1
+    draw_sweep(result, tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def test_a_point_made_elsewhere_is_measured_and_shown_beside_the_sweeps_own(
+    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path
+) -> None:
+    theirs = finished[0] / "svd-0.4"
+    facts = {"name": "peer", "ratio": 0.4, "targets": "all", "bytes": 1234}
+    facts |= {"realised_ratio": 0.4, "model_ratio": 0.3, "seconds": 1.0, "peak_rss_bytes": 1}
+    settings: dict[str, Any] = {"context": 30, "tasks": tasks, "questions": 7}
+    sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, **settings)
+    add_point(tmp_path / "out", "peer", theirs, facts)
+    result = sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, resume=True, **settings)
+    point = result["points"][-1]
+    assert (point["name"], point["bytes"], point["targets"]) == ("peer", 1234, "all")
+    same = finished[1]["points"][3]
+    assert (point["perplexity"], point["accuracy"]) == (same["perplexity"], same["accuracy"])
+    assert "32 bits a weight, all" in as_markdown(result)
+
+
+def test_the_legend_of_long_names_stays_inside_the_picture(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = json.loads(json.dumps(finished[1]))
+    result["costs"] = ["bytes"]
+    for start in ("whitened", "anchored", "asvd"):
+        words = {"name": f"{start}+share+global+full+factors+int8"}
+        result["points"].append({**json.loads(json.dumps(result["points"][1])), **words})
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: (save(figure, *a, **b), drawn.append(figure)))
+    draw_sweep(result, tmp_path / "sweep.png")
+    drawn[0].draw_without_rendering()
+    legend, whole = drawn[0].legends[0].get_window_extent(), drawn[0].bbox
+    assert whole.x0 <= legend.x0 and legend.x1 <= whole.x1
+
+
+def test_targets_share_a_methods_colour_and_differ_in_the_marker(finished: tuple[Path, dict[str, Any]]) -> None:
+    result = json.loads(json.dumps(finished[1]))
+    other = json.loads(json.dumps(result["points"][1]))
+    other.update(name="svd+all", targets="all")
+    result["points"].append(other)
+    axes = Figure().subplots()
+    pareto._panel(axes, result, "text1", "bytes")
+    drawn = {handle.get_label(): handle.lines[0] for handle in axes.containers}
+    assert list(drawn) == ["dense", "svd, mlp", "whitened, mlp", "svd, all"]
+    colours = {label: line.get_color() for label, line in drawn.items()}
+    assert colours["svd, mlp"] == colours["svd, all"] != colours["whitened, mlp"]
+    assert drawn["svd, mlp"].get_marker() == drawn["whitened, mlp"].get_marker() != drawn["svd, all"].get_marker()
+
+
+def test_the_command(
+    model: Path, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("align: 2\ncalibration_rows: 4\ncalibration_length: 12\n")
+    command = ["sweep", str(model), "-o", str(tmp_path / "out"), "--recipe", str(recipe), "--text", str(texts[0])]
+    command += ["--ratios", "0.3", "--methods", "svd, whitened", "--context", "30", "--limit", "2"]
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sweeping, "make_point", interrupt)
+        assert main(command) == 130
+    assert "--resume" in capsys.readouterr().err
+    assert main(command) == 2
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert [point["name"] for point in json.loads(last)["points"]] == ["dense", "svd", "whitened"]
+    assert json.loads(last)["limit"] == 2 and any("whitened" in line for line in table)
+    assert main([*command, "--resume", "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1

@@ -1,0 +1,134 @@
+"""A sweep's folder: apart from what the sweep reads, of one process at a time, and sound after damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from word_tokenizer import word_tokenizer
+
+from compression_runs import snapshot
+from neuronmm.compression.claim import MARK
+from neuronmm.compression.config import BARE, CompressionConfig
+from neuronmm.measure import sweep as sweeping
+from neuronmm.measure import sweep_making, sweep_points
+from neuronmm.measure.sweep import sweep
+from neuronmm.models import UserError
+from tiny_models import make_tiny
+
+BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, **BARE)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a model and a text."""
+    make_tiny().save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{3 + i * i % 61}" for i in range(90)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(out: str, model: str = "model", text: str = "text.txt", **more: Any) -> dict[str, Any]:
+    return sweep(model, out, [0.4], ["whitened"], [text], BASE, **{"context": 30, **more})
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("model", "is or lies in model"),
+        ("model/sweep", "is or lies in model"),
+        ("link", "is or lies in model"),
+        (".", "holds model"),
+        ("/", "holds model"),
+        ("~nobody-of-that-name", "no such user"),
+        ("nothing", "symlink to nowhere"),
+        ("text.txt", r"is or lies in .*text\.txt"),
+        ("file/sweep", "cannot be written"),
+        ("stranger", "exists already|not the folder of a sweep"),
+        ("listed", "exists already|not the folder of a sweep"),
+        ("torn", "exists already|not the folder of a sweep"),
+    ],
+)
+def test_a_dangerous_folder_is_refused_before_a_model_is_looked_at(
+    out: str, message: str, resume: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "resolve", lambda model: pytest.fail("the model was looked at"))
+    (place / "link").symlink_to("model")
+    (place / "nothing").symlink_to("nowhere")
+    (place / "file").write_text("mine")
+    for name, content in (("stranger", None), ("listed", "[]"), ("torn", '{"model": "mo')):
+        (place / name).mkdir()
+        (place / name / "sweep.json").write_text("mine")
+        if content is not None:
+            (place / name / "run.json").write_text(content)
+    before = snapshot(place)
+    with pytest.raises(UserError, match=message):
+        run(out, resume=resume)
+    assert snapshot(place) == before
+
+
+def test_text_in_the_folder_is_refused(place: Path) -> None:
+    run("sweep")
+    shutil.copy("text.txt", "sweep/text.txt")
+    before = snapshot(place)
+    with pytest.raises(UserError, match=r"holds .*sweep/text\.txt"):
+        run("sweep", text="sweep/text.txt", resume=True)
+    assert snapshot(place) == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_sweep_says_who_is_at_work(resume: bool, place: Path) -> None:
+    refusals: list[str] = []
+
+    def meanwhile(stage: str, share: float) -> None:
+        with pytest.raises(UserError) as refused:
+            run("sweep", resume=resume)
+        refusals.append(str(refused.value))
+
+    result = run("sweep", progress=meanwhile)
+    assert len(result["points"]) == 2 and not (place / "sweep" / MARK).exists()
+    wanted = f"process {os.getpid()} on " if resume else "exists already"
+    assert refusals and all(wanted in said for said in refusals)
+
+
+def test_a_sweep_that_was_killed_at_once_is_begun_again(place: Path) -> None:
+    (place / "sweep").mkdir()
+    (place / "sweep" / MARK).touch()
+    assert len(run("sweep")["points"]) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "whitened", "ratio'])
+def test_a_damaged_point_is_measured_again(content: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run("sweep")["points"]
+    monkeypatch.setattr(sweeping, "make_point", lambda *a: pytest.fail("compressed again"))
+    for file in sorted((place / "sweep").glob("*.point.json")):
+        file.write_text(content)
+        assert run("sweep", resume=True)["points"] == expected
+    (place / "sweep" / "run.json").write_text("[]")
+    with pytest.raises(UserError, match="not the folder of a sweep"):
+        sweep_points.add_point(place / "sweep", "dense", place / "model", {"name": "dense", "ratio": 0.0})
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"verb"'])
+def test_a_point_whose_description_is_damaged_is_made_again(
+    content: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run("whole")["points"]
+
+    def stop(stage: str, share: float) -> None:
+        if stage == "compressing" and share:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run("sweep", progress=stop)
+    (place / "sweep" / "whitened-0.4.partial" / "run.json").write_text(content)
+    found = run("sweep", resume=True)["points"]
+    assert found[1]["perplexity"] == expected[1]["perplexity"]
+    assert json.loads((place / "sweep" / "sweep.json").read_text())["points"] == found
+    assert sweep_making.read_object(place / "sweep" / "run.json") is not None
