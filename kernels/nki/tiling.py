@@ -31,7 +31,7 @@ TIE = 0.01
 LONG_TOKEN = 24 << 10
 """Bytes of a token's features that always fit with tokens first and ranks to 4096: they lie on one partition, beside a
 panel of weights of the same length. Features first have no such bound: their contraction comes in blocks."""
-SOURCES = ("hardware.py", "layout.py", "nki/blocks.py", "nki/objects.py", "strip.py", "tiling.py")
+SOURCES = ("../hardware.py", "layout.py", "blocks.py", "objects.py", "strip.py", "tiling.py")
 """What a choice follows from, besides the problem and the core."""
 
 

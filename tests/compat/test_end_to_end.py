@@ -29,7 +29,10 @@ def test_compress_then_generate_equals_transformers(
     word_tokenizer().save_pretrained(model)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{3 + i * i % 61}" for i in range(2000)))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("calibration_length: 64\n")  # the default is longer than the context of a tiny model
     command = ["compress", str(model), "-o", str(out), "--ratio", "0.3", "--targets", "all", "--align", "2"]
+    command += ["--recipe", str(recipe)]
     assert main([*command, "--calibration", str(text), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["realised_ratio"] == pytest.approx(0.3, abs=0.05)

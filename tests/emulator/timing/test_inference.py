@@ -100,7 +100,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert document["compressed"]["tpot"] < document["dense"]["tpot"]
     assert main(["tiling", "--shape", "4096,7168,4096,18432", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["blocks"]["tokens"] == 1024
-    assert main(["tiling", "--shape", "4096,7168"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["tiling", "--shape", "4096,7168"])
 
 
 def test_the_tiling_of_a_whole_mlp(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,8 +111,9 @@ def test_the_tiling_of_a_whole_mlp(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("<- chosen" in line for line in lines) == 1
     assert main(["tiling", "--mlp", "1,2048,8192,1280,1280,1408", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problem"]["down"] == 1408
-    assert main(["tiling", "--mlp", "1,2048,8192,1280,1280"]) == 2
-    assert "--mlp 1,2048,8192,1280,1280: must be positive numbers" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["tiling", "--mlp", "1,2048,8192,1280,1280"])
+    assert "--mlp: '1,2048,8192,1280,1280': must be positive numbers" in capsys.readouterr().err
 
 
 def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,12 +147,19 @@ def test_a_choice_belongs_to_everything_it_follows_from(folder: Path, monkeypatc
 
 def test_the_code_that_counts_is_all_there() -> None:
     """What the solver imports of this project decides what it finds: each such file is in its digest."""
-    known = {name.removesuffix(".py").replace("/", ".") for name in tiling.SOURCES}
-    seen, todo = set(), ["tiling"]
+    folder = Path(tiling.__file__).parent
+    known = {(folder / name).resolve() for name in tiling.SOURCES}
+    kernels = folder.parent
+    others = {
+        kernels / "ops.py",
+        kernels / "cache.py",
+    }  # ops gives the solver its exception, cache no more than the folder
+    seen: set[Path] = set()
+    todo = {folder / "tiling.py"}
     while todo:
-        name = todo.pop()
-        seen.add(name)
-        text = (Path(tiling.__file__).parent / f"{name.replace('.', '/')}.py").read_text()
-        lines = [line for line in text.splitlines() if line.startswith("from neuronmm.kernels.")]
-        todo += {line.split()[1].removeprefix("neuronmm.kernels.") for line in lines} - seen - {"ops"}
-    assert seen == known  # ops gives the solver its exception, cache no more than the folder
+        file = todo.pop()
+        seen.add(file)
+        lines = [line for line in file.read_text().splitlines() if line.startswith("from neuronmm.kernels.")]
+        names = {line.split()[1].removeprefix("neuronmm.kernels.").replace(".", "/") for line in lines}
+        todo |= {kernels / f"{name}.py" for name in names} - seen - others
+    assert seen == known
