@@ -1,12 +1,14 @@
-"""Which rank each linear gets when the budget is one for the whole model, and which linears share an A.
+"""Allocate one parameter budget over the linears of the whole model, and decide which linears share an A.
 
-Greedy on the whitened spectra: the next tile of ranks goes where it takes most off the loss per parameter. A floor
-keeps every linear at a share of its uniform rank, because a spectrum measured on one text says little about another.
+The allocation is greedy on the whitened spectra: the next tile of ranks goes to the linear whose loss it reduces most
+per parameter. A floor keeps every linear at a fraction of its uniform rank, because a spectrum measured on one text
+predicts little about another.
 
-The loss of a linear is relative to its energy without the first direction, which no rank drops: that of massive
-activations holds up to all of a down projection's energy, and beside it the other tokens' loss would look like nothing.
-It counts by what the linear's half of its layer writes beside the residual stream: the first MLP makes the stream, one
-in the middle adds a few hundredths to its energy. Linears that share an A lose the sum of what each of them loses.
+The loss of a linear is relative to its energy without the first direction. No rank drops that direction, but massive
+activations can put nearly all the energy of a down projection into it, and the loss of the other tokens would look
+negligible beside it. The loss is weighted by how much the attention or MLP block of the linear writes to the residual
+stream: the first MLP creates the stream, one in the middle adds a few percent to its energy. The loss of linears that
+share an A is the sum of their losses.
 """
 
 from __future__ import annotations
@@ -19,29 +21,29 @@ from torch import Tensor
 from neuronmm.compression.ranks import Linear, balance
 
 FLOOR = 0.5
-"""Least share of a linear's uniform rank that it keeps."""
+"""Fraction of its uniform rank that every linear keeps at least."""
 
 
 def energy(spectrum: Tensor) -> float:
-    """The energy of a linear's outputs without the first direction, from its whitened eigenvalues, largest first."""
+    """Return the energy of a linear's outputs without the first direction; ``spectrum`` is sorted, largest first."""
     return float(spectrum[1:].sum())
 
 
 def relative(spectrum: Tensor, whole: float) -> Tensor:
-    """What each rank takes off the loss, as a share of the energy ``whole``; a dead linear loses nothing."""
+    """Return the loss reduction of each rank as a fraction of the energy ``whole``; a dead linear has none."""
     return spectrum / max(whole, 1e-300)
 
 
 def allocate(
     linears: Sequence[Linear], losses: Mapping[str, Tensor], shares: Mapping[str, float], ratio: float, align: int
 ) -> dict[str, int | None]:
-    """The rank of each linear, a multiple of ``align``, or None where it stays dense.
+    """Return the rank of each linear, a multiple of ``align``, or None if it stays dense.
 
     Args:
         linears: the targeted linears, in the order of the model's layers.
-        losses: what each rank takes off each one's relative loss, largest first, by name.
-        shares: what each one's half of its layer writes, as a share of the residual stream's energy, by name.
-        ratio: share of their parameters to remove.
+        losses: by name, the reduction of the relative loss by each rank, largest first.
+        shares: by name, the energy that the linear's block writes, as a fraction of the residual stream's energy.
+        ratio: fraction of their parameters to remove.
         align: the tile, in ranks.
 
     Raises:
@@ -53,7 +55,7 @@ def allocate(
     waiting: list[tuple[float, int, int | None]] = []
 
     def offer(number: int) -> None:
-        """Put the linear's next step up on the heap: one tile more, or dense where that passes break-even."""
+        """Push the linear's next step onto the heap: one more tile, or dense if that would pass break-even."""
         linear = linears[number]
         rank = ranks[linear.name]
         if rank is None:
@@ -72,20 +74,20 @@ def allocate(
         _, number, step = heapq.heappop(waiting)
         linear = linears[number]
         cost = linear.kept(step) - linear.kept(ranks[linear.name])
-        if cost <= budget:  # else this one stays, and cheaper steps of others may still fit
+        if cost <= budget:  # otherwise this linear is done, and cheaper steps of others may still fit
             ranks[linear.name], budget = step, budget - cost
             offer(number)
     return ranks
 
 
 def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[str, Tensor], together: Tensor) -> bool:
-    """Whether linears of one input lose less with one A than with their own, at equal parameters.
+    """Whether linears with one input lose less with a shared A than with their own, at equal parameters.
 
     Args:
         joint: the linears as one.
-        ranks: what each one gets with an A of its own, by name.
-        apart: what each rank takes off each one's relative loss then, largest first, by name.
-        together: what each rank takes off the sum of their relative losses with one A.
+        ranks: by name, the rank of each linear with its own A.
+        apart: by name, the reduction of each linear's relative loss by each rank of its own A, largest first.
+        together: the reduction of the sum of their relative losses by each rank of a shared A.
     """
     rank = sum(linear.kept(ranks[linear.name]) for linear in joint.members) // joint.kept(1)
     factorised = [linear.name for linear in joint.members if ranks[linear.name] is not None]

@@ -1,14 +1,15 @@
-"""The anchored objective: compressed layers read what compressed layers before them wrote, and aim at dense outputs.
+"""The anchored objective: a compressed layer gets the outputs of compressed layers and fits the dense model's outputs.
 
-With the dense model's inputs X and, for the same tokens, those of the model compressed so far, X' (both [in, tokens]),
+Let X be the dense model's inputs and X' those of the model compressed so far, for the same tokens (both [in, tokens]).
+The objective
 
     ||T - W' X'||^2 + lambda ||W - W'||^2,  T = W X
 
-is least, among W' of rank r, for the truncated SVD of ``(T X'^T + lambda W) H^-1 L`` times ``L^-1``, where
-``H = X' X'^T + lambda I = L L^T`` (AA-SVD, arXiv 2604.02119; the second term, ours, draws the solution to W where the
-text says nothing). With X' = X it is the whitened form. A linear that writes to the residual stream has
-``T = W X + R - R'``, where R is the dense model's stream and R' the compressed one's before it is added: a target of
-ours, which makes good the errors made before.
+has its minimum over W' of rank r at the truncated SVD of ``(T X'^T + lambda W) H^-1 L`` times ``L^-1``, where
+``H = X' X'^T + lambda I = L L^T`` (AA-SVD, arXiv 2604.02119). The second term is our addition: it draws the solution
+towards W in directions without calibration data. With X' = X this is the whitened form. A linear that writes to the
+residual stream has the target ``T = W X + R - R'``, where R is the dense model's stream and R' the compressed model's
+stream before the addition. This target, ours too, corrects the errors of earlier layers.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from neuronmm.compression.moments import check_finite, damping_of
 
 
 class Anchors:
-    """Sums over the calibration tokens for linears of one input.
+    """Sums over the calibration tokens for linears with one input.
 
-    Dimensions: ``gram`` is ``sum x' x'^T`` [in, in], ``cross`` ``sum x x'^T`` [in, in] or, for a linear whose target is
-    not its dense output, ``sum t x'^T`` [out, in], float64; ``power`` is ``sum |t|^2`` of the targets (without bias).
+    Dimensions: ``gram`` is ``sum x' x'^T`` [in, in]. ``cross`` is ``sum x x'^T`` [in, in] or, for a linear whose target
+    is not its dense output, ``sum t x'^T`` [out, in]. Both are float64. ``power`` is ``sum |t|^2`` of the targets
+    (without bias).
     """
 
     def __init__(self, size: int, damping: float, out: int | None = None, device: torch.device | None = None) -> None:
-        """``size`` is in; ``out`` that of a linear whose targets are added, None where dense inputs are."""
+        """``size`` is in. ``out`` is given if targets are added, and None if dense inputs are added."""
         self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
         self.cross = torch.zeros(size if out is None else out, size, dtype=torch.float64, device=device)
         self.power = 0.0
@@ -39,20 +41,20 @@ class Anchors:
 
     @torch.no_grad()
     def add(self, wanted: Tensor, compressed: Tensor) -> None:
-        """Add tokens: the dense model's inputs [tokens, in] or the targets [tokens, out]; our inputs [tokens, in]."""
+        """Add tokens: dense inputs [tokens, in] or targets [tokens, out], and compressed inputs [tokens, in]."""
         ours = compressed.double()
         self.gram.addmm_(ours.T, ours)
         self.cross.addmm_(wanted.double().T, ours)
 
     def of(self, power: float) -> Anchors:
-        """The same sums, for a linear whose targets have this sum of squares."""
+        """Return the same sums for a linear whose targets have the sum of squares ``power``."""
         anchors = copy.copy(self)
         anchors.power = power
         return anchors
 
     @cached_property
     def damping(self) -> float:
-        """lambda, relative to the mean of ``gram``'s diagonal; 1 where all inputs are zero.
+        """lambda, relative to the mean of ``gram``'s diagonal; 1 if all inputs are zero.
 
         Raises:
             ValueError: the activations hold NaN or infinity.
@@ -61,17 +63,17 @@ class Anchors:
         return damping_of(self.gram, float(self.gram.diagonal().mean()), self._relative)
 
     def energy(self, weight: Tensor) -> float:
-        """The objective at ``W' = 0``; ``weight`` is all the linears' [out, in], float64."""
+        """Return the objective at ``W' = 0``; ``weight`` [out, in] float64 is that of all the linears."""
         return self.power + self.damping * float(weight.square().sum())
 
     def problem(self, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-        """The covariance whose top eigenvectors are wanted, and how they become A and B; ``weight`` float64."""
+        """Return the covariance whose top eigenvectors are needed, and the function that turns them into A and B."""
         damping = self.damping
         identity = torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
         root = torch.linalg.cholesky(self.gram + damping * identity)
         target = (weight @ self.cross if self._of_inputs else self.cross) + damping * weight
         if weight.shape[0] <= weight.shape[1]:
-            best = torch.cholesky_solve(target.T, root).T  # the best W' of full rank
+            best = torch.cholesky_solve(target.T, root).T  # the optimal W' of full rank
             return best @ target.T, lambda vectors: (vectors.T @ best, vectors)
         white = torch.linalg.solve_triangular(root, target.T, upper=False).T
 

@@ -1,4 +1,4 @@
-"""One decoder layer: closed-form factors for its linears, and the layer they make."""
+"""Helpers for one decoder layer: run it in batches, collect moments, and replace linears by low-rank modules."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from neuronmm.compression.stream import weighing
 from neuronmm.compression.streaming import run_layer
 from neuronmm.models.lowrank import LowRankLinear
 
-BATCH_TOKENS = 2048  # calibration tokens that pass through a layer together
+BATCH_TOKENS = 2048  # calibration tokens per forward pass of a layer
 
 Rotary = tuple[Tensor, Tensor]
 
 
 def advance(layer: nn.Module, hidden: Tensor, rotary: Rotary) -> Tensor:
-    """The layer's outputs [rows, length, hidden] for its inputs ``hidden`` of that shape."""
+    """Return the layer's outputs [rows, length, hidden] for its inputs ``hidden`` of the same shape."""
     return torch.cat([run_layer(layer, batch, rotary) for batch in batches(hidden)])
 
 
 def batches(hidden: Tensor) -> tuple[Tensor, ...]:
-    """Rows in groups of about BATCH_TOKENS tokens."""
+    """Split rows into groups of about BATCH_TOKENS tokens."""
     return hidden.split(max(1, BATCH_TOKENS // hidden.shape[1]))
 
 
 def unshared(layer: nn.Module) -> nn.Module:
-    """A copy of a layer to swap linears in and train norms of; the linears' weights are not copied."""
+    """Copy a layer without the weights of its linears, so that linears can be replaced and norms trained."""
     kept = [parameter for name, parameter in layer.named_parameters() if "norm" not in name]
     return copy.deepcopy(layer, {id(parameter): parameter for parameter in kept})
 
 
 def swap(layer: nn.Module, linear: Linear, factors: Factors, inside: str, dtype: torch.dtype) -> None:
-    """Put low-rank modules in the place of ``linear``'s parts, their float32 values rounded to ``dtype``.
+    """Replace the parts of ``linear`` by low-rank modules, with float32 values rounded to ``dtype``.
 
-    ``inside`` is the layer's name, which the linears' names start with.
+    ``inside`` is the layer's name, the prefix of the linears' names.
     """
     leader: LowRankLinear | None = None
     row = 0
@@ -69,7 +69,7 @@ def _parameter(factor: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 
 def weight_of(layer: nn.Module, linear: Linear, inside: str) -> Tensor:
-    """The weight of ``linear`` [out, in]: of several parts, scaled, on top of each other."""
+    """Return the weight of ``linear`` [out, in]; the scaled weights of several parts are concatenated."""
     return torch.cat(
         [scale * layer.get_parameter(f"{part.name.removeprefix(inside)}.weight") for part, scale in linear.scaled_parts]
     )
@@ -78,7 +78,7 @@ def weight_of(layer: nn.Module, linear: Linear, inside: str) -> Tensor:
 def moments_of(
     layer: nn.Module, hidden: Tensor, rotary: Rotary, names: Sequence[str], damping: float
 ) -> tuple[dict[str, Moments], Tensor]:
-    """The moments of the linears of these names inside the layer, by name, and the layer's outputs."""
+    """Return the moments of the named linears of the layer, by name, and the layer's outputs."""
     with gathering(layer, names, damping) as moments, weighing(layer) as shares:
         outputs = advance(layer, hidden, rotary)
     for name, one in moments.items():

@@ -1,7 +1,7 @@
 """The loss of the whole model: KL divergence from the dense model's next-token distributions, or cross entropy.
 
-Compression leaves the output head alone, so the dense model's final hidden states say everything about its logits: they
-are computed once and kept, and dense and compressed model are never in memory together.
+Compression does not change the output head, so the dense model's final hidden states determine its logits. They are
+computed once and kept; the dense and the compressed model are never in memory together.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from neuronmm.models.load import load_pretrained
 
-PASS_TOKENS = 1024  # tokens whose activations are held at once, at least one row
-# Positions that meet the output head at once: the logits of a whole pass would dwarf the model. 256 x 49152 of them are
-# more than glibc hands out again (32 MB): a step then takes a tenth longer, for page faults.
+PASS_TOKENS = 1024  # tokens per forward pass, at least one row
+# Positions per call of the output head: the logits of a whole pass would take more memory than the model. A chunk of
+# 256 x 49152 logits exceeds what glibc reuses (32 MB), and page faults make a step a tenth slower.
 _CHUNK = 128
 
 
 def rows_a_pass(length: int) -> int:
-    """How many rows of this length run through the model at once."""
+    """Return how many rows of this length one forward pass takes."""
     return max(1, PASS_TOKENS // length)
 
 
@@ -39,23 +39,23 @@ class Lesson:
         return len(self.tokens)
 
     def pick(self, rows: Tensor) -> Lesson:
-        """Some of the rows, by number."""
+        """Return the rows with the given indices."""
         return Lesson(self.tokens[rows], None if self.states is None else self.states[rows])
 
     def passes(self) -> list[Lesson]:
-        """The rows in groups of at most PASS_TOKENS tokens."""
+        """Split the rows into forward passes of at most PASS_TOKENS tokens."""
         together = rows_a_pass(self.tokens.shape[1])
         return [self.pick(part) for part in torch.arange(len(self)).split(together)]
 
     @property
     def predictions(self) -> int:
-        """How many tokens are predicted: all but the first of each row."""
+        """Number of predicted tokens: all but the first of each row."""
         return len(self) * (self.tokens.shape[1] - 1)
 
 
 @torch.no_grad()
 def dense_states(folder: Path, rows: Tensor, device: str, progress: Callable[[str, float], None]) -> Tensor:
-    """The dense model's final hidden states [rows, length, hidden] of ``rows`` [rows, length], float32."""
+    """Return the dense model's final hidden states [rows, length, hidden], float32, for ``rows`` [rows, length]."""
     model = load_pretrained(folder, torch.float32, device)
     found = []
     for part in Lesson(rows, None).passes():
@@ -66,15 +66,16 @@ def dense_states(folder: Path, rows: Tensor, device: str, progress: Callable[[st
 
 @torch.no_grad()
 def evaluate(model: Any, lesson: Lesson) -> float:
-    """Mean loss in nats a predicted token: KL from the dense model's distributions, or cross entropy."""
+    """Return the mean loss in nats per predicted token: KL from the dense model's distributions, or cross entropy."""
     return sum(loss_sum(model, part) for part in lesson.passes()) / lesson.predictions
 
 
 def loss_sum(model: Any, lesson: Lesson, scale: float | None = None, autocast: bool = False) -> float:
-    """Summed loss over the predicted tokens of ``lesson``; with ``scale``, add ``scale`` x its gradients to the leaves.
+    """Return the loss summed over the predicted tokens of ``lesson``. With ``scale``, also add ``scale`` x its
+    gradients.
 
-    The head sees a chunk of positions at a time, forwards and backwards, and hands on the gradient of the hidden states
-    only, so that logits [chunk, vocabulary] are all that is ever held of a large vocabulary.
+    The forward and backward pass of the head run on one chunk of positions at a time and keep only the gradient of the
+    hidden states. At most [chunk, vocabulary] logits are in memory.
     """
     head = model.get_output_embeddings()
     device = head.weight.device

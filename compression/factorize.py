@@ -1,14 +1,15 @@
-"""Low-rank factors of one weight, in closed form: the best for the weight, for its outputs, or for the dense outputs.
+"""Closed-form low-rank factors of one weight, optimal for the weight, for its outputs, or for the dense outputs.
 
-- Plain SVD: ``||W - BA||_F`` is least.
-- ASVD (arXiv 2312.05821): plain SVD of ``W S`` with a diagonal S, larger for features of larger activations.
-- Whitened (SVD-LLM, arXiv 2403.07378): with inputs X [in, tokens] and G = X X^T + lambda I, ``tr((W - BA) G (W -
-  BA)^T)`` is least. Found without ever inverting a singular G: from the covariance of the outputs C = W G W^T, whose
-  top eigenvectors P give ``B = P`` and ``A = P^T W``; or from G = V L V^T, with M = W V L^1/2, where the top
-  eigenvectors Q of M^T M give ``B = M Q`` and ``A = Q^T L^-1/2 V^T``. Both are the truncated SVD of W S with S S^T = G.
+- Plain SVD minimises ``||W - BA||_F``.
+- ASVD (arXiv 2312.05821) is the plain SVD of ``W S`` with a diagonal S that is larger for features with larger
+  activations.
+- Whitened (SVD-LLM, arXiv 2403.07378) minimises ``tr((W - BA) G (W - BA)^T)``, with inputs X [in, tokens] and G = X X^T
+  + lambda I. Two ways avoid the inverse of a singular G. The top eigenvectors P of the covariance of the outputs,
+  C = W G W^T, give ``B = P`` and ``A = P^T W``. Or, with G = V L V^T and M = W V L^1/2, the top eigenvectors Q of M^T M
+  give ``B = M Q`` and ``A = Q^T L^-1/2 V^T``. Both equal the truncated SVD of W S with S S^T = G.
 - Anchored (AA-SVD, arXiv 2604.02119): see :mod:`neuronmm.compression.anchored`.
 
-The loss is the sum of the dropped eigenvalues (squared singular values). Everything is computed in float64.
+The loss is the sum of the dropped eigenvalues (squared singular values). All computations are in float64.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.moments import Moments
 
 ASVD_EXPONENT = 0.5
-"""ASVD's alpha: a feature's scale is its typical size to this power."""
+"""ASVD's alpha: the scale of a feature is its root mean square to this power."""
 
 Problem = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]
-"""A covariance whose top eigenvectors [n, rank] are wanted, and how they become A and B."""
+"""A covariance whose top eigenvectors [n, rank] are needed, and the function that turns them into A and B."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """``W ~ B A`` and what the truncation costs.
+    """The factors of ``W ~ B A`` and the cost of the truncation.
 
-    Dimensions: A [rank, in], B [out, rank], float64. ``loss`` is the dropped part of the spectrum, ``energy`` the
-    whole: both are squared Frobenius norms of outputs (whitened, anchored) or of (scaled) weights.
+    Dimensions: A [rank, in], B [out, rank], float64. ``loss`` is the sum of the dropped part of the spectrum,
+    ``energy`` the sum of all of it. Both are squared Frobenius norms of outputs (whitened, anchored) or of (scaled)
+    weights.
     """
 
     A: Tensor
@@ -49,13 +51,13 @@ class Factors:
 
 
 def factorize(weight: Tensor, rank: int, known: Moments | Anchors | None = None, *, scaled: bool = False) -> Factors:
-    """The best rank-``rank`` factors of ``weight`` [out, in].
+    """Return the optimal factors of rank ``rank`` of ``weight`` [out, in].
 
     Args:
-        weight: any dtype.
+        weight: a matrix of any dtype.
         rank: 1..min(out, in).
-        known: nothing for plain SVD, moments for the whitened form, anchors for the anchored one.
-        scaled: of the moments use only the features' sizes, as ASVD does.
+        known: None for plain SVD, moments for the whitened form, anchors for the anchored form.
+        scaled: use only the sizes of the features from the moments, as ASVD does.
 
     Raises:
         ValueError: the rank is impossible, or weight or moments hold NaN or infinity.
@@ -67,7 +69,7 @@ def factorize(weight: Tensor, rank: int, known: Moments | Anchors | None = None,
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     values = values.clamp(min=0)
     energy, loss = float(values.sum()), float(values[:-rank].sum())
-    if isinstance(known, Anchors):  # what no matrix of any rank can reach is lost as well
+    if isinstance(known, Anchors):  # the loss includes what no matrix of any rank can reach
         reached, energy = energy - loss, known.energy(weight)
         loss = max(energy - reached, 0.0)
     A, B = factors_of(vectors[:, -rank:].flip(1))
@@ -75,7 +77,7 @@ def factorize(weight: Tensor, rank: int, known: Moments | Anchors | None = None,
 
 
 def spectrum(weight: Tensor, moments: Moments) -> Tensor:
-    """The whitened eigenvalues [min(out, in)] of ``weight``, largest first: what each further rank takes off the loss.
+    """Return the whitened eigenvalues [min(out, in)] of ``weight``, largest first: the loss reduction of each rank.
 
     Raises:
         ValueError: weight or moments hold NaN or infinity.
@@ -116,7 +118,7 @@ def _problem(weight: Tensor, known: Moments | Anchors | None, scaled: bool) -> P
 
 
 def _balanced(A: Tensor, B: Tensor, loss: float, energy: float) -> Factors:
-    """Give row i of A and column i of B one norm: the product is unchanged and keeps clear of the limits of fp16."""
+    """Scale row i of A and column i of B to equal norms: the product stays the same and fp16 does not overflow."""
     norm_a, norm_b = A.norm(dim=1), B.norm(dim=0)
     scale = torch.where((norm_a > 0) & (norm_b > 0), (norm_b / norm_a).sqrt(), torch.ones_like(norm_a))
     return Factors((A * scale[:, None]).contiguous(), (B / scale).contiguous(), loss, energy)

@@ -1,8 +1,8 @@
-"""Second moments of a linear's inputs or outputs, gathered while its decoder layer runs over the calibration text.
+"""Second moments of a linear's inputs or outputs, accumulated while its decoder layer runs over the calibration text.
 
-The whitened factorisation needs either the Gram matrix of the inputs, or the covariance of the outputs: whichever is
-smaller is gathered. For a down projection of 14336 -> 4096 that is a twelfth of the work and of the memory. Linears
-that read one input share its Gram matrix, which serves them together as well.
+The whitened factorisation needs either the Gram matrix of the inputs or the covariance of the outputs. The smaller of
+the two is accumulated: for a down projection of 14336 -> 4096 that is a twelfth of the work and memory. Linears with
+one input use the same Gram matrix, separately or with a shared A.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from neuronmm.models.families import SAME_INPUT
 
 
 class Moments:
-    """Sums over the calibration tokens, for one linear ``y = W x`` (the bias left out).
+    """Sums over the calibration tokens for one linear ``y = W x`` (without the bias).
 
     Dimensions: ``gram`` is ``sum x x^T`` [in, in] (``of_inputs``) or ``sum y y^T`` [out, out], symmetric; ``squares``
-    is the diagonal of ``sum x x^T`` [in] in either case; ``share`` [] is what the linear's half of the layer writes
-    beside the residual stream (:mod:`neuronmm.compression.stream`). All float64.
+    is the diagonal of ``sum x x^T`` [in] in either case; ``share`` [] is the fraction of the residual stream that the
+    linear's block writes (:mod:`neuronmm.compression.stream`). All are float64.
 
-    Fewer tokens than features, dead features or a few massive ones make a Gram matrix singular, so ``damping`` times
-    the mean of ``squares`` is added to the diagonal of the inputs' one: the solution is unique then, and hardly moves
-    elsewhere.
+    A Gram matrix is singular if there are fewer tokens than features, dead features, or a few massive ones. Therefore
+    ``damping`` times the mean of ``squares`` is added to the diagonal of the inputs' Gram matrix. The solution is then
+    unique and otherwise hardly changes.
     """
 
     def __init__(self, size: int, of_inputs: bool, damping: float, device: torch.device | None = None) -> None:
@@ -41,8 +41,9 @@ class Moments:
     def add(self, inputs: Tensor, outputs: Tensor) -> None:
         """Add tokens: ``inputs`` [tokens, in], ``outputs`` [tokens, out] without bias.
 
-        Products and sums are float64: beside a massive activation, a thousand times the others and a million in the
-        square, float32 would drown the small directions in rounding, and bf16 autocast makes the matrix indefinite.
+        Products and sums are float64. A massive activation is a thousand times larger than the others, a million times
+        in the square: in float32 the small directions would be lost to rounding. bf16 autocast would make the matrix
+        indefinite.
         """
         with torch.autocast(inputs.device.type, enabled=False):
             x = (inputs if self.of_inputs else outputs).double()
@@ -51,7 +52,7 @@ class Moments:
 
     @property
     def damping(self) -> float:
-        """lambda. Inputs that are always zero carry no information: 1, which makes it plain SVD.
+        """lambda; 1 if all inputs are zero, which gives plain SVD.
 
         Raises:
             ValueError: the activations hold NaN or infinity.
@@ -62,19 +63,20 @@ class Moments:
     def eigen(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues (clamped at zero, then damped) and eigenvectors of the inputs' Gram matrix, float64.
 
-        Rounding may leave slightly negative eigenvalues in a singular matrix: a Cholesky factorisation would fail.
+        Rounding may leave slightly negative eigenvalues in a singular matrix, with which a Cholesky factorisation
+        fails.
         """
-        damping = self.damping  # looked at first: it refuses NaN, on which eigh fails less clearly
+        damping = self.damping  # first, because it rejects NaN with a clearer error than eigh
         values, vectors = torch.linalg.eigh(self.gram)
         return values.clamp_(min=0).add_(damping), vectors
 
     def output_covariance(self, weight: Tensor) -> Tensor:
-        """``W (G + lambda I) W^T`` [out, out], float64, from the outputs' moments; ``weight`` [out, in] float64."""
+        """Return ``W (G + lambda I) W^T`` [out, out], float64, for moments of outputs; ``weight`` [out, in] float64."""
         return self.gram + self.damping * (weight @ weight.T)
 
 
 def damping_of(gram: Tensor, power: float, relative: float) -> float:
-    """lambda for a Gram matrix whose inputs have the mean diagonal ``power``; 1 where there is none.
+    """Return lambda for a Gram matrix with the mean diagonal entry ``power``; 1 if that is zero.
 
     Raises:
         ValueError: the activations hold NaN or infinity.
@@ -84,7 +86,7 @@ def damping_of(gram: Tensor, power: float, relative: float) -> float:
 
 
 def check_finite(sums: Tensor) -> None:
-    """Refuse sums over the calibration tokens that are no numbers.
+    """Check that sums over the calibration tokens are finite.
 
     Raises:
         ValueError: the activations hold NaN or infinity.
@@ -95,7 +97,7 @@ def check_finite(sums: Tensor) -> None:
 
 @contextmanager
 def gathering(layer: nn.Module, linears: Sequence[str], damping: float) -> Iterator[dict[str, Moments]]:
-    """Gather the moments of every named linear of ``layer`` over the forward passes in this block."""
+    """Accumulate the moments of every named linear of ``layer`` over the forward passes in the ``with`` block."""
     leaders = leaders_of(linears)
     moments: dict[str, Moments] = {}
     hooks = []
@@ -114,7 +116,7 @@ def gathering(layer: nn.Module, linears: Sequence[str], damping: float) -> Itera
 
 
 def leaders_of(linears: Sequence[str]) -> dict[str, str]:
-    """Each linear, by its name inside the layer -> the first of those that read its input, whose moments serve it."""
+    """Map each linear, by its name inside the layer, to the first linear with the same input, whose moments it uses."""
     groups = {name: group for group in SAME_INPUT for name in group}
     return {name: next(other for other in linears if other in groups.get(name, (name,))) for name in linears}
 

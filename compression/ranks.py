@@ -1,9 +1,9 @@
-"""Tile-aligned ranks that together hit the asked ratio.
+"""Tile-aligned ranks that together meet the requested ratio.
 
-Paper (arXiv 2510.25977 v4, Eq. 5): ``r = floor(K N (1 - ratio) / ((K + N) b) + 0.5) b``. One aligned rank for every
-layer cannot hit a ratio: Llama-3.2-1B at 0.05 comes out at 6.25 %. So each matrix may take the tile below or the tile
-above its exact rank (or stay dense where that tile passes break-even), and the choice that keeps the running total
-nearest to the asked share is taken, matrix by matrix. Low and high ranks then alternate evenly over the depth.
+Paper (arXiv 2510.25977 v4, Eq. 5): ``r = floor(K N (1 - ratio) / ((K + N) b) + 0.5) b``. The same aligned rank in every
+layer cannot meet an arbitrary ratio: Llama-3.2-1B at 0.05 ends at 6.25 %. Each matrix may therefore take the aligned
+rank below or above its exact rank, or stay dense if that rank passes break-even. Matrix by matrix, the choice that
+keeps the running total nearest to the requested fraction is taken. Low and high ranks then alternate over the depth.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from neuronmm.models.errors import UserError
 
 MIN_RATIO, MAX_RATIO = 0.05, 0.6
 TILE = 128
-"""Width of Trainium's tensor engine: the tile ranks are aligned to where matrices are large enough."""
+"""Width of Trainium's tensor engine, the alignment of ranks if the matrices are large enough."""
 
 MAX_SCALE = 1e3
-"""Most that a linear is scaled by beside those it shares an A with: one that is dead needs no part of it."""
+"""Largest scale of a linear relative to those it shares an A with; a dead linear gets no part of A."""
 
 
 @dataclass(frozen=True)
 class Linear:
     """A targeted linear: its full name and its weight's shape [out, in].
 
-    With ``members`` it stands for several linears of one input that share one A, the leader first: its name is the
-    leader's, its weight theirs on top of each other, each times its one of ``scales``.
+    With ``members`` it represents several linears with one input and a shared A, the leader first. Its name is the
+    leader's name, its weight is the concatenation of their weights, each multiplied by its entry of ``scales``.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Linear:
 
     @classmethod
     def sharing(cls, members: Sequence[Linear], energies: Sequence[float]) -> Linear:
-        """Linears of one input as one, scaled to the largest of their ``energies``.
+        """Combine linears with one input into one, each scaled to the largest of their ``energies``.
 
-        What is lost of each then counts relative to its own energy. Without scales the A would be the loudest one's:
-        queries have up to hundreds of times the energy of values.
+        The loss of each linear then counts relative to its own energy. Without scales the linear with the most energy
+        would determine A: queries have up to hundreds of times the energy of values.
         """
         leader, most = members[0], max(energies)
         scales = [(most / max(energy, most / MAX_SCALE**2)) ** 0.5 if most > 0 else 1.0 for energy in energies]
@@ -49,31 +49,31 @@ class Linear:
 
     @property
     def parts(self) -> tuple[Linear, ...]:
-        """The linears of the model that this one stands for."""
+        """The linears of the model that this one represents."""
         return self.members or (self,)
 
     @property
     def scaled_parts(self) -> list[tuple[Linear, float]]:
-        """Each of them with what its weight is multiplied by while the factors are made."""
+        """Each of them with the scale of its weight during the factorisation."""
         return list(zip(self.parts, self.scales or (1.0,), strict=True))
 
     @property
     def dense(self) -> int:
-        """Parameters of the dense weight (the bias, which both forms keep, is not counted)."""
+        """Parameters of the dense weight, without the bias, which both forms keep."""
         return self.out_features * self.in_features
 
     @property
     def break_even(self) -> float:
-        """The rank at which the two factors hold as many parameters as the dense weight."""
+        """The rank at which the two factors have as many parameters as the dense weight."""
         return self.dense / (self.out_features + self.in_features)
 
     def kept(self, rank: int | None) -> int:
-        """Parameters at ``rank``; None is dense."""
+        """Return the parameters at ``rank``; None means dense."""
         return self.dense if rank is None else rank * (self.out_features + self.in_features)
 
 
 def auto_align(linears: Sequence[Linear]) -> int:
-    """The widest power-of-two tile, at most 128, that leaves the smallest matrix eight ranks to choose from.
+    """Return the widest power-of-two tile, at most 128, that leaves the smallest matrix eight ranks to choose from.
 
     128 for every published Llama and Qwen from 1B up; 32 for SmolLM2-135M's MLP.
     """
@@ -85,11 +85,11 @@ def auto_align(linears: Sequence[Linear]) -> int:
 
 
 def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, int | None]:
-    """The rank of each linear, a multiple of ``align``, or None where it stays dense.
+    """Return the rank of each linear, a multiple of ``align``, or None if it stays dense.
 
     Args:
         linears: the targeted linears, in the order of the model's layers.
-        ratio: share of their parameters to remove, 0.05 to 0.6.
+        ratio: fraction of their parameters to remove, 0.05 to 0.6.
         align: the tile, in ranks.
 
     Raises:
@@ -115,12 +115,12 @@ def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, in
 
 
 def _choices(linear: Linear, ratio: float, align: int) -> list[int | None]:
-    """The aligned ranks on both sides of the exact one; None (dense) for a rank at or past break-even."""
+    """Return the aligned ranks on both sides of the exact rank; None (dense) for a rank at or past break-even."""
     below = int(linear.break_even * (1 - ratio) // align) * align
     ranks = [rank for rank in (below, below + align) if rank > 0]
     return [rank if rank < linear.break_even else None for rank in ranks]
 
 
 def realised(linears: Sequence[Linear], ranks: dict[str, int | None]) -> float:
-    """Share of the linears' parameters that ``ranks`` removes, 0 to 1."""
+    """Return the fraction of the linears' parameters that ``ranks`` removes, 0 to 1."""
     return 1 - sum(linear.kept(ranks[linear.name]) for linear in linears) / sum(linear.dense for linear in linears)

@@ -1,7 +1,7 @@
-"""Block refinement: the factors and norms of one decoder layer, trained until its outputs are the dense layer's.
+"""Block refinement: train the factors and norms of one decoder layer to reproduce the dense layer's outputs.
 
-The layer reads what the compressed layers before it wrote and aims at what the dense model has there, so that it makes
-good their errors as well as its own (AA-SVD, arXiv 2604.02119). Ranks, bytes and format stay as they were.
+The inputs are the outputs of the compressed layers before it, the targets those of the dense model, so that the layer
+also corrects the errors of earlier layers (AA-SVD, arXiv 2604.02119). Ranks, bytes and format do not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from neuronmm.models.lowrank import LowRankLinear
 COURSES = {"fast": Course(3, 1e-3, 0.05, (0.9, 0.95)), "full": Course(8, 1e-3, 0.05, (0.9, 0.95))}
 
 STEP_TOKENS = 512
-"""Calibration tokens a step. A fast course is short of steps rather than of tokens."""
+"""Calibration tokens per step. The number of steps limits a fast course more than the number of tokens."""
 
 
 @torch.enable_grad()
@@ -36,34 +36,34 @@ def refine(
     dtype: torch.dtype,
     advance: Callable[[float], None],
 ) -> dict[str, Any]:
-    """Train ``layer`` in place; keep the state of the best held-out loss, the untrained one included.
+    """Train ``layer`` in place and keep the state with the best held-out loss, the untrained state included.
 
-    The loss is the mean over tokens of ``|y' - y|^2 / |y|^2``: the next layer's norm makes all tokens equally large,
-    the few massive ones too. Products in bf16 where the device multiplies it natively, weights and sums in float32. The
+    The loss is the mean over tokens of ``|y' - y|^2 / |y|^2``, because the next layer's norm scales all tokens to one
+    size, massive ones too. Matmuls run in bf16 if the device supports it natively; weights and sums are float32. The
     same arguments give the same result on the same machine.
 
     Args:
         layer: a compressed decoder layer, float32.
-        inputs: what it reads [rows, length, hidden], float32; the rows that :func:`split_rows` says are held out.
-        targets: what the dense layer makes of the dense model's inputs, of that shape.
+        inputs: its inputs [rows, length, hidden], float32; :func:`split_rows` defines the held-out rows.
+        targets: the dense layer's outputs for the dense model's inputs, of the same shape.
         rotary: RoPE's cos and sin.
-        course: how long and how fast.
-        seed: of the order of the rows.
-        dtype: what the factors will be written in; the best state is kept in it.
-        advance: called with the further share that is done; the shares add up to 1.
+        course: the training schedule.
+        seed: the seed of the shuffling of the rows.
+        dtype: the dtype that the factors are stored in later; the best state is kept in it.
+        advance: called with each further fraction that is done; the fractions add up to 1.
 
     Returns:
-        Plain values for the report: the held-out loss before and after, and the passes made.
+        Plain values for the report: the held-out loss before and after, and the number of epochs.
 
     Raises:
-        ValueError: the loss is not a number.
+        ValueError: the loss is not a finite number.
     """
     trained = list(_trained(layer))
     for parameter in trained:
         parameter.requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
     training, held_out = split_rows(len(inputs))
-    a_step = max(1, STEP_TOKENS // inputs.shape[1])
+    rows_per_step = max(1, STEP_TOKENS // inputs.shape[1])
 
     in_bf16 = multiplies_bf16(inputs.device)
 
@@ -84,24 +84,24 @@ def refine(
     def backward(rows: Tensor) -> None:
         loss_of(rows).backward()
 
-    losses = train(trained, course, training, a_step, generator, backward, validate, advance, keep=keep).losses
+    losses = train(trained, course, training, rows_per_step, generator, backward, validate, advance, keep=keep).losses
     for parameter in trained:
         parameter.requires_grad_(False)
     return {"loss_before": losses[0], "loss_after": min(losses), "epochs": len(losses) - 1}
 
 
 def split_rows(count: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the calibration rows that are trained on, and of those held out: the last eighth, at least one.
+    """Return the indices of the training rows and of the held-out rows: the last eighth, at least one.
 
-    All training of a run holds out the same rows: what one stage has trained on says nothing about the next one's gain.
-    A single row is both.
+    All stages of a run hold out the same rows, because rows that one stage was trained on cannot measure the gain of
+    the next. A single row is both.
     """
     rows, held_out = torch.arange(count), math.ceil(count / 8)
     return rows[:-held_out] if count > held_out else rows, rows[-held_out:]
 
 
 def _trained(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Factors and norms; biases and the linears that stayed dense are left alone."""
+    """Yield the factors and norms; biases and dense linears are not trained."""
     for name, parameter in layer.named_parameters():
         if "norm" in name:
             yield parameter

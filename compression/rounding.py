@@ -1,7 +1,7 @@
-"""Stochastic rounding: a small change to a value that was rounded before is kept on average, not lost.
+"""Stochastic rounding, which keeps small changes of already rounded values on average.
 
-A factor that a checkpoint holds in bf16 lies on bf16's grid, and training moves most of its values by less than half a
-step of it: to the nearest they would all fall back to where they were.
+The factors of a bf16 checkpoint are bf16 values. Training changes most of them by less than half a bf16 step, so that
+rounding to nearest would undo the change.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Each of ``values`` as one of its two neighbours in ``dtype``, the nearer the likelier: the mean is the value.
+    """Round each value to one of its two neighbours in ``dtype``, with probabilities that preserve the mean.
 
     Args:
         values: float32, of any shape and on any device.
-        dtype: a floating type; values it represents stay as they are, in float32 all of them.
-        generator: of the CPU; it draws as many numbers as there are values.
+        dtype: a floating dtype; values that it represents exactly do not change.
+        generator: a CPU generator, from which one number per value is drawn.
 
     Returns:
-        A tensor of that shape and ``dtype``, on the CPU.
+        A tensor of the same shape, of ``dtype``, on the CPU.
     """
     values = values.detach().cpu()
     near = values.to(dtype, copy=True)

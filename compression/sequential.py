@@ -1,4 +1,4 @@
-"""Anchored factors of one decoder layer: its linears in the order they run, each reading what those before it wrote."""
+"""Anchored factors of one decoder layer, linear by linear in execution order, so that each gets compressed inputs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def anchored_factors(
     damping: float,
     take: Callable[[Linear, Anchors], None],
 ) -> Tensor:
-    """Go through the layer's linears; ``take`` puts the factors of each into ``compressed``.
+    """Pass through the layer's linears in execution order; ``take`` puts the factors of each into ``compressed``.
 
-    Those that write to the residual stream aim at the dense model's stream, not at their own dense output alone, and so
-    make good what was lost before them.
+    The target of linears that write to the residual stream is the dense model's stream, not only their own dense
+    output. They thus correct earlier errors.
 
     Args:
-        dense: the layer.
-        compressed: the same, with dense linears still where factors are to come.
-        hidden: what enters the one and the other [rows, length, hidden].
+        dense: the dense layer.
+        compressed: the same layer; linears that are not factorised yet are dense.
+        hidden: the inputs of the dense and of the compressed layer, each [rows, length, hidden].
         rotary: RoPE's cos and sin.
-        linears: those to factorise; several that share an A as one.
-        inside: the layer's name, which the linears' names start with.
-        damping: relative to the Gram matrix's mean diagonal entry.
-        take: called with a linear and what its factors are to be made of.
+        linears: the linears to factorise; those with a shared A count as one.
+        inside: the layer's name, the prefix of the linears' names.
+        damping: relative to the mean diagonal entry of the Gram matrix.
+        take: called with each linear and the sums for its factors.
 
     Returns:
         The dense layer's outputs [rows, length, hidden].
@@ -71,7 +71,7 @@ def _gather(
     damping: float,
     writes: bool,
 ) -> list[Anchors]:
-    """The sums for each linear of a stage: they read one input, or one of them writes to the residual stream."""
+    """Return the sums for each linear of a stage: either they have one input, or one writes to the residual stream."""
     name = stage[0].name.removeprefix(inside)
     weights = [weight_of(dense, linear, inside) for linear in stage]
     sums = Anchors(stage[0].in_features, damping, stage[0].out_features if writes else None, weights[0].device)
@@ -88,22 +88,22 @@ def _gather(
 
 
 def _mlp_half(layer: nn.Module, between: Tensor) -> Tensor:
-    """A layer's outputs from the residual stream between its attention and its MLP, both [rows, length, hidden]."""
+    """Return a layer's outputs for the residual stream between its attention and MLP, both [rows, length, hidden]."""
     return between + layer.get_submodule("mlp")(layer.get_submodule(BETWEEN)(between))
 
 
 def _between(layer: nn.Module, hidden: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-    """The residual stream between attention and MLP for a layer's inputs, both [rows, length, hidden]."""
+    """Return the residual stream between attention and MLP for a layer's inputs, both [rows, length, hidden]."""
     parts = [_input_of(layer, BETWEEN, partial(run, layer, batch)) for batch in batches(hidden)]
     return torch.cat(parts).view_as(hidden)
 
 
 class _Reached(Exception):
-    """The module that was waited for is called: the rest of the layer is of no interest."""
+    """Raised when the module of interest is called, to skip the rest of the layer."""
 
 
 def _input_of(layer: nn.Module, name: str, run: Callable[[], object]) -> Tensor:
-    """What the module ``name`` of a layer reads [tokens, features] when ``run`` calls the layer."""
+    """Return the input [tokens, features] of the module ``name`` when ``run`` calls the layer."""
     seen: list[Tensor] = []
 
     def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""How much of the residual stream each half of a decoder layer writes, for the tokens that run through it."""
+"""Measure how much of the residual stream the attention and the MLP of a decoder layer write."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 BETWEEN = "post_attention_layernorm"
-"""It reads the residual stream between attention and MLP, in every family."""
+"""The norm that reads the residual stream between attention and MLP, in every family."""
 
 ATTENTION, MLP = "self_attn", "mlp"
 
 
 @contextmanager
 def weighing(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Weigh the halves of ``layer`` over the forward passes in this block.
+    """Measure the contributions of attention and MLP over the forward passes in the ``with`` block.
 
-    The dictionary has, when the block is left, for :data:`ATTENTION` and :data:`MLP` the median over the tokens of
-    ``|what the half writes|^2 / |the stream after the layer|^2`` [], float64. Not the mean: where a layer writes a
-    massive activation, that is all of a few tokens' stream.
+    After the block, the dictionary holds for :data:`ATTENTION` and :data:`MLP` the median over the tokens of
+    ``|contribution|^2 / |stream after the layer|^2`` [], float64. It is not the mean, because a massive activation
+    makes up nearly all of a few tokens' stream.
     """
     shares: dict[str, Tensor] = {}
     parts: dict[str, list[Tensor]] = {ATTENTION: [], MLP: []}

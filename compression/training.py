@@ -1,4 +1,4 @@
-"""The training loop of refinement and recovery: AdamW, early stop on held-out rows, and the best values kept."""
+"""The training loop of refinement and recovery: AdamW with early stopping on held-out rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from transformers import get_cosine_schedule_with_warmup
 from neuronmm.compression import training_state
 from neuronmm.compression.training_state import State
 
-_PATIENCE = 2  # epochs in a row without a better held-out loss end the training
-_CLIP = 1.0  # norm of the gradient
+_PATIENCE = 2  # training ends after this many epochs in a row without a better held-out loss
+_CLIP = 1.0  # maximum norm of the gradient
 
 
 @dataclass(frozen=True)
 class Course:
-    """Passes over the rows, the learning rate at its height, and the share of the steps in which it rises to it.
+    """A training schedule: epochs, peak learning rate, and the fraction of the steps for warm-up.
 
-    ``betas`` are AdamW's: over the few steps of a refinement the usual second one, 0.999, would not settle.
+    ``betas`` are AdamW's. The usual second one, 0.999, does not settle in the few steps of a refinement.
     """
 
     epochs: int
@@ -34,9 +34,9 @@ class Course:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a training went: held-out losses, before the first pass and after each, and how long it took.
+    """The result of a training: held-out losses before the first epoch and after each, and its duration.
 
-    Of ``seconds`` a run that was interrupted spent ``resumed_seconds``.
+    ``seconds`` includes ``resumed_seconds``, the time that interrupted runs spent.
     """
 
     losses: list[float]
@@ -57,25 +57,26 @@ def train(
     keep: Callable[[Tensor], Tensor] = Tensor.clone,
     file: Path | None = None,
 ) -> Trained:
-    """Train ``parameters`` in place; at the end they have the values of the best held-out loss, the first included.
+    """Train ``parameters`` in place. At the end they have the values of the best held-out loss, the initial one
+    included.
 
-    Fewer passes than asked are enough where the loss does not fall any more.
+    Training stops early when the held-out loss no longer falls.
 
     Args:
-        parameters: what is trained.
-        course: how long and how fast; the rate falls along a cosine.
-        rows: the numbers of the rows that are trained on, taken in a new order each pass.
-        batch: rows a step.
-        generator: of the order.
-        backward: add the gradients of the loss on rows of these numbers.
-        validate: the held-out loss.
-        advance: called with the further share that is done; the shares add up to 1.
-        keep: a copy of a parameter's value, in the form in which the best values are held.
-        file: where the state is written after each pass; if it is there, the training goes on from it.
+        parameters: the parameters to train.
+        course: the schedule; the learning rate falls along a cosine.
+        rows: the indices of the training rows, shuffled for each epoch.
+        batch: rows per step.
+        generator: the random generator of the shuffling.
+        backward: adds the gradients of the loss on the rows with the given indices.
+        validate: returns the held-out loss.
+        advance: called with each further fraction that is done; the fractions add up to 1.
+        keep: copies a parameter's value into the form in which the best values are kept.
+        file: the state is written there after each epoch; if the file exists, training continues from it.
 
     Raises:
-        ValueError: the loss is not a number before anything is trained.
-        UserError: the disk is full or refuses the file.
+        ValueError: the initial loss is not a finite number.
+        UserError: the state file cannot be written, for example because the disk is full.
     """
     began = time.perf_counter()
     optimizer = torch.optim.AdamW(

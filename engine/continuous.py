@@ -1,4 +1,4 @@
-"""The generation loop of a continuous batch: a sequence joins when a slot is free and leaves it when it has ended."""
+"""The generation loop for continuous batching: a sequence takes a free slot and releases it when it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from neuronmm.engine.sampling import Sampler, SamplingParams
 
 
 class Slots(Protocol):
-    """What the loop needs of a backend whose rows are sequences of their own: ``batch`` of them, each in its slot.
+    """The interface of a backend with ``batch`` slots, each of which holds one independent sequence.
 
     Dimensions: input_ids [prompt]; token_ids [n]; logits [vocab] and [n, vocab], of the last positions.
     """
@@ -24,11 +24,11 @@ class Slots(Protocol):
     batch: int
 
     def join(self, slot: int, input_ids: Tensor) -> Tensor:
-        """Start a sequence in a slot, in place of what was there; the other slots stand still."""
+        """Start a sequence in a slot and return its logits. The other slots do not advance."""
         ...
 
     def step(self, slots: list[int], token_ids: Tensor) -> Tensor:
-        """Append a token to the sequence of each of these slots; a sequence that is left out is lost."""
+        """Append one token to the sequence in each of these slots. Sequences in other slots are lost."""
         ...
 
 
@@ -47,16 +47,16 @@ class _Sequence:
 def run(
     slots: Slots, rows: list[Row], params: SamplingParams, eos: frozenset[int], device: torch.device
 ) -> Iterator[tuple[Row, str]]:
-    """Generate for all rows, each from when a slot is free, yielding each piece of text as soon as it is certain.
+    """Generate for all rows as slots become free, and yield each piece of text as soon as it is final.
 
-    A row's ``ttft`` counts from the start of the run: the wait for a slot is in it. The rows' results are complete when
-    the iterator is exhausted.
+    The ``ttft`` of a row counts from the start of the run and includes the wait for a slot. The rows' results are
+    complete when the iterator is exhausted.
     """
     start = time.perf_counter()
     waiting, running = deque(rows), dict[int, _Sequence]()
 
     def enter(slot: int, logits: Tensor) -> Iterator[tuple[Row, str]]:
-        """Choose a slot's next token; the slot is free if it was the last."""
+        """Sample the next token of a slot, and free the slot if the sequence has ended."""
         sequence = running[slot]
         token, row = sequence.choose(logits, device), sequence.row
         yield from ((row, piece) for piece in advance(row, token, time.perf_counter() - start, eos) if piece)

@@ -1,4 +1,4 @@
-"""Decoding by the C++ core: every token is one call on the KV cache, and so is a prompt where the core reads them."""
+"""The decoder on the C++ core: one call per decode step, and one call per prefill if the core supports it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from neuronmm.models.lowrank import LowRankLinear
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-"""RoPE variants whose angles depend on the position alone, so that a table can hold them."""
+"""RoPE variants whose angles depend only on the position, so that a table can hold them."""
 
 
 class CpuDecoder(TorchDecoder):
-    """The torch decoder with its steps in C++, prefill only in bf16 and where torch has no faster GEMM.
+    """The torch decoder with its steps in C++. Prefill runs in C++ only in bf16 and if torch has no faster GEMM.
 
     The logits of ``decode`` are float32.
 
-    ``weights`` (say, int8 ones) take the place of the model's own in the core's steps; they describe the same model
-    and at least ``max_len`` positions.
+    ``weights`` (int8 ones, for example) replace the model's own weights in the core's steps. They must describe the
+    same model and at least ``max_len`` positions.
 
     Raises:
-        KernelError: the core cannot serve the model; :func:`refuses` says so beforehand.
+        KernelError: the core does not support the model; :func:`refuses` tells so beforehand.
     """
 
     def __init__(self, model: Any, batch: int, max_len: int, weights: ModelWeights | None = None) -> None:
@@ -37,7 +37,7 @@ class CpuDecoder(TorchDecoder):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether prefill runs in the core, too; else in torch, whose GEMMs use AMX, by its rate the faster."""
+        """Whether prefill runs in the core. With AMX it runs in torch, whose GEMMs use it (faster by its rate)."""
         return self._whole_step.reads_prompts and not has_amx()
 
     @torch.inference_mode()
@@ -62,7 +62,7 @@ class CpuDecoder(TorchDecoder):
 
 
 def refuses(model: Any, batch: int) -> str | None:
-    """Why the core cannot decode this model, or None."""
+    """Return why the core cannot decode this model, or None if it can."""
     if core() is None:
         return NOT_BUILT
     if batch > MAX_BATCH:
@@ -82,7 +82,7 @@ def refuses(model: Any, batch: int) -> str | None:
 
 
 def describe(model: Any, max_len: int) -> ModelWeights:
-    """The weights of a transformers model, for :class:`DecodeStep`. Nothing is copied but the small tensors."""
+    """Describe the weights of a transformers model to :class:`DecodeStep`. Only the small tensors are copied."""
     base, attention = model.model, model.model.layers[0].self_attn
     positions = torch.arange(max_len)[None]
     cos, sin = base.rotary_emb(torch.empty(1, dtype=torch.float32), positions)

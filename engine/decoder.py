@@ -1,8 +1,8 @@
-"""The decode loop's inner half: tokens in, next-token logits out, over a transformers model's own modules.
+"""The decoder interface, and its torch implementation on the modules of a transformers model.
 
-Nothing of a model family is written here. Embedding, norms, projections, RoPE and MLP are the modules of the loaded
-model, called in the order that Llama and Qwen share; what this file adds is the static KV cache and the attention over
-it. It uses none of transformers' cache classes, which differ from version to version.
+This file contains no code of a model family. Embedding, norms, projections, RoPE and MLP are modules of the loaded
+model, called in the order that Llama and Qwen share. This file adds the static KV cache and the attention over it. It
+does not use transformers' cache classes, which differ between versions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from neuronmm.kernels.widened_linears import widened_linears
 
 
 class Decoder(Protocol):
-    """What the generation loop needs of a backend: a batch's state, advanced one step at a time.
+    """The interface between the generation loop and a backend: the state of a batch, advanced one step at a time.
 
     Dimensions: input_ids, attention_mask [batch, prompt] (left-padded, 1 = token); token_ids [batch]; logits
-    [batch, vocab] in the model's dtype or float32, of the last position only. The state holds at most ``max_len``
-    positions in ``state_bytes`` bytes.
+    [batch, vocab] of the last position, in the model's dtype or float32. The state holds at most ``max_len`` positions
+    in ``state_bytes`` bytes.
     """
 
     batch: int
@@ -30,19 +30,19 @@ class Decoder(Protocol):
     state_bytes: int
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Forget everything, read the prompts, return the logits that follow them."""
+        """Reset the state, process the prompts and return the logits of their last positions."""
         ...
 
     def decode(self, token_ids: Tensor) -> Tensor:
-        """Append one token to every row and return the logits that follow it."""
+        """Append one token to every row and return its logits."""
         ...
 
 
 class TorchDecoder:
-    """The decoder in torch, on any device. Reusable: every ``prefill`` starts over in the same cache.
+    """The torch decoder, for any device. It can be reused: every ``prefill`` resets the cache.
 
     Raises:
-        ValueError: more positions are asked for than ``max_len``.
+        ValueError: a call needs more than ``max_len`` positions or another number of rows.
     """
 
     def __init__(self, model: Any, batch: int, max_len: int) -> None:
@@ -71,7 +71,7 @@ class TorchDecoder:
         if self.cache.padded:
             length = input_ids.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril_()
-            # A padding position sees at least itself: a softmax over nothing would be NaN.
+            # A padding position attends to itself, because a softmax over nothing is NaN.
             diagonal = torch.eye(length, dtype=torch.bool, device=input_ids.device)
             mask = (causal & self.cache.valid[:, None, None, :length]) | diagonal
         with widened_linears(input_ids.device):
@@ -107,7 +107,7 @@ class TorchDecoder:
         return self._head(self._model.norm(x[:, -1]))
 
     def _end(self, input_ids: Tensor) -> int:
-        """The cache's length after ``input_ids`` [batch, n]."""
+        """Return the length of the cache after ``input_ids`` [batch, n]."""
         rows, end = len(input_ids), self.cache.length + input_ids.shape[1]
         if end > self.max_len or rows != self.batch:
             raise ValueError(f"{rows} rows of {end} positions do not fit [{self.batch}, {self.max_len}]")
@@ -121,7 +121,8 @@ class TorchDecoder:
         """Dimensions: q [batch, heads, n, head_dim]; k, v [batch, kv_heads, filled, head_dim] -> [batch, n, hidden]."""
         batch, _, n, _ = q.shape
         if n == 1:
-            # The query heads of one KV head become its query rows: far faster than enable_gqa for one position.
+            # The query heads of one KV head become its query rows, which is far faster than enable_gqa for one
+            # position.
             out = scaled_dot_product_attention(q.view(batch, self._kv_heads, self._groups, -1), k, v, attn_mask=mask)
             return out.reshape(batch, 1, -1)
         if self._groups > 1:
@@ -131,6 +132,6 @@ class TorchDecoder:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE, half-split as in transformers: x [batch, heads, n, head_dim]; cos, sin [batch, 1, n, head_dim]."""
+    """Apply RoPE, half-split as in transformers: x [batch, heads, n, head_dim]; cos, sin [batch, 1, n, head_dim]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin

@@ -1,4 +1,4 @@
-"""A transformers model on a torch device, made ready to decode."""
+"""A transformers model on a torch device, prepared for decoding."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.patch import fuse
 
 MAX_BATCH = 8
-"""Rows that run at once; more prompts than that run in groups of similar length."""
+"""Rows that run at once; more prompts run in groups of similar length."""
 
 
 class TorchHost:
-    """A loaded model whose low-rank modules run the kernel ``impl`` (``auto``: the fastest that serves each call).
+    """A loaded model whose low-rank modules run the implementation ``impl`` (``auto``: the fastest for each call).
 
     Raises:
-        UserError: no kernel is called ``impl``.
+        UserError: there is no implementation ``impl``.
     """
 
     def __init__(self, model: Any, impl: str = "auto") -> None:
@@ -46,7 +46,7 @@ class TorchHost:
     @property
     @torch.inference_mode()
     def path(self) -> str:
-        """The kernels that serve a decode step, by op."""
+        """The implementations that a decode step uses, by op."""
         chosen = {}
         for module in self.model.modules():
             if isinstance(module, LowRankSwiGLU):
@@ -61,11 +61,11 @@ class TorchHost:
         return ", ".join(f"{op.value}={name}" for op, name in sorted(chosen.items()))
 
     def decoder(self, batch: int, max_len: int) -> Decoder:
-        """A decoder for ``batch`` rows of at most ``max_len`` positions."""
+        """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return TorchDecoder(self.model, batch, max_len)
 
     def sibling(self, impl: str) -> TorchHost:
-        """The same weights, not copied, under another kernel."""
+        """Return a host with the same weights, not copied, and another implementation."""
         shared = (*self.model.parameters(), *self.model.buffers())
         twin = copy.copy(self)
         twin.impl = impl

@@ -1,7 +1,7 @@
 """The static KV cache: allocated once, filled in place, read up to the filled length.
 
-One contiguous tensor a layer for the keys and one for the values, so that a decode step written in another language
-can work on the same memory through plain pointers.
+Each layer has one contiguous tensor for the keys and one for the values, so that the C++ core can work on the same
+memory through plain pointers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of every layer, and which of their slots hold a token.
+    """Keys and values of every layer, and a mask of the slots that hold tokens.
 
-    Dimensions: ``keys[layer]`` and ``values[layer]`` [batch, kv_heads, max_len, head_dim]; ``valid`` [batch, max_len],
-    False where a slot holds padding. Slots from ``length`` on are not filled yet.
+    Dimensions: ``keys[layer]`` and ``values[layer]`` [batch, kv_heads, max_len, head_dim]; ``valid`` [batch, max_len]
+    is False if a slot holds padding. Slots from ``length`` on are not filled yet.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (batch, kv_heads, max_len, head_dim)
-        # Writing zeros touches every page now, so that no page fault falls into a decode step.
+        # Writing zeros touches every page now, so that decode steps have no page faults.
         self.keys = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(layers)]
         self.valid = torch.ones(batch, max_len, dtype=torch.bool, device=device)
@@ -37,7 +37,7 @@ class KVCache:
         self.padded = False
 
     def reset(self, attention_mask: Tensor) -> None:
-        """Begin anew with prompts of ``attention_mask`` [batch, prompt]: zero marks left padding."""
+        """Empty the cache for prompts with ``attention_mask`` [batch, prompt], in which zero marks left padding."""
         self.length = 0
         self.valid.fill_(True)
         self.valid[:, : attention_mask.shape[1]] = attention_mask.bool()

@@ -1,4 +1,4 @@
-"""The generation loop: a batch of prompts through prefill, then one token a row and step until every row has ended."""
+"""The generation loop of a static batch: one prefill, then one token per row and step until every row has ended."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from neuronmm.engine.text import TextStream
 
 @dataclass
 class Generation:
-    """What came of one prompt.
+    """The result for one prompt.
 
-    ``token_ids`` are the generated tokens, an end-of-sequence token included; ``text`` is the text they add to the
-    prompt, special tokens left out, cut before a stop string. ``finish_reason``: ``eos``, ``stop``, ``length``
-    (max_new_tokens reached) or ``context`` (the model's context is full). ``ttft`` and ``decode_seconds`` are wall
-    seconds of the whole batch this prompt ran in: until its first token, and from there to this row's last.
+    ``token_ids`` are the generated tokens, including an end-of-sequence token. ``text`` is their text without special
+    tokens, cut before a stop string. ``finish_reason`` is ``eos``, ``stop``, ``length`` (max_new_tokens reached) or
+    ``context`` (the model's context is full). ``ttft`` is the time in seconds from the start of the batch to its first
+    token; ``decode_seconds`` is the time from there to the last token of this row.
     """
 
     prompt: str
@@ -34,18 +34,18 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decode speed: later tokens by later seconds, prompt and first token left out; None for a single token."""
+        """Decode speed without the prompt and the first token; None for a single token."""
         later = len(self.token_ids) - 1
         return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; times are measured seconds."""
+        """Return plain values for JSON; times are measured seconds."""
         return {**vars(self), "tokens_per_second": self.tokens_per_second}
 
 
 @dataclass
 class Row:
-    """One sequence on its way through a batch."""
+    """The state of one sequence of a batch."""
 
     prompt_ids: list[int]
     limit: int
@@ -58,13 +58,13 @@ class Row:
 def run(
     decoder: Decoder, rows: list[Row], params: SamplingParams, eos: frozenset[int], device: torch.device
 ) -> Iterator[tuple[Row, str]]:
-    """Generate for all rows at once, yielding each piece of text as soon as it is certain.
+    """Generate for all rows at once, and yield each piece of text as soon as it is final.
 
     The rows' results are complete when the iterator is exhausted.
     """
     start = time.perf_counter()
     longest = max(len(row.prompt_ids) for row in rows)
-    # Padding is written as a copy of the row's first token, masked out: a repetition penalty then meets no stranger.
+    # Padding repeats the row's first token and is masked out, so that a repetition penalty sees no other token.
     padded = [[row.prompt_ids[0]] * (longest - len(row.prompt_ids)) + row.prompt_ids for row in rows]
     masks = [[0] * (longest - len(row.prompt_ids)) + [1] * len(row.prompt_ids) for row in rows]
     seen = torch.tensor(padded, device=device)
@@ -85,7 +85,7 @@ def run(
 
 
 def advance(row: Row, token: int, elapsed: float, eos: frozenset[int]) -> Iterator[str]:
-    """Enter one token into a row's result; yield the text it makes certain."""
+    """Append one token to a row's result, and yield the text that becomes final."""
     result = row.result
     result.token_ids.append(token)
     if len(result.token_ids) == 1:

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: nothing is let out that a later token could change or take back."""
+"""Convert tokens to text incrementally; text that a later token could change is held back."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of a UTF-8 character to
-_CONTEXT = 4  # prompt tokens decoded along, so that the text continues the prompt (its spaces included)
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete UTF-8 character
+_CONTEXT = 4  # prompt tokens that are decoded too, so that the text continues the prompt with the right spaces
 
 
 class TextStream:
     """The text of one generated sequence.
 
-    Half a UTF-8 character is held back until the rest arrives (and dropped if it never does). Text that may be the
-    beginning of a stop string is held back too; at a stop string the text ends just before it.
+    An incomplete UTF-8 character is held back until it is complete, and dropped if it never is. Text that may be the
+    beginning of a stop string is held back too. The text ends just before a stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]) -> None:
@@ -28,7 +28,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that is now certain, often empty."""
+        """Add a token and return the text that is now final; it is often empty."""
         self._ids.append(token)
         before = self._decode(self._ids[self._from : self._known])
         now = self._decode(self._ids[self._from :])
@@ -45,7 +45,7 @@ class TextStream:
         return self._release(len(self._held) - keep)
 
     def finish(self) -> str:
-        """The sequence has ended: return what was held back."""
+        """Return the text held back; call it at the end of the sequence."""
         return self._release(len(self._held))
 
     def _release(self, length: int) -> str:
@@ -58,6 +58,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

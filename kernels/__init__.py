@@ -1,10 +1,14 @@
-"""The fused low-rank ops: one signature, one fp32 reference, one implementation per target."""
+"""The fused low-rank ops: one signature, one fp32 reference, one implementation per target.
+
+Importing this package imports the modules that register implementations in the dispatch table.
+"""
 
 if "." not in __name__:
     from neuronmm_checkout import stand_back
 
     stand_back(__name__)
 else:
+    from neuronmm.kernels import cpu, plain, reference  # noqa: F401 (they register implementations)
     from neuronmm.kernels.int8 import Int8, quantise
     from neuronmm.kernels.ops import (
         KernelError,

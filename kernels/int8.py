@@ -1,7 +1,7 @@
-"""Int8 matrices: a scale a row, symmetric, rounded to nearest. Half the bytes of bf16, and decoding is bound by bytes.
+"""Int8 matrices: symmetric, one scale per row, rounded to nearest. They halve the bytes of bf16, which bound decoding.
 
-The activations stay in floating point, so the rounding of the weights is the only new error: at most half a step an
-element, where a row's step, its scale, is its largest absolute value / 127.
+Activations stay in floating point, so the rounding of the weights is the only added error: at most half a step per
+element. The step of a row is its scale, its largest absolute value / 127.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Int8(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """[out, in], as a tensor has it."""
+        """[out, in], like the shape of a tensor."""
         return self.values.shape
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The matrix in a float dtype, each element rounded to it once."""
+        """Return the matrix in a float dtype; each element is rounded once."""
         return (self.values * self.scales[:, None]).to(dtype)
 
 
@@ -38,14 +38,14 @@ Weight: TypeAlias = Tensor | Int8
 def quantise(weight: Tensor) -> Int8:
     """Round a matrix [out, in] of any float dtype to int8, row by row.
 
-    No element moves by more than half its row's scale, but for the float32 rounding of the products.
+    No element changes by more than half its row's scale, apart from float32 rounding.
     """
     wide = weight.detach().float()
-    # A row of zeros, or of numbers that float32 hardly tells from them, gets the smallest normal scale.
+    # A row of zeros or of subnormal numbers gets the smallest normal scale, which avoids a division by zero.
     scales = (wide.abs().amax(dim=1) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
     return Int8((wide / scales[:, None]).round_().to(torch.int8), scales)
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """``weight`` as a tensor: as it is, or an int8 one dequantised to ``dtype``."""
+    """Return ``weight`` as a tensor. An int8 weight is dequantised to ``dtype``; a float weight keeps its dtype."""
     return weight.dequantise(dtype) if isinstance(weight, Int8) else weight

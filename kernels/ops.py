@@ -1,8 +1,8 @@
-"""The dispatch table: what the ops are, who implements them, and which implementation serves a call.
+"""The dispatch table: the ops, their implementations, and the choice of an implementation for a call.
 
-Callers name an op and, if they must, an implementation; they never branch on hardware themselves. ``auto``
-takes the fastest implementation that can serve the call and may fall back. A named implementation that
-cannot serve raises :class:`KernelError` and says why.
+Callers name an op and, if they must, an implementation; they never branch on hardware. ``auto`` selects the fastest
+implementation that supports the call and may fall back. A named implementation that does not support the call raises
+:class:`KernelError` with the reason.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from neuronmm.kernels.int8 import Int8, Weight
 
 
 class KernelError(RuntimeError):
-    """A named implementation does not exist or cannot serve the call; the message says why."""
+    """A named implementation does not exist or does not support the call; the message gives the reason."""
 
 
 class LowRank(NamedTuple):
     """One factorised linear ``y = B (A x) + bias``.
 
-    Dimensions: ``A`` [r, in], ``B`` [out, r], ``bias`` [out] or None; on one device, of one float dtype but where a
-    factor is :class:`Int8`.
+    Dimensions: ``A`` [r, in], ``B`` [out, r], ``bias`` [out] or None. All are on one device and have one float dtype,
+    except for factors that are :class:`Int8`.
     """
 
     A: Weight
@@ -35,13 +35,13 @@ class LowRank(NamedTuple):
     bias: Tensor | None = None
 
     def shares_a(self, other: LowRank) -> bool:
-        """Whether both have one A, the same tensor, so that A x need be computed only once."""
+        """Whether both use the same A tensor, so that A x is computed only once."""
         one, two = (part.A.values if isinstance(part.A, Int8) else part.A for part in (self, other))
         return one is two
 
 
 class Op(str, Enum):
-    """The ops every target implements."""
+    """The ops that every target implements."""
 
     LINEAR = "low_rank_linear"
     SWIGLU = "low_rank_swiglu"
@@ -49,10 +49,10 @@ class Op(str, Enum):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute one op.
+    """One implementation of one op.
 
-    ``refuses(x, *factors)`` returns None when the call can be served, else the reason it cannot.
-    ``priority`` orders the automatic choice, highest first; below zero is never chosen automatically.
+    ``refuses(x, *factors)`` returns None if it supports the call, otherwise the reason why not. ``priority`` orders the
+    automatic choice, highest first; an implementation below zero is never chosen automatically.
     """
 
     op: Op
@@ -68,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 
 def register(op: Op, name: str, *, refuses: Callable[..., str | None], priority: int) -> Callable[[Callable], Callable]:
-    """Decorator: enter a function ``run(x, *factors) -> Tensor`` in the table."""
+    """Return a decorator that adds a function ``run(x, *factors) -> Tensor`` to the table."""
 
     def enter(run: Callable) -> Callable:
         if (op, name) in _TABLE:
@@ -82,15 +82,15 @@ def register(op: Op, name: str, *, refuses: Callable[..., str | None], priority:
 
 @cache
 def implementations(op: Op) -> tuple[Implementation, ...]:
-    """All implementations of ``op``, in the order the automatic choice tries them."""
+    """Return all implementations of ``op``, in the order in which the automatic choice tries them."""
     return tuple(sorted((i for i in _TABLE.values() if i.op is op), key=lambda i: -i.priority))
 
 
 def choose(op: Op, impl: str, x: Tensor, *factors: LowRank) -> Implementation:
-    """The implementation that serves this call.
+    """Return the implementation for this call.
 
     Raises:
-        KernelError: ``impl`` names no implementation, or one that cannot serve these tensors.
+        KernelError: ``impl`` is unknown, or does not support these tensors.
     """
     if impl == "auto":
         return _first_that_serves(op, x, *factors)
@@ -105,7 +105,7 @@ def choose(op: Op, impl: str, x: Tensor, *factors: LowRank) -> Implementation:
 
 
 def _first_that_serves(op: Op, x: Tensor, *factors: LowRank) -> Implementation:
-    """The automatic choice; what it passes over is logged, once for each implementation."""
+    """Return the automatic choice. Each implementation that it skips is logged once."""
     for candidate in implementations(op):
         if candidate.priority < 0:
             break
@@ -119,7 +119,7 @@ def _first_that_serves(op: Op, x: Tensor, *factors: LowRank) -> Implementation:
 
 
 def _width_after(width: int, factors: LowRank) -> int:
-    """The width of the result of ``factors`` on an input of ``width``; kernels may trust the shapes after this."""
+    """Check the shapes of ``factors`` for an input of ``width`` features and return the width of the result."""
     (rank, into), (out, inner) = factors.A.shape, factors.B.shape
     if into != width or inner != rank or (factors.bias is not None and factors.bias.shape != (out,)):
         bias = "none" if factors.bias is None else list(factors.bias.shape)
@@ -130,11 +130,11 @@ def _width_after(width: int, factors: LowRank) -> int:
 def low_rank_linear(x: Tensor, A: Weight, B: Weight, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """``y = B (A x) + bias``, the paper's XUV (arXiv 2510.25977) with U = A^T and V = B^T.
 
-    Dimensions: ``x`` [..., in], ``A`` [r, in], ``B`` [out, r], result [..., out], all on one device and of one dtype,
-    but that A and B may be :class:`Int8`.
+    Dimensions: ``x`` [..., in], ``A`` [r, in], ``B`` [out, r], result [..., out]. All are on one device and have one
+    dtype, except that A and B may be :class:`Int8`.
 
     Raises:
-        KernelError: the shapes do not fit together, or a named ``impl`` cannot serve the call.
+        KernelError: the shapes do not fit together, or a named ``impl`` does not support the call.
     """
     factors = LowRank(A, B, bias)
     _width_after(x.shape[-1], factors)
@@ -144,18 +144,14 @@ def low_rank_linear(x: Tensor, A: Weight, B: Weight, bias: Tensor | None = None,
 def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, impl: str = "auto") -> Tensor:
     """``down(silu(gate(x)) * up(x))`` with three factorised linears.
 
-    Dimensions: ``x`` [..., hidden]; gate and up: hidden -> intermediate, down: intermediate -> hidden, each with
-    a rank of its own; result [..., hidden]. Where gate and up have one A, A x is computed once.
+    Dimensions: ``x`` [..., hidden]; gate and up: hidden -> intermediate, down: intermediate -> hidden, each with its
+    own rank; result [..., hidden]. If gate and up share one A, A x is computed once.
 
     Raises:
-        KernelError: the shapes do not fit together, or a named ``impl`` cannot serve the call.
+        KernelError: the shapes do not fit together, or a named ``impl`` does not support the call.
     """
     wide = _width_after(x.shape[-1], gate)
     if _width_after(x.shape[-1], up) != wide:
         raise KernelError(f"gate and up differ in width: {wide} and {up.B.shape[0]}")
     _width_after(wide, down)
     return choose(Op.SWIGLU, impl, x, gate, up, down).run(x, gate, up, down)
-
-
-# The implementations enter themselves in the table; they need the names above, so the imports come last.
-from neuronmm.kernels import cpu, plain, reference  # noqa: E402, F401

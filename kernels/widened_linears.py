@@ -1,7 +1,7 @@
-"""torch's products in 16 bits, on processors that multiply float32 faster.
+"""Run torch's 16-bit linears in float32 on processors where that is faster.
 
-Where the instructions lack, torch's GEMMs of bf16 and fp16 matrices take 2 to 7 times as long as those of the same
-matrices in float32, conversions included (docs/log.md has the measurements).
+Without 16-bit instructions, torch's GEMMs of bf16 and fp16 matrices take 2 to 7 times as long as float32 GEMMs of the
+same matrices, conversions included (docs/log.md has the measurements).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 _FEW = 16
-"""Fewer rows than this wait for the weights, which are half as long in 16 bits."""
+"""Calls with fewer rows are bound by reading the weights, which is faster in 16 bits."""
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are faster than float32 ones there; without the instructions they are far slower.
+    """Whether bf16 matmuls are faster than float32 ones on the device; without the instructions they are far slower.
 
-    AMD's AVX-512 multiplies bf16 at twice the rate of float32, Intel's at half of it: there it takes AMX (docs/log.md).
+    AMD's AVX-512 multiplies bf16 at twice the rate of float32, Intel's at half that rate: Intel needs AMX
+    (docs/log.md).
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -33,14 +34,14 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def has_amx() -> bool:
-    """Whether the CPU has Intel's matrix unit for bf16, which torch's GEMMs use and NeuronMM's own do not."""
+    """Whether the CPU has Intel's matrix unit for bf16, which torch's GEMMs use and the C++ core does not."""
     return bool(_capabilities().get("amx_bf16"))
 
 
 def widened_linears(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, linears of 16-bit tensors on an x86 CPU run in float32 where that is faster, and round the result.
+    """Return a context in which 16-bit linears on an x86 CPU run in float32 where that is faster.
 
-    The values are those of the 16-bit product but for the order of its sum, which is float32 in both.
+    The result is rounded to 16 bits. It differs from that of the 16-bit linear only by the order of the float32 sum.
     """
     found = _capabilities()
     if device.type != "cpu" or found.get("architecture") != "x86_64":
@@ -54,7 +55,7 @@ def widened_linears(device: torch.device) -> AbstractContextManager[object]:
 
 
 class _Widened(TorchFunctionMode):
-    """Widens the operands of linears of these dtypes."""
+    """Widen the operands of linears of these dtypes."""
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
         super().__init__()
@@ -80,6 +81,6 @@ class _Widened(TorchFunctionMode):
 
 
 def _capabilities() -> Mapping[str, Any]:
-    """What torch says of the CPU; nothing before torch could."""
+    """Return torch's description of the CPU; empty on versions of torch without one."""
     found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return found

@@ -1,6 +1,6 @@
-"""How fast this machine reads memory now, and how many bytes a decode step has to read.
+"""Measure the read bandwidth of this machine, and count the bytes that a decode step reads.
 
-Decoding a few rows reads every weight once a step, so bytes a step over read bandwidth is the floor of TPOT.
+Decoding a few rows reads every weight once per step, so bytes per step over read bandwidth is a lower bound of TPOT.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ SMALLEST, LARGEST = 64 * 2**20, 2**30
 
 
 class BandwidthProbe:
-    """Times plain reads over one buffer, on the threads and device the model uses.
+    """Measure plain reads of one buffer, with the threads and the device of the model.
 
-    The buffer has the size of the model's weights (64 MiB to 1 GiB): a model that fits into a cache is then compared
-    with that cache's bandwidth, not with the memory's behind it.
+    The buffer has the size of the model's weights (64 MiB to 1 GiB), so that a model that fits into a cache is compared
+    with the bandwidth of the cache.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._buffer = torch.ones(min(max(nbytes, SMALLEST), LARGEST) // 4, device=device)
         if device.type == "cpu":
-            gather([self._buffer])  # on huge pages, as the weights are: small ones would set the limit too low
+            gather([self._buffer])  # on huge pages like the weights; small pages would give too low a limit
         self.nbytes = self._buffer.nbytes
 
     @torch.inference_mode()
     def __call__(self) -> float:
-        """Read bandwidth in bytes a second: the best of three sums over the buffer."""
+        """Return the read bandwidth in bytes per second: the best of three sums over the buffer."""
         seconds = []
         for _ in range(3):
             start = time.perf_counter()
@@ -41,12 +41,12 @@ class BandwidthProbe:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters; a tied embedding or a shared factor counts once."""
+    """Return the bytes of all parameters; a tied embedding or a shared factor counts once."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def factor_bytes(model: Any) -> dict[str, int]:
-    """Bytes of the low-rank factors by the precision they are stored in, scales included; a shared one counts once."""
+    """Return the bytes of the low-rank factors by dtype, with their scales; a shared factor counts once."""
     found: dict[str, int] = {}
     for module in model.modules():
         for factor in module.children() if isinstance(module, LowRankLinear) else ():
@@ -57,9 +57,10 @@ def factor_bytes(model: Any) -> dict[str, int]:
 
 
 def weight_bytes_per_step(model: Any) -> int:
-    """Bytes of the parameters that a decode step reads in full, whatever the batch.
+    """Return the bytes of the parameters that a decode step reads completely, for any batch size.
 
-    The output head counts, tied or not; of an embedding table that is no head only a few rows are read, so it does not.
+    The output head counts, tied or not. An embedding table that is not the head does not count, because a step reads
+    only a few of its rows.
     """
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding

@@ -1,4 +1,4 @@
-"""What a measured figure has to say about where it was measured."""
+"""Describe the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores this process may use, memory, GPU if it is used, and the versions that matter."""
+    """Return processor or GPU, usable cores, memory, system and the versions of the main packages."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
@@ -28,7 +28,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system reports it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Working memory of a piece of work: how far it pushes the peak above what was there before."""
+"""Measure the working memory of a call: the peak above the memory in use before."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _STATUS = Path("/proc/self/status")
 
 
 def measure_growth(work: Callable[[], object], device: torch.device) -> int | None:
-    """Run ``work``; return the bytes by which peak memory exceeded the memory held before.
+    """Run ``work`` and return by how many bytes its peak memory exceeds the memory in use before.
 
-    On a GPU this is torch's allocation peak. On a Linux CPU it is the peak resident set, reset before the run
-    (proc(5), /proc/pid/clear_refs); where the system offers no such reset nothing is measured and the growth is None.
+    On a GPU this is torch's allocation peak. On a Linux CPU it is the peak resident set, reset before the run (proc(5),
+    /proc/pid/clear_refs). If the system has no such reset, the result is None.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -35,7 +35,7 @@ def measure_growth(work: Callable[[], object], device: torch.device) -> int | No
 
 
 def _return_free_memory() -> None:
-    """Give freed heap back to the system, so that reusing it shows as growth; glibc only."""
+    """Return freed heap to the system, so that its reuse counts as growth; glibc only."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""Sequences that begin alike in one row: the common beginning runs through the model once.
+"""Pack sequences with a common prefix into one row, so that the model processes the prefix once.
 
-After it stand the branches, what is left of each sequence. A branch sees the common beginning and itself, and counts
-its positions on from the beginning, so that every token has the state it has in its own sequence alone.
+The prefix is followed by the branches, the rest of each sequence. A branch attends to the prefix and itself, and its
+positions continue those of the prefix. Every token thus has the same state as in its own sequence.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pack:
-    """One row: token ``ids``, their ``positions``, their ``branches`` (0: the common beginning), and for each of the
-    packed sequences a path: where in the row its tokens stand.
+    """One row: token ``ids``, their ``positions``, and their ``branches`` (0 is the prefix).
+
+    ``paths`` holds for each packed sequence the indices of its tokens in the row.
     """
 
     ids: list[int]
@@ -27,7 +28,7 @@ class Pack:
 
 
 def pack(sequences: list[list[int]], limit: int) -> Iterator[Pack]:
-    """Rows that hold ``sequences`` in their order; a row has more than ``limit`` tokens only if one sequence has."""
+    """Yield rows that hold ``sequences`` in order. A row exceeds ``limit`` tokens only if a single sequence does."""
     common = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False)))
     while sequences:
         length, count = len(sequences[0]), 1
@@ -50,7 +51,7 @@ def _row(sequences: list[list[int]], common: int) -> Pack:
 
 
 def lay_out(rows: list[Pack], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows, padded on the right: ids and positions [rows, n], and the mask [rows, 1, n, n] that attention adds."""
+    """Return ids and positions [rows, n], padded on the right, and the additive attention mask [rows, 1, n, n]."""
     longest = max(len(row.ids) for row in rows)
 
     def padded(lists: list[list[int]]) -> Tensor:
@@ -58,7 +59,7 @@ def lay_out(rows: list[Pack], device: torch.device, dtype: torch.dtype) -> tuple
 
     branches = padded([row.branches for row in rows])
     seen = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
-    # No token sees what stands to its right, so padding, which stands to the right of all, is seen by none.
+    # The mask is causal, so no token attends to the padding on the right.
     seen &= torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
     return padded([row.ids for row in rows]), padded([row.positions for row in rows]), mask[:, None]

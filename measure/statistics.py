@@ -1,4 +1,4 @@
-"""From raw times to the figures of the report; all of them measured."""
+"""Summarise raw measured times into the figures of the benchmark report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from neuronmm.measure.benchmark import Run
 
 STALL_PROBE = 0.7
-"""A round is flagged when a probe beside it is below this share of the point's median probe ..."""
+"""A round is flagged if a bandwidth probe beside it is below this fraction of the point's median probe."""
 STALL_TIME = 1.5
-"""... or when a variant's run takes longer than this multiple of the variant's median run."""
+"""A round is also flagged if a run of a variant takes longer than this multiple of the variant's median run."""
 
 
 def summarise(values: Sequence[float]) -> dict[str, float]:
-    """Median and spread (smallest and largest)."""
+    """Return median, minimum and maximum."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
@@ -29,11 +29,11 @@ def summarise_point(
     memory: dict[str, int | None],
     step_bytes: dict[str, int],
 ) -> dict[str, Any]:
-    """The report's entry for one batch size and prompt length.
+    """Return the report's entry for one batch size and prompt length.
 
-    TTFT and TPOT in seconds. A run's TPOT is the mean of its later tokens; median, min and max are over runs, p90 is
-    over all single tokens. ``bandwidth_share`` is weight bytes a step over TPOT, as a share of the median probe;
-    the KV cache's bytes are not in it.
+    TTFT and TPOT are in seconds. The TPOT of a run is the mean over its later tokens. Median, min and max are over
+    runs; p90 is over all single tokens. ``bandwidth_share`` is weight bytes per step over TPOT, as a fraction of the
+    median probe; it does not count the KV cache.
     """
     _flag(rounds, measured)
     bandwidth = median(r[when] for r in rounds for when in ("probe_before", "probe_after"))
@@ -58,7 +58,7 @@ def summarise_point(
 
 
 def _flag(rounds: list[dict[str, Any]], measured: dict[str, list[Run]]) -> None:
-    """Mark each round that looks disturbed by something else on the machine; its figures stay in."""
+    """Mark each round that other work on the machine seems to have disturbed; its figures are kept."""
     usual_probe = median(min(r["probe_before"], r["probe_after"]) for r in rounds)
     totals = {name: [run.ttft + sum(run.steps) for run in runs] for name, runs in measured.items()}
     for index, entry in enumerate(rounds):

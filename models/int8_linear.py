@@ -1,4 +1,4 @@
-"""A linear that keeps its weight in int8 and computes in the precision of its input."""
+"""A linear module with an int8 weight that computes in the dtype of its input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Int8Linear(nn.Module):
     """``y = W x + bias`` with ``W[i, j] = weight[i, j] * weight_scale[i]``. W takes no gradient.
 
     Dimensions: x [..., in_features] -> [..., out_features]; weight int8 [out, in], weight_scale float32 [out]. The
-    scales stay float32 whatever the module is converted to.
+    scales stay float32 when the module is converted to another dtype.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Int8Linear(nn.Module):
 
     @property
     def int8(self) -> Int8:
-        """The weight as the kernels take it."""
+        """The weight in the form that the kernels take."""
         return Int8(self.weight, self.weight_scale)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""The two modules a compressed model is made of.
+"""The two modules of a compressed model: a low-rank linear and a low-rank SwiGLU MLP.
 
-Both keep ordinary ``nn.Linear`` children, so their parameters are named ``<linear>.A.weight`` and
-``<linear>.B.weight``, load from safetensors, move with ``device_map`` and take LoRA adapters like any other linear.
-(8-bit factors are :class:`Int8Linear` children, which take no adapter.)
-With ``impl`` None they call those children (hooks and adapters see every product); with an implementation's name
-they hand the weights to :mod:`neuronmm.kernels`. ``fuse`` sets it, for inference.
+Both have ordinary ``nn.Linear`` children. Their parameters are therefore named ``<linear>.A.weight`` and
+``<linear>.B.weight``, load from safetensors, move with ``device_map`` and take LoRA adapters like any linear. (8-bit
+factors are :class:`Int8Linear` children, which take no adapter.) With ``impl`` None the modules call these children, so
+that hooks and adapters work. With the name of an implementation they pass the weights to :mod:`neuronmm.kernels`.
+``fuse`` sets ``impl``, for inference.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from neuronmm.kernels import Int8, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.models.int8_linear import Int8Linear
 
 FACTORS = (".A.weight", ".B.weight")
-"""How the names of the factors end, and no other tensor's."""
+"""The endings of the factors' tensor names; no other tensor has them."""
 
 
 class LowRankLinear(nn.Module):
-    """``y = B (A x) + bias`` in place of an ``nn.Linear``.
+    """``y = B (A x) + bias``, the replacement of an ``nn.Linear``.
 
     Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank].
 
-    ``kind`` is the class of the two factors. With a ``leader``, another low-rank linear of the same input, ``A`` is the
-    leader's own module, whatever is put in its place later (an adapter, say). It is a child of the leader alone:
-    parameters, ``state_dict`` and checkpoint hold it once.
+    ``kind`` is the class of the two factors. A ``leader`` is another low-rank linear with the same input, whose ``A``
+    this linear uses, including whatever replaces it later (an adapter, for example). ``A`` is a child of the leader
+    only: parameters, ``state_dict`` and checkpoint hold it once.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class LowRankLinear(nn.Module):
 
     @property
     def factors(self) -> LowRank:
-        """The weights as the kernels take them."""
+        """The weights in the form that the kernels take."""
         return LowRank(_matrix(self.A), _matrix(self.B), self.B.bias)
 
     def __getattr__(self, name: str) -> Any:
-        """Children and parameters, as in any module; a follower's ``A`` too."""
+        """Return a child or parameter; ``A`` is the leader's if there is a leader."""
         leader = self.__dict__["_leader"][0] if name == "A" else None
         return super().__getattr__(name) if leader is None else leader.A
 
@@ -75,7 +75,7 @@ def _matrix(factor: Any) -> Tensor | Int8:
 
 
 class LowRankSwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` over three low-rank linears, in place of a dense SwiGLU MLP.
+    """``down(silu(gate(x)) * up(x))`` with three low-rank linears, the replacement of a dense SwiGLU MLP.
 
     Dimensions: x [..., hidden] -> [..., hidden].
     """

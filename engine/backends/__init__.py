@@ -1,4 +1,4 @@
-"""Where a model can run: a small table of backends, and the choice among them."""
+"""The table of backends, and the choice of one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from neuronmm.models.errors import UserError
 
 
 class Host(Protocol):
-    """A model loaded on a backend: it makes decoders and says what it is.
+    """A model loaded on a backend. It creates decoders.
 
-    ``max_batch``: rows that can run at once. ``max_len``: positions of a sequence, None: as many as the model has.
-    ``continuous``: its decoders are :class:`~neuronmm.engine.continuous.Slots`, too.
+    ``max_batch`` is the number of rows that can run at once. ``max_len`` is the number of positions of a sequence, None
+    for as many as the model has. ``continuous`` says whether its decoders also are
+    :class:`~neuronmm.engine.continuous.Slots`.
     """
 
     backend: str
@@ -29,20 +30,20 @@ class Host(Protocol):
 
     @property
     def path(self) -> str:
-        """One line: which kernels serve this model here."""
+        """One line that names the kernels in use."""
         ...
 
     def decoder(self, batch: int, max_len: int) -> Decoder:
-        """A decoder for ``batch`` rows of at most ``max_len`` positions."""
+        """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         ...
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One kind of place to run.
+    """One backend.
 
-    ``missing(**options)`` is None where the backend can run, else the reason and the way out. ``load(folder, dtype,
-    impl, **options)`` gives the host. ``options`` are the names of what it takes beside a model.
+    ``missing(**options)`` returns None if the backend can run here, otherwise the reason and what to do. ``load(folder,
+    dtype, impl, **options)`` returns the host. ``options`` are the names of the backend's own options.
     """
 
     name: str
@@ -62,10 +63,10 @@ BACKENDS = {
 
 
 def choose(name: str, options: Mapping[str, Any] | None = None) -> Backend:
-    """The backend called ``name``; ``auto`` is CUDA where there is one, else the CPU.
+    """Return the backend ``name``; ``auto`` is CUDA if torch sees a GPU, otherwise the CPU.
 
     Raises:
-        UserError: there is no such backend, it cannot run on this machine, or it has no such ``options``.
+        UserError: there is no such backend, it cannot run on this machine, or it lacks one of the ``options``.
     """
     if name == "auto":
         name = "cpu" if BACKENDS["cuda"].missing() else "cuda"

@@ -1,4 +1,4 @@
-"""The CPU backend: each step one call of the C++ core where that can serve the model, prompts in it or in torch."""
+"""The CPU backend: decode steps run in the C++ core if it supports the model, prefill in the core or in torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from neuronmm.models.load import load_pretrained
 
 
 class CpuHost(TorchHost):
-    """A model in main memory. ``auto`` and ``cpu`` decode in the C++ core, every other kernel name in torch.
+    """A model in main memory. ``auto`` and ``cpu`` decode in the C++ core, all other implementations in torch.
 
     Raises:
-        KernelError: ``impl`` is ``cpu`` and the core cannot serve the model.
+        KernelError: ``impl`` is ``cpu`` and the core does not support the model.
     """
 
     @property
     def path(self) -> str:
-        """One line: how a decode step runs here."""
+        """One line that says how a decode step runs."""
         if self._in_torch(1):
             return super().path
         pages = "huge pages" if arena.huge_bytes(self.model.get_input_embeddings().weight) else "4 KiB pages"
@@ -31,7 +31,7 @@ class CpuHost(TorchHost):
         return f"whole step in C++ ({isa()}), prompts in {prompts}, {torch.get_num_threads()} threads, {pages}"
 
     def decoder(self, batch: int, max_len: int) -> Decoder:
-        """A decoder for ``batch`` rows of at most ``max_len`` positions."""
+        """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return (TorchDecoder if self._in_torch(batch) else CpuDecoder)(self.model, batch, max_len)
 
     def _in_torch(self, batch: int) -> bool:
@@ -44,12 +44,12 @@ class CpuHost(TorchHost):
 
 
 def missing() -> str | None:
-    """There is always a CPU."""
+    """Return None: there always is a CPU."""
     return None
 
 
 def load(folder: Path, dtype: torch.dtype, impl: str) -> CpuHost:
-    """The model of ``folder`` in main memory, all weights in one arena."""
+    """Load the model of ``folder`` into main memory, with all weights in one arena."""
     host = CpuHost(load_pretrained(folder, dtype, "cpu"), impl)
     arena.gather(host.model.parameters())
     return host

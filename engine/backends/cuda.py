@@ -11,12 +11,12 @@ from neuronmm.models.load import load_pretrained
 
 
 def missing() -> str | None:
-    """None when torch sees a GPU."""
+    """Return None if torch sees a GPU, otherwise what to do."""
     if torch.cuda.is_available():
         return None
     return "torch sees no CUDA GPU; install a CUDA build of torch and a driver, or use --backend cpu"
 
 
 def load(folder: Path, dtype: torch.dtype, impl: str) -> TorchHost:
-    """The model of ``folder`` in GPU memory."""
+    """Load the model of ``folder`` into GPU memory."""
     return TorchHost(load_pretrained(folder, dtype, "cuda"), impl)

@@ -1,6 +1,6 @@
-"""The emulated Neuron runtime, held by every engine that runs on it: entered with the first, left with the last.
+"""The emulated Neuron runtime, shared by all engines that run on it: started by the first, stopped by the last.
 
-Engines come and go in any order, a context manager only in one.
+Engines may close in any order, which nested context managers do not allow; hence the reference count.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _held: list[_Held] = []
 
 
 def hold(kernels: Kernels) -> tuple[Any, Callable[[], None]]:
-    """The session, and the function that lets go of it, to be called once.
+    """Return the emulation session and the function that releases it, to be called once.
 
     Raises:
-        UserError: another engine holds a session that runs its kernels in another way.
+        UserError: another open engine uses a session with other ``kernels``.
     """
     from neuronmm.emulator.runtime import neuron_emulation
 

@@ -1,7 +1,7 @@
-"""All weights in one stretch of memory, on huge pages where the system grants them.
+"""One contiguous memory arena for all weights, on huge pages if the system grants them.
 
-Decoding reads every weight once a token; with pages of 4 KiB the processor spends much of that time on address
-translation. Linux gives huge pages to anonymous memory that asks for them (``madvise(2)``, MADV_HUGEPAGE).
+Decoding reads every weight once per token. With pages of 4 KiB the processor spends much of that time on address
+translation. Linux gives huge pages to anonymous memory on request (``madvise(2)``, MADV_HUGEPAGE).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LINE = 64
 
 
 def gather(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
-    """Move the tensors' data, in their order, into one new arena; they stay the same objects.
+    """Move the data of the tensors, in their order, into one new arena; the tensor objects stay the same.
 
-    Meant for parameters: afterwards every tensor is contiguous, and neighbours in the given order are neighbours in
-    memory (each begins on a cache line). Tensors that share memory with one another must not be given. The arena lives
-    as long as any of them.
+    This is meant for parameters. Afterwards every tensor is contiguous, and neighbours in the given order are
+    neighbours in memory; each begins on a cache line. The tensors must not share memory with each other. The arena
+    lives as long as any of them.
 
     Returns:
         The tensors.
@@ -43,14 +43,14 @@ def gather(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
 def _map(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory would not be granted any
-    with suppress(OSError):  # a kernel without transparent huge pages: small pages do the same, slower
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets no huge pages
+    with suppress(OSError):  # without transparent huge pages in the kernel, small pages work, but slower
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def huge_bytes(tensor: Tensor) -> int:
-    """Bytes of the mapping around ``tensor`` that lie on huge pages; 0 where the system does not tell."""
+    """Return how many bytes of the mapping around ``tensor`` are on huge pages; 0 if the system does not report it."""
     maps = Path("/proc/self/smaps")
     if not maps.is_file():
         return 0

@@ -1,5 +1,5 @@
-// The blocks a decoder layer is made of, run by a team: each worker takes its share of the weight rows, and then what is
-// left of the others' shares.
+// The blocks of a decoder layer, run by a team of workers. Each worker multiplies its part of the weight rows, then steals
+// rows from workers that are not done.
 #pragma once
 
 #include <cstdlib>
@@ -10,8 +10,8 @@
 
 namespace neuronmm {
 
-// fp32 rows that a phase writes and the next one reads: row b begins at data + b * stride. More than kMaxBatch rows that a
-// matrix is multiplied with stand beside themselves in bf16, in rows of as many elements.
+// fp32 activations [batch, n] that one phase writes and the next one reads; row b begins at data + b * stride. If there are
+// more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride, which the GEMMs read.
 struct Rows {
     float* data;
     size_t stride;
@@ -20,17 +20,18 @@ struct Rows {
     float* row(int b) const { return data + b * stride; }
 };
 
-// Round columns begin to end of `batch` rows of n, where they are kept rounded.
+// Update columns [begin, end) of the bf16 copy of `batch` rows of n values, if there is one.
 void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n, int batch);
 
-// Memory for one call, kept for the next one of the same thread. Only grows.
+// Memory of one call, reused by the next call of the same thread. It only grows.
 class Scratch {
 public:
-    // Room for `floats` values in all; forgets what was taken before.
+    // Reserve room for `floats` values and release everything taken before.
     void reserve(size_t floats);
-    // batch rows of n values, every row on a cache line of its own; many of them with room to be kept rounded.
+    // Take `batch` rows of n values, each aligned to a cache line; more than kMaxBatch rows get a bf16 copy.
     Rows take(int batch, int n);
-    // Values that `take` uses for batch rows of n. Rows of a power of two would share their cache sets, hence one line more.
+    // Number of floats that `take` uses. Each row is one cache line longer than needed: rows whose distance is a power of
+    // two would compete for the same cache sets.
     static size_t size(int batch, int n) {
         const size_t floats = batch * stride(n);
         return batch > kMaxBatch ? floats + floats / 2 : floats;
@@ -45,23 +46,23 @@ private:
 // The largest rank of these linears; 0 when all are dense.
 int max_rank(std::initializer_list<const Linear*> linears);
 
-// One linear of a group that shares its input, its rank-r intermediate and its result.
+// One linear of a group with the same input; `ax` is its rank-r intermediate A x, `y` its result.
 struct Projection {
     const Linear& linear;
-    Rows middle, y;
+    Rows ax, y;
 };
 
-// y = linear(x) for every projection of the group: all A factors, each once, one barrier, then all B factors and dense
-// weights. A projection that shares its A with an earlier one reads that one's intermediate and leaves its own alone.
-// `add` adds to y. There is no barrier at the end.
+// y = linear(x) for every projection of the group: first all A factors, then one barrier, then all B factors and dense
+// weights. A shared A is multiplied once, into the `ax` of the first projection that has it. `add` accumulates into y.
+// There is no barrier at the end.
 void project(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add = false);
 
-// y (+)= down(silu(gate(x)) * up(x)). Gate and up may share their A, which is then read once; `hidden` takes the product,
-// `up_hidden` is room for one factor of it. Of a prompt, gate and up run as one pass over blocks of rows that stay in the
-// cache. One barrier before each phase that needs another's rows, none at the end.
+// y (+)= down(silu(gate(x)) * up(x)). A shared A of gate and up is read once. `hidden` receives silu(gate(x)) * up(x),
+// `up_hidden` receives up(x). In a prefill, gate and up run block by block of weight rows, so that their outputs are still
+// in the cache for SwiGLU. Barriers separate the phases; there is none at the end.
 struct SwiGLU {
     const Linear &gate, &up, &down;
-    Rows gate_middle, up_middle, hidden, up_hidden, down_middle;
+    Rows gate_ax, up_ax, hidden, up_hidden, down_ax;
 };
 void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, bool add);
 

@@ -10,11 +10,11 @@
 
 namespace neuronmm {
 
-constexpr int kMaxBatch = 8;  // rows one call takes; more of them are a GEMM, which other libraries do better
+constexpr int kMaxBatch = 8;  // most rows of one call; other libraries are faster for more rows (a GEMM)
 
 enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
-// A matrix [rows, cols], contiguous. An int8 matrix means data[i][j] * scale[i].
+// A contiguous matrix [rows, cols]. The value of an int8 element is data[i][j] * scale[i].
 struct Matrix {
     const void* data;
     const float* scale;  // [rows], int8 only
@@ -31,7 +31,7 @@ struct Linear {
 
     bool low_rank() const { return b.data != nullptr; }
     const Matrix& last() const { return low_rank() ? b : a; }
-    // Whether a x is the same for both: factorised linears may have one A in common.
+    // Whether both linears are factorised and share one A, so that a x is computed once.
     bool shares_a(const Linear& other) const { return low_rank() && other.low_rank() && a.data == other.a.data; }
 };
 
@@ -43,7 +43,7 @@ struct Layer {
     void *keys, *values;
 };
 
-// A decoder with its cache. cos and sin are tables [max_len, head_dim], the two halves of a row alike.
+// A decoder with its cache. cos and sin are tables [max_len, head_dim]; both halves of a row are equal.
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
     int32_t batch, max_len, cache_type;
@@ -57,12 +57,15 @@ struct Model {
 
 }  // namespace neuronmm
 
-// "avx512bf16", "avx2", ...: what this processor runs. Setting it (for tests) takes a name, null for the best;
-// the result is 0, or -1 where the processor or the build lacks it.
+// The name of the instruction set in use: "avx512bf16", "avx2", and so on. neuronmm_set_isa, for tests, selects one by
+// name, or the best for null. It returns 0, or -1 if the processor or the build lacks the instruction set.
 NEURONMM_EXPORT const char* neuronmm_isa();
 NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
 
-// Whether the core was built with threads.
+// Write the sizes in bytes of Matrix, Linear, Layer and Model to sizes[4], for callers that describe the structs themselves.
+NEURONMM_EXPORT void neuronmm_struct_sizes(int64_t* sizes);
+
+// Whether the core was built with OpenMP.
 NEURONMM_EXPORT int neuronmm_threaded();
 
 // x [batch, in] -> y [batch, out], both of x_type; bias in the linears is fp32.
@@ -74,12 +77,13 @@ NEURONMM_EXPORT void neuronmm_low_rank_swiglu(const neuronmm::Linear* gate, cons
                                               const neuronmm::Linear* down, const void* x, int32_t type,
                                               int32_t batch, void* y, int32_t threads);
 
-// Whether neuronmm_step takes several tokens a row of this model: the processor has AVX2 or more, no matrix is fp32 and the
-// cache is bf16.
+// Whether neuronmm_step can prefill this model, that is, take several tokens per row: the processor has at least AVX2, no
+// matrix is fp32 and the cache is bf16.
 NEURONMM_EXPORT int neuronmm_reads_prompts(const neuronmm::Model* model);
 
-// `count` tokens a row: tokens [batch, count] are written to the slots from `slot` on of the cache, of which row i begins
-// at starts[i]; logits [batch, vocab] follow the last of them. The result is 0; or -1, with nothing done, where a token is
-// not in the vocabulary, a slot not in the cache, a start behind the last slot, or count above 1 and the model not read so.
+// Process tokens [batch, count] and write their keys and values to the cache slots [slot, slot + count). Row i of the cache
+// begins at slot starts[i] (left padding). logits [batch, vocab] are those of the last token of each row. Returns 0 on
+// success. Returns -1 and changes nothing if a token id, a slot or a start is out of range, or if `count` > 1 and the model
+// does not support prefill here.
 NEURONMM_EXPORT int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t count,
                                   const int32_t* starts, int32_t slot, float* logits, int32_t threads);

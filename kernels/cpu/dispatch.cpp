@@ -1,4 +1,4 @@
-// The run-time choice of the instruction set.
+// Choice of the instruction set at run time.
 #include <atomic>
 #include <cstring>
 #include <initializer_list>
@@ -22,8 +22,8 @@ bool runs(const Kernels* kernels) {
     return true;
 }
 
-// Whether the bf16 dot product multiplies at half of fp32's rate: that of Intel's cores, where AMD's has twice fp32's. A
-// single row waits for memory and gains by it everywhere; many rows do not.
+// Whether the bf16 dot product runs at half the fp32 rate, as on Intel's cores (on AMD's it runs at twice the fp32 rate). A
+// single row is bound by memory and gains from the instruction everywhere; many rows do not.
 bool slow_dot_product() {
 #if defined(__x86_64__)
     return __builtin_cpu_is("intel");
@@ -32,7 +32,7 @@ bool slow_dot_product() {
 #endif
 }
 
-// The best this processor runs, or the named one; null if there is none.
+// The kernels of that name, or the best for null, if this processor runs them; otherwise null.
 const Kernels* find(const char* name) {
     const Kernels *dot = kernels_avx512bf16(), *fp32 = kernels_avx512bf16_fp32();
     if (slow_dot_product()) std::swap(dot, fp32);
@@ -56,4 +56,10 @@ int neuronmm_set_isa(const char* name) {
     if (!kernels) return -1;
     neuronmm::chosen.store(kernels, std::memory_order_release);
     return 0;
+}
+
+void neuronmm_struct_sizes(int64_t* sizes) {
+    using namespace neuronmm;
+    const size_t all[] = {sizeof(Matrix), sizeof(Linear), sizeof(Layer), sizeof(Model)};
+    for (size_t i = 0; i < 4; i++) sizes[i] = static_cast<int64_t>(all[i]);
 }

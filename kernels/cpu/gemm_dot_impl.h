@@ -1,4 +1,4 @@
-// The scheme of a GEMM by the processor's bf16 dot product: two columns at a time, sums in fp32.
+// GEMM scheme for the bf16 dot product instruction: two inputs at a time, fp32 sums.
 #pragma once
 
 #include "gemm_impl.h"
@@ -7,7 +7,7 @@
 namespace neuronmm {
 namespace {
 
-// The first n of 32 consecutive elements as bf16, zeros behind them.
+// Load the first n of 32 consecutive elements as bf16 and fill the rest with zeros.
 inline __m512i read_row(const void* data, int type, size_t at, int n) {
     const __mmask32 mask = n >= 32 ? ~0u : (1u << n) - 1;
     if (type == kBFloat16) return _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(data) + at);
@@ -17,7 +17,7 @@ inline __m512i read_row(const void* data, int type, size_t at, int n) {
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);  // exact: |integer| <= 128
 }
 
-struct DotProduct {
+struct Bf16DotScheme {
     typedef uint32_t Cell;
     struct Rows {
         const uint16_t* data;
@@ -26,7 +26,7 @@ struct DotProduct {
     };
     static constexpr int kInputs = 2;
     static constexpr int kRows = 12;
-    static constexpr int kDepth = 1 << 20;  // a panel of any model at once
+    static constexpr int kDepth = 1 << 20;  // larger than any model's contraction: one panel holds all of it
 
     static Vec everywhere(const uint16_t* x) {
         int32_t pair;
@@ -37,8 +37,8 @@ struct DotProduct {
 
     static Rows inputs(const uint16_t* x, size_t ldx, int, int) { return {x, ldx}; }
 
-    // panel[p][j] = columns from + 2 p and the next of row begin + j, j < n; zeros for the other j. Of an odd number of
-    // columns the last is followed by zeros.
+    // panel[p][j] = columns from + 2p and from + 2p + 1 of row begin + j for j < n; zeros for other j. A missing last column
+    // (odd depth) is zero.
     static void pack_rows(const Matrix& m, int begin, int n, int from, int depth, uint32_t* panel) {
         for (int half = 0; half < kPanel; half += L)
             for (int k = 0; k < depth; k += 32) {
@@ -54,7 +54,7 @@ struct DotProduct {
             }
     }
 
-    // panel[p][j] = rows from + 2 p and the next of column begin + j, likewise.
+    // panel[p][j] = rows from + 2p and from + 2p + 1 of column begin + j, padded in the same way.
     static void pack_columns(const Matrix& m, int begin, int n, int from, int depth, uint32_t* panel) {
         for (int k = 0; k < depth; k += 2) {
             const size_t at = static_cast<size_t>(from + k) * m.cols + begin;

@@ -1,5 +1,5 @@
-// The scheme of a GEMM in fp32: weights and inputs, bf16 or int8, are widened as a panel is packed and a block of rows is
-// taken. For processors without a bf16 dot product, and those on which it is slower than this.
+// GEMM scheme in fp32: weights (bf16 or int8) are widened when a panel is packed, inputs when a block of rows is loaded. For
+// processors without a bf16 dot product, and those where fp32 is faster.
 #pragma once
 
 #include "gemm_impl.h"
@@ -8,7 +8,7 @@
 namespace neuronmm {
 namespace {
 
-// The first L elements of a matrix at `at`, or n where they are fewer and zeros behind them.
+// Load min(n, L) consecutive elements of a matrix from index `at` on as fp32 and fill the rest with zeros.
 inline Vec widened(const Matrix& m, size_t at, int n) {
     if (m.type == kBFloat16) {
         const uint16_t* p = static_cast<const uint16_t*>(m.data) + at;
@@ -18,13 +18,13 @@ inline Vec widened(const Matrix& m, size_t at, int n) {
     return n >= L ? load(p) : load_part(p, n);
 }
 
-struct FloatProduct {
+struct Fp32Scheme {
     typedef float Cell;
     static constexpr int kInputs = 1;
     static constexpr int kRows = L == 16 ? 12 : 6;
     static constexpr int kDepth = 256;
     struct Rows {
-        static constexpr size_t kStride = kDepth + 16;  // constant, so that one register leads to all rows
+        static constexpr size_t kStride = kDepth + 16;  // a constant, so that one register addresses all rows
         const float* data;
         const float* row(int i) const { return data + i * kStride; }
     };
@@ -39,7 +39,7 @@ struct FloatProduct {
         return {to};
     }
 
-    // panel[k][j] = column from + k of row begin + j, j < n; zeros for the other j.
+    // panel[k][j] = column from + k of row begin + j for j < n; zeros for other j.
     static void pack_rows(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
         for (int half = 0; half < kPanel; half += L)
             for (int k = 0; k < depth; k += L) {
@@ -54,7 +54,7 @@ struct FloatProduct {
             }
     }
 
-    // panel[k][j] = row from + k of column begin + j, j < n; zeros for the other j.
+    // panel[k][j] = row from + k of column begin + j for j < n; zeros for other j.
     static void pack_columns(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
         for (int k = 0; k < depth; k++)
             for (int half = 0; half < kPanel; half += L)

@@ -1,10 +1,12 @@
-// Products of many rows, as reading a prompt has them. Weights are packed panel by panel on their way: a panel is some
-// hundred kilobytes at most and serves every row of the input, so that packing is about a hundredth of the work at 512
-// rows and no second copy of the weights is kept.
+// GEMMs of many rows, for prefill. Weights are packed panel by panel during the GEMM. A panel has at most a few hundred
+// kilobytes and serves every input row: at 512 rows packing is about 1 % of the work, and no second copy of the weights
+// is kept.
 //
-// A scheme S says how a panel is packed and multiplied: `Cell`, what it holds of a result, and how many inputs one stands
-// for; `Rows`, what it is multiplied with; `kRows` input rows at a time, whose sums and a panel's line fill the registers;
-// `kDepth` inputs at a time, so that panel and inputs stay in the cache.
+// A scheme S defines how a panel is packed and multiplied:
+//   Cell     element of a panel; it holds kInputs consecutive inputs of one output
+//   Rows     the input rows in the form the panel is multiplied with
+//   kRows    input rows per register block; their sums and one line of the panel fill the registers
+//   kDepth   inputs per panel, so that the panel and the input rows stay in the cache
 #pragma once
 
 #include "kernels_impl.h"
@@ -12,9 +14,9 @@
 namespace neuronmm {
 namespace {
 
-constexpr int kPanel = 2 * L;  // results of one panel: two vectors
+constexpr int kPanel = 2 * L;  // outputs of one panel: two vectors
 
-// R rows of x times one panel; the results' first n columns go to y.
+// Multiply R rows of x with one panel and store the first n output columns to y.
 template <class S, int R>
 void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, float* y, size_t ldy, int n,
                 const float* scale, const float* bias, bool add) {
@@ -55,7 +57,7 @@ void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, fl
     }
 }
 
-// All rows of x. `next` bytes from `ahead` on are wanted after this: they are fetched in between.
+// Multiply all rows of x with one panel, and prefetch the `next` bytes from `ahead` on, which the next panel is packed from.
 template <class S>
 void panel_times(const typename S::Cell* panel, int depth, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
                  int n, const float* scale, const float* bias, bool add, const char* ahead, size_t next) {
@@ -81,7 +83,7 @@ T* panel_memory(size_t cells) {
     return spare.reserve(cells);
 }
 
-// How many inputs of `all` are taken at once: about equal parts of at most kDepth, a multiple of the widest vector.
+// Inputs per panel: `all` inputs are split into about equal parts of at most kDepth, rounded up to the widest vector.
 template <class S>
 int depth_of(int all) {
     const int parts = all > S::kDepth ? (all + S::kDepth - 1) / S::kDepth : 1;
@@ -89,7 +91,7 @@ int depth_of(int all) {
 }
 
 template <class S>
-void gemm_by(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
+void gemm_nt_by(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
              const float* bias, bool add) {
     const int most = depth_of<S>(m.cols);
     auto* panel = panel_memory<typename S::Cell>(static_cast<size_t>(most) / S::kInputs * kPanel);
@@ -107,13 +109,13 @@ void gemm_by(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx,
 }
 
 template <class S>
-void mix_by(const Matrix& m, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy) {
+void gemm_nn_by(const Matrix& m, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy) {
     const int most = depth_of<S>(m.rows);
     auto* panel = panel_memory<typename S::Cell>(static_cast<size_t>(most) / S::kInputs * kPanel);
     for (int j = 0; j < m.cols; j += kPanel) {
         const int n = m.cols - j < kPanel ? m.cols - j : kPanel;
         int k = 0;
-        do {  // of no rows the result is zero
+        do {  // runs once even for a matrix without rows, whose result is zero
             const int depth = m.rows - k < most ? m.rows - k : most;
             S::pack_columns(m, j, n, k, depth, panel);
             panel_times<S>(panel, depth, x + k, ldx, rows, y + j, ldy, n, nullptr, nullptr, k > 0, nullptr, 0);

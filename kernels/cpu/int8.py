@@ -1,4 +1,4 @@
-"""A whole model in int8 for the decode step: dense weights, factors and the embedding."""
+"""Quantise a whole model to int8 for the decode step: dense weights, factors and the embedding."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from neuronmm.kernels.int8 import Int8, Weight, quantise
 
 
 def quantise_model(weights: ModelWeights) -> ModelWeights:
-    """Every matrix of the model in int8, in an arena of their own.
+    """Return the model with every matrix in int8, in a new arena.
 
-    Norms and biases stay as they are, and so does what is int8 already. A matrix that has two uses (a tied embedding, a
-    shared A) has them afterwards, too.
+    Norms, biases and matrices that are int8 already stay as they are. A matrix with two uses (a tied embedding, a
+    shared A) is quantised once and keeps both uses.
     """
-    made: dict[int, Int8] = {}
+    quantised: dict[int, Int8] = {}
 
     def matrix(weight: Weight) -> Weight:
         if isinstance(weight, Int8):
             return weight
-        if id(weight) not in made:
-            made[id(weight)] = quantise(weight)
-        return made[id(weight)]
+        if id(weight) not in quantised:
+            quantised[id(weight)] = quantise(weight)
+        return quantised[id(weight)]
 
     def linear(part: LinearWeights) -> LinearWeights:
         return replace(part, A=matrix(part.A), B=None if part.B is None else matrix(part.B))
@@ -39,5 +39,5 @@ def quantise_model(weights: ModelWeights) -> ModelWeights:
         layers=[layer(part) for part in weights.layers],
         head=linear(weights.head),
     )
-    arena.gather(matrix.values for matrix in made.values())
+    arena.gather(matrix.values for matrix in quantised.values())
     return result

@@ -1,4 +1,4 @@
-// What one instruction set provides, and the choice among the sets.
+// The kernels of one instruction set, and the choice of the set.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace neuronmm {
 
-// Rows of inputs as `rows` takes them for one type of matrix.
+// Input rows in the form that `gemv` needs for one element type of the matrix.
 struct Inputs {
     const void* data;
     size_t stride;
@@ -15,10 +15,10 @@ struct Inputs {
 
 struct Kernels {
     const char* name;
-    // fp32 rows x[b * ldx] brought into that form; good until the same thread's next call.
+    // Convert fp32 rows x[b * ldx] to that form. The result is valid until the same thread calls this again.
     Inputs (*prepare)(const float* x, size_t ldx, int cols, int batch, int type);
-    // y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end, up to kMaxBatch rows; `add` adds it to what is there.
-    void (*rows)(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
+    // y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end and up to kMaxBatch rows b; `add` accumulates into y.
+    void (*gemv)(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
                  bool add);
     // gate[i] = silu(gate[i]) * up[i]
     void (*swiglu)(float* gate, const float* up, int n);
@@ -30,19 +30,19 @@ struct Kernels {
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
     // RoPE of one head of 2 * half elements, in place; cos and sin likewise.
     void (*rotate)(float* head, const float* cos, const float* sin, int half);
-    // Element type to fp32 and back, to the nearest even.
+    // Convert an element type to fp32, and fp32 to an element type (round to nearest even).
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);
-    // The same as `rows` and `weighted_sum` for any number of rows of x, in bf16, of bf16 and int8 matrices: y[b] = m . x[b]
-    // and y[b] = x[b] . m. Of an odd number of columns in x another follows, zero. Null where other libraries do better.
-    void (*gemm)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
+    // GEMMs of any number of bf16 rows x with bf16 and int8 matrices: y[b] = m . x[b] (x m^T) and y[b] = x[b] . m (x m).
+    // If x has an odd number of columns, one zero column follows. Null if other libraries are faster.
+    void (*gemm_nt)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
                  const float* bias, bool add);
-    void (*mix)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);
+    void (*gemm_nn)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);
 };
 
-// One each per translation unit; null where it was not built for.
+// One function per translation unit; it returns null if this build lacks the instruction set.
 const Kernels* kernels_avx512bf16();
-const Kernels* kernels_avx512bf16_fp32();  // the same but for `gemm` and `mix`, in fp32
+const Kernels* kernels_avx512bf16_fp32();  // the same with `gemm_nt` and `gemm_nn` in fp32
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_portable();

@@ -6,7 +6,7 @@
 #include "gemm_float_impl.h"
 
 const neuronmm::Kernels* neuronmm::kernels_avx2() {
-    static constexpr Kernels kernels = table("avx2", gemm_by<FloatProduct>, mix_by<FloatProduct>);
+    static constexpr Kernels kernels = table("avx2", gemm_nt_by<Fp32Scheme>, gemm_nn_by<Fp32Scheme>);
     return &kernels;
 }
 #else

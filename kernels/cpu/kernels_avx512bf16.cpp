@@ -7,12 +7,12 @@
 #include "gemm_float_impl.h"
 
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16() {
-    static constexpr Kernels kernels = table("avx512bf16", gemm_by<DotProduct>, mix_by<DotProduct>);
+    static constexpr Kernels kernels = table("avx512bf16", gemm_nt_by<Bf16DotScheme>, gemm_nn_by<Bf16DotScheme>);
     return &kernels;
 }
 
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16_fp32() {
-    static constexpr Kernels kernels = table("avx512bf16+fp32", gemm_by<FloatProduct>, mix_by<FloatProduct>);
+    static constexpr Kernels kernels = table("avx512bf16+fp32", gemm_nt_by<Fp32Scheme>, gemm_nn_by<Fp32Scheme>);
     return &kernels;
 }
 #else

@@ -39,8 +39,8 @@ inline Vec load(const float* p) {
     return v;
 }
 
-// Widening loads and the sum of a vector's lanes, the innermost operations, are spelled out: compilers take detours for
-// them. bf16 is the upper half of an fp32.
+// Widening loads and the sum of a vector's lanes are the innermost operations. They use intrinsics because compilers
+// generate slower code for the generic forms. A bf16 is the upper half of an fp32.
 #if defined(__AVX512F__)
 inline Vec load(const uint16_t* p) {
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
@@ -85,7 +85,7 @@ inline void store(uint16_t* p, Vec v) {  // round to nearest even; NaN stays NaN
 #endif
 }
 
-// The first n < L elements, zeros behind them.
+// Load the first n < L elements and fill the rest with zeros.
 template <class T>
 inline Vec load_part(const T* p, int n) {
     T buffer[L] = {};
@@ -132,9 +132,10 @@ void convert(const T* from, int n, U* to) {
     if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
 }
 
-// How weights of one type are multiplied: kWidth of them at a time with as many inputs, every lane a sum of its own.
+// Dot product step for weights of type T: widen kWidth weights to fp32 and multiply them with as many inputs, one sum per
+// lane.
 template <class T>
-struct Product {
+struct WidenedDot {
     typedef T Weight;
     typedef float Input;
     typedef Vec Wide;
@@ -146,9 +147,9 @@ struct Product {
 };
 
 #if defined(__AVX512BF16__)
-// bf16 weights by the processor's own dot product: 2 L products at a time, neighbours added in one lane, inputs rounded
-// to bf16 beforehand. Sums are fp32.
-struct PairProduct {
+// Dot product step for bf16 weights with the processor's instruction: 2 L products at a time, two neighbours per lane. The
+// inputs are rounded to bf16 beforehand; sums are fp32.
+struct Bf16PairDot {
     typedef uint16_t Weight;
     typedef uint16_t Input;
     typedef __m512bh Wide;
@@ -160,14 +161,14 @@ struct PairProduct {
 };
 #endif
 
-// How far ahead of the products weights are fetched, and at what distances: one line in four has the hardware's prefetcher
-// look further ahead. Fetching every line takes the place of its own requests and is slower than nothing.
-constexpr int kAhead = 8192, kEvery = 256;  // bytes
+// Prefetch distance and stride in bytes. One line in four makes the hardware prefetcher look further ahead. Prefetching
+// every line displaces the hardware's own requests and is slower than no prefetch.
+constexpr int kAhead = 8192, kEvery = 256;
 
-// One weight row at a time, in address order: that is what the hardware prefetchers follow. Several accumulators
-// along the row hide the latency of the additions; a batch has enough of them by itself.
+// Multiply one weight row at a time, in address order, which the hardware prefetchers follow. Several accumulators along
+// the row hide the latency of the additions; a larger batch needs fewer of them.
 template <class P, int B>
-void rows_of(const Matrix& m, int begin, int end, const typename P::Input* x, size_t ldx, float* y, size_t ldy,
+void gemv_of(const Matrix& m, int begin, int end, const typename P::Input* x, size_t ldx, float* y, size_t ldy,
              const float* bias, bool add) {
     constexpr int U = B == 1 ? 4 : B <= 4 ? 2 : 1, W = P::kWidth;
     const int cols = m.cols;
@@ -202,26 +203,26 @@ void rows_of(const Matrix& m, int begin, int end, const typename P::Input* x, si
 }
 
 template <class P>
-void rows_typed(const Matrix& m, int begin, int end, Inputs inputs, int batch, float* y, size_t ldy, const float* bias,
+void gemv_typed(const Matrix& m, int begin, int end, Inputs inputs, int batch, float* y, size_t ldy, const float* bias,
                 bool add) {
     const auto* x = static_cast<const typename P::Input*>(inputs.data);
     const size_t ldx = inputs.stride;
     switch (batch) {
-        case 1: return rows_of<P, 1>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 2: return rows_of<P, 2>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 3: return rows_of<P, 3>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 4: return rows_of<P, 4>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 5: return rows_of<P, 5>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 6: return rows_of<P, 6>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 7: return rows_of<P, 7>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 8: return rows_of<P, 8>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 1: return gemv_of<P, 1>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 2: return gemv_of<P, 2>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 3: return gemv_of<P, 3>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 4: return gemv_of<P, 4>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 5: return gemv_of<P, 5>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 6: return gemv_of<P, 6>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 7: return gemv_of<P, 7>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 8: return gemv_of<P, 8>(m, begin, end, x, ldx, y, ldy, bias, add);
     }
 }
 
 #if defined(__AVX512BF16__)
-using Bfloat16Product = PairProduct;
+using Bf16Dot = Bf16PairDot;
 #else
-using Bfloat16Product = Product<uint16_t>;
+using Bf16Dot = WidenedDot<uint16_t>;
 #endif
 
 Inputs prepare(const float* x, size_t ldx, [[maybe_unused]] int cols, [[maybe_unused]] int batch,
@@ -238,11 +239,11 @@ Inputs prepare(const float* x, size_t ldx, [[maybe_unused]] int cols, [[maybe_un
     return {x, ldx};
 }
 
-void rows(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias, bool add) {
+void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias, bool add) {
     switch (m.type) {
-        case kFloat32: return rows_typed<Product<float>>(m, begin, end, x, batch, y, ldy, bias, add);
-        case kBFloat16: return rows_typed<Bfloat16Product>(m, begin, end, x, batch, y, ldy, bias, add);
-        case kInt8: return rows_typed<Product<int8_t>>(m, begin, end, x, batch, y, ldy, bias, add);
+        case kFloat32: return gemv_typed<WidenedDot<float>>(m, begin, end, x, batch, y, ldy, bias, add);
+        case kBFloat16: return gemv_typed<Bf16Dot>(m, begin, end, x, batch, y, ldy, bias, add);
+        case kInt8: return gemv_typed<WidenedDot<int8_t>>(m, begin, end, x, batch, y, ldy, bias, add);
     }
 }
 
@@ -346,9 +347,9 @@ void narrow(const float* from, int type, int n, void* to) {
     convert(from, n, static_cast<uint16_t*>(to));
 }
 
-// `gemm` and `mix` may be null.
-constexpr Kernels table(const char* name, decltype(Kernels::gemm) gemm, decltype(Kernels::mix) mix) {
-    return {name, prepare, rows, swiglu, softmax, weighted_sum, rms_norm, rotate, widen, narrow, gemm, mix};
+// `gemm_nt` and `gemm_nn` may be null.
+constexpr Kernels table(const char* name, decltype(Kernels::gemm_nt) gemm_nt, decltype(Kernels::gemm_nn) gemm_nn) {
+    return {name, prepare, gemv, swiglu, softmax, weighted_sum, rms_norm, rotate, widen, narrow, gemm_nt, gemm_nn};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-"""The C++ core as ctypes sees it: finding the shared object, its structs, and plain facts about the build.
+"""The ctypes binding of the C++ core: finds the shared object, mirrors its structs and reports how it was built.
 
-The core has no Python in it; it is loaded after torch, so that both use the same OpenMP threads.
+The core is loaded after torch, so that both use the same OpenMP threads.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from neuronmm.kernels.int8 import Int8, Weight
 
 MAX_BATCH = 8
-"""Rows that one call takes."""
+"""Most rows of one call."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""The core's number for each element type."""
+"""Element type numbers of the core."""
 
-NOT_BUILT = "the C++ core is not built; install a C++17 compiler and reinstall neuronmm"
+NOT_BUILT = "the C++ core is not built from these sources; install a C++17 compiler and reinstall neuronmm"
 
 
 class Matrix(ctypes.Structure):
@@ -35,7 +35,7 @@ class Matrix(ctypes.Structure):
 
     @classmethod
     def of(cls, weight: Weight) -> Matrix:
-        """Point at ``weight`` [rows, cols] and, for int8, at its row scales; the caller keeps both alive."""
+        """Point at ``weight`` [rows, cols] and, for int8, at its row scales. The caller keeps both alive."""
         data, scales = weight if isinstance(weight, Int8) else (weight, None)
         rows, cols = data.shape
         return cls(data.data_ptr(), None if scales is None else scales.data_ptr(), rows, cols, TYPES[data.dtype])
@@ -73,15 +73,27 @@ class Model(ctypes.Structure):
 
 @cache
 def core() -> ctypes.CDLL | None:
-    """The loaded core, or None where it was not built or cannot be loaded."""
+    """Return the loaded core, or None if it was not built, cannot be loaded or does not match this module."""
     for file in sorted(Path(__file__).parent.glob("_core*.so")):
         try:
             library = ctypes.CDLL(str(file))
         except OSError:
             continue
-        library.neuronmm_isa.restype = ctypes.c_char_p
-        return library
+        if _matches(library):
+            library.neuronmm_isa.restype = ctypes.c_char_p
+            return library
     return None
+
+
+def _matches(library: ctypes.CDLL) -> bool:
+    """Whether the structs of the built core have the sizes of this module's structs; a stale build may not."""
+    structs = (Matrix, Linear, Layer, Model)
+    sizes = (ctypes.c_int64 * len(structs))()
+    try:
+        library.neuronmm_struct_sizes(sizes)
+    except AttributeError:  # built before the function existed
+        return False
+    return list(sizes) == [ctypes.sizeof(struct) for struct in structs]
 
 
 def require() -> ctypes.CDLL:

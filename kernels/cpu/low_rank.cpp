@@ -4,7 +4,7 @@
 namespace neuronmm {
 namespace {
 
-// Bring x to fp32, compute y in fp32 on a team, and leave it in the type of x.
+// Convert x to fp32, compute y in fp32 on a team of workers, and convert y to the type of x.
 template <class Compute>
 void run(const void* x, int in, void* y, int out, int type, int batch, int threads, Scratch& scratch,
          const Compute& compute) {
@@ -37,9 +37,9 @@ void neuronmm_low_rank_linear(const Linear* linear, const void* x, int32_t type,
                               int32_t threads) {
     const int in = linear->a.cols, out = linear->last().rows, rank = max_rank({linear});
     Scratch& scratch = scratch_of(Scratch::size(batch, in) + Scratch::size(batch, out) + Scratch::size(batch, rank));
-    const Rows middle = scratch.take(batch, rank);
+    const Rows ax = scratch.take(batch, rank);
     run(x, in, y, out, type, batch, threads, scratch, [&](const Worker& worker, Rows wide, Rows result) {
-        project(worker, {{*linear, middle, result}}, wide, batch);
+        project(worker, {{*linear, ax, result}}, wide, batch);
     });
 }
 

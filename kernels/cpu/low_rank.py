@@ -1,7 +1,8 @@
-"""The ``cpu`` implementation of the low-rank ops: fused C++ kernels for a few rows, as decoding has.
+"""The ``cpu`` implementation of the low-rank ops: fused C++ kernels for a few rows, the shape of decoding.
 
-Both factors run in one call with one barrier between them; the rank-r intermediate stays in cache and in fp32, so the
-result is rounded once, at the end. More rows than the core takes are left to torch, whose GEMMs are better there.
+Both factors run in one call with one barrier between them. The rank-r intermediate stays in the cache and in fp32, so
+the result is rounded only once. Calls with more rows than the core supports are left to torch, whose GEMMs are faster
+there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _FLOATS = (torch.float32, torch.bfloat16)
 
 
 def _refuses(x: Tensor, *factors: LowRank) -> str | None:
-    """Why the core cannot serve this call, or None."""
+    """Return why the core does not support this call, or None if it does."""
     if core() is None:
         return NOT_BUILT
     weights = [weight for factor in factors for weight in factor if weight is not None]
@@ -43,7 +44,7 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
 
 
 def _linear(factors: LowRank, keep: list[Tensor]) -> Linear:
-    """Describe a factorised linear; ``keep`` receives what has to stay alive during the call."""
+    """Describe a factorised linear to the core. ``keep`` receives the tensors that must stay alive during the call."""
     bias = None if factors.bias is None else factors.bias.float()
     if bias is not None:
         keep.append(bias)

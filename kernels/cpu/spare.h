@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call.
+// Memory that a thread reuses from call to call.
 #pragma once
 
 #include <stdlib.h>
@@ -6,7 +6,7 @@
 namespace neuronmm {
 namespace {
 
-// Room for plain values; only grows, and forgets what it held when it does.
+// A buffer of plain values. It only grows; growing discards its content.
 template <class T>
 struct Spare {
     T* data = nullptr;

@@ -1,9 +1,8 @@
-"""A whole step of a decoder, one token a row or a prompt, as one C++ call, described by plain tensors.
+"""A whole decoder step as one C++ call: one token per row, or a part of a prompt.
 
-``ModelWeights`` says what a Llama, Qwen2 or Qwen3 decoder consists of; each linear by itself is dense or factorised, in
-floats or in int8. Linears of one input may have one A, the same tensors, which is then read once.
-``DecodeStep`` binds it to a static KV cache. Nothing is copied: weights and cache are read, and the cache written,
-where they lie.
+``ModelWeights`` describes a Llama, Qwen2 or Qwen3 decoder with plain tensors. Each linear is dense or factorised, in
+floats or int8. Linears with the same input may use the same A tensor, which is then read once. ``DecodeStep`` binds the
+weights to a static KV cache. Nothing is copied: the core works on the tensors in place.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from neuronmm.kernels.ops import KernelError
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """``y = A x + bias``, or ``y = B (A x) + bias`` where ``B`` is given.
+    """``y = A x + bias``, or ``y = B (A x) + bias`` if ``B`` is given.
 
     Dimensions: dense ``A`` [out, in]; factorised ``A`` [r, in], ``B`` [out, r]; ``bias`` [out]. The matrices are
     float32, bfloat16 or :class:`Int8`, contiguous.
@@ -35,7 +34,7 @@ class LinearWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Norms [hidden]; ``q_norm`` and ``k_norm`` [head_dim] where the family has them."""
+    """One decoder layer. Norms are [hidden]; ``q_norm`` and ``k_norm`` are [head_dim] if the family has them."""
 
     input_norm: Tensor
     post_norm: Tensor
@@ -54,9 +53,9 @@ class LayerWeights:
 class ModelWeights:
     """A decoder.
 
-    Dimensions: ``embedding`` [vocab, hidden]; ``cos`` and ``sin`` [max_len, head_dim], the RoPE tables by position in
-    the half-split layout of transformers (both halves of a row alike), attention scaling included. ``scale`` multiplies
-    the attention scores, ``eps`` belongs to every norm.
+    Dimensions: ``embedding`` [vocab, hidden]; ``cos`` and ``sin`` [max_len, head_dim] are the RoPE tables by position,
+    in the half-split layout of transformers (both halves of a row are equal), with the attention scaling. ``scale``
+    multiplies the attention scores; ``eps`` is the epsilon of every norm.
     """
 
     embedding: Weight
@@ -71,13 +70,13 @@ class ModelWeights:
 
 
 class DecodeStep:
-    """Tokens for every row of a batch, in one call: one each, or a prompt where :attr:`reads_prompts` holds.
+    """Run one decoder step for a batch: one token per row, or several if :attr:`reads_prompts` holds.
 
     Dimensions: ``keys[layer]`` and ``values[layer]`` [batch, kv_heads, max_len, head_dim], contiguous, float32 or
     bfloat16, batch at most 8.
 
     Raises:
-        KernelError: the core is not built, or a tensor's place, dtype, layout or shape does not fit.
+        KernelError: the core is not built, or a tensor has a wrong device, dtype, layout or shape.
     """
 
     def __init__(self, weights: ModelWeights, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -129,17 +128,17 @@ class DecodeStep:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether it takes several tokens a row: a processor with AVX2 or more, no fp32 matrix, a bf16 cache."""
+        """Whether a call may have several tokens per row: AVX2 or more, no fp32 matrix, and a bf16 cache."""
         return bool(self._library.neuronmm_reads_prompts(ctypes.byref(self._model)))
 
     def __call__(self, token_ids: Tensor, slot: int, starts: Tensor) -> Tensor:
-        """Write the tokens to the cache from ``slot`` on and return the logits that follow the last of each row.
+        """Write the tokens to the cache from ``slot`` on and return the logits of the last token of each row.
 
         Dimensions: token_ids int64 [batch, count]; starts int32 [batch], the first slot of each row that holds a token
-        (its left padding); logits float32 [batch, vocab].
+        (left padding); logits float32 [batch, vocab].
 
         Raises:
-            KernelError: the arguments do not fit the cache, or count is above 1 where prompts are not read.
+            KernelError: the arguments do not fit the cache, or count is above 1 and prompts are not supported.
         """
         if token_ids.ndim != 2 or len(token_ids) != self._batch or token_ids.dtype != torch.int64:
             raise KernelError(f"token_ids {list(token_ids.shape)} {token_ids.dtype} for int64 [{self._batch}, count]")
@@ -158,7 +157,7 @@ class DecodeStep:
         return logits
 
     def _floats(self, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
-        """Address of a small tensor in float32."""
+        """Return the address of a small tensor, converted to float32."""
         if tensor is None:
             return None
         if tensor.shape != shape:
@@ -195,7 +194,7 @@ class DecodeStep:
         return self._address(tensor)
 
     def _address(self, tensor: Tensor) -> int:
-        """Address of a contiguous tensor in main memory, which is kept alive."""
+        """Return the address of a contiguous tensor in main memory and keep the tensor alive."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise KernelError(
                 f"a tensor {list(tensor.shape)} on {tensor.device}: it has to be contiguous, in main memory"

@@ -13,7 +13,7 @@
 namespace neuronmm {
 namespace {
 
-constexpr int kSpins = 256;  // some 10 microseconds; then the core goes to whoever holds the others up
+constexpr int kSpins = 256;  // about 10 microseconds; then the thread yields its core to the one it waits for
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -24,7 +24,7 @@ inline void pause() {
 struct Job {
     const Kernels& kernels;
     const std::function<void(const Worker&)>& work;
-    std::vector<Share> shares;
+    std::vector<WorkQueue> queues;
     Barrier barrier;
     std::atomic<int> finished{0};
 };
@@ -56,16 +56,16 @@ void Barrier::wait(int count) {
     }
 }
 
-// No order of memory is needed here: a phase's inputs and results are handed over by barriers.
-void Share::begin(int first, int end) {
+// Relaxed memory order is enough here: barriers publish a phase's inputs and results.
+void WorkQueue::start_phase(int first, int end) {
     state_.store(pack(phase_of(state_.load(std::memory_order_relaxed)) + 1, first, end), std::memory_order_relaxed);
 }
 
-void Share::refill(int first, int end) {
+void WorkQueue::restart(int first, int end) {
     state_.store(pack(phase_of(state_.load(std::memory_order_relaxed)), first, end), std::memory_order_relaxed);
 }
 
-bool Share::take(int most, int& first, int& end) {
+bool WorkQueue::pop(int most, int& first, int& end) {
     uint64_t state = state_.load(std::memory_order_relaxed);
     do {
         first = first_of(state), end = end_of(state);
@@ -75,7 +75,7 @@ bool Share::take(int most, int& first, int& end) {
     return true;
 }
 
-bool Share::give(const Share& to, int least, int& first, int& end) {
+bool WorkQueue::steal(const WorkQueue& to, int least, int& first, int& end) {
     const uint64_t phase = phase_of(to.state_.load(std::memory_order_relaxed));
     uint64_t state = state_.load(std::memory_order_relaxed);
     do {
@@ -85,12 +85,12 @@ bool Share::give(const Share& to, int least, int& first, int& end) {
     return true;
 }
 
-// The job is handed over, and its end awaited, through atomics: the order of memory then follows from this code alone,
-// which the thread sanitizer can check; OpenMP's own synchronisation is invisible to it.
+// Atomics hand over the job and signal its end, although OpenMP synchronises too: the thread sanitizer can check atomics
+// but does not see OpenMP's synchronisation.
 void run_team(int threads, const std::function<void(const Worker&)>& work) {
     static std::mutex turn;
     const std::lock_guard<std::mutex> lock(turn);
-    Job job{active(), work, std::vector<Share>(std::max(threads, 1)), {}, {}};
+    Job job{active(), work, std::vector<WorkQueue>(std::max(threads, 1)), {}, {}};
 #ifdef _OPENMP
     if (threads > 1 && !omp_in_parallel()) {
         static std::atomic<Job*> shared{nullptr};
@@ -98,14 +98,14 @@ void run_team(int threads, const std::function<void(const Worker&)>& work) {
 #pragma omp parallel num_threads(threads) 
         {
             Job& mine = *shared.load(std::memory_order_acquire);
-            mine.work({mine.kernels, omp_get_thread_num(), omp_get_num_threads(), mine.barrier, mine.shares.data()});
+            mine.work({mine.kernels, omp_get_thread_num(), omp_get_num_threads(), mine.barrier, mine.queues.data()});
             mine.finished.fetch_add(1, std::memory_order_release);
         }
         (void)job.finished.load(std::memory_order_acquire);
         return;
     }
 #endif
-    work({job.kernels, 0, 1, job.barrier, job.shares.data()});
+    work({job.kernels, 0, 1, job.barrier, job.queues.data()});
 }
 
 }  // namespace neuronmm

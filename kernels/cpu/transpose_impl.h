@@ -1,4 +1,4 @@
-// Squares of 32-bit lanes turned round in registers. Included where vectors of 8 or 16 lanes are.
+// Transposition of square blocks of 32-bit lanes in registers, for vectors of 8 or 16 lanes.
 #pragma once
 
 #include "kernels_impl.h"

@@ -1,0 +1,33 @@
+"""The ctypes structs match those of the built core; a core built from other sources is not used."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+
+from neuronmm.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(library.core() is None, reason="the C++ core is not built")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Load the core anew in the test and again after it."""
+    library.core.cache_clear()
+    yield
+    library.core.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["Matrix", "Linear", "Layer", "Model"])
+def test_a_core_with_other_structs_is_not_used(name: str, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Longer(getattr(library, name)):  # type: ignore[misc]
+        _fields_ = (("more", ctypes.c_void_p),)
+
+    monkeypatch.setattr(library, name, Longer)
+    assert library.core() is None
+
+
+def test_a_core_that_does_not_tell_its_structs_is_not_used() -> None:
+    assert not library._matches(ctypes.CDLL(None))
