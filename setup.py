@@ -24,8 +24,13 @@ ISA_FLAGS = {
 
 
 def packages() -> tuple[list[str], dict[str, str]]:
-    """Names of every package and the directory each one lives in."""
-    names = ["neuronmm", *(f"neuronmm.{name}" for name in find_packages("neuronmm"))]
+    """Names of every package and the directory each one lives in.
+
+    In a clone, links inside ``neuronmm`` lead to the folders, so that Python, editors and type checkers find
+    ``neuronmm.engine`` and so on there. A distribution has no links: the folders are mapped to their names here.
+    """
+    inside = find_packages("neuronmm", exclude=[pattern for name in FOLDERS for pattern in (name, f"{name}.*")])
+    names = ["neuronmm", *(f"neuronmm.{name}" for name in inside)]
     where = {"neuronmm": "neuronmm"}
     for folder in FOLDERS:
         if (ROOT / folder).is_dir():

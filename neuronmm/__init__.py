@@ -11,10 +11,6 @@ from typing import Any
 
 from neuronmm.version import VERSION as __version__
 
-_HERE = Path(__file__).parent
-if not (_HERE / "models").is_dir():  # a checkout: the sub-packages lie beside this folder
-    __path__.append(str(_HERE.parent))
-
 __all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict", "recover"]
 
 _HOMES = {

@@ -11,8 +11,6 @@ import house_rules as house
 
 ROOT = Path(__file__).parent.parent
 RULES = [
-    house.import_problems,
-    house.dependency_problems,
     house.op_problems,
     house.length_problems,
     house.docstring_problems,
@@ -59,55 +57,6 @@ def test_the_checks_read_this_repository() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_a_sound_tree_has_no_problems(rule: Callable[[Path], list[str]], tmp_path: Path) -> None:
     assert rule(plant(tmp_path, SOUND)) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "problem"),
-    [
-        ("kernels/fast.py", "from neuronmm.models import patch", "kernels may not import neuronmm.models.patch"),
-        ("kernels/fast.py", "import neuronmm.emulator.nki", "kernels may not import neuronmm.emulator.nki"),
-        ("kernels/fast.py", "from ..models import patch", "kernels may not import neuronmm.models.patch"),
-        ("kernels/cpu/fast.py", "from ... import models", "kernels may not import neuronmm.models"),
-        ("kernels/fast.py", "def f():\n    import neuronmm.engine", "kernels may not import neuronmm.engine"),
-        ("models/a.py", "from neuronmm.compression import b", "models may not import neuronmm.compression.b"),
-        ("models/a.py", "from neuronmm import compress", "models may not import neuronmm.compress"),
-        ("models/a.py", "import neuronmm", "models may not import neuronmm"),
-        ("models/a.py", "import_module('neuronmm.engine')", "models may not import neuronmm.engine"),
-        ("models/neuronx/a.py", "from neuronmm.engine import b", "models may not import neuronmm.engine.b"),
-        ("compression/a.py", "from neuronmm.engine import b", "compression may not import neuronmm.engine.b"),
-        ("engine/a.py", "from neuronmm.compression import b", "engine may not import neuronmm.compression.b"),
-        ("engine/a.py", "from neuronmm.cli import main", "engine may not import neuronmm.cli.main"),
-        ("emulator/a.py", "from neuronmm.kernels import ops", "emulator may not import neuronmm.kernels.ops"),
-        ("emulator/a.py", "from neuronmm.models import x", "emulator may not import neuronmm.models.x"),
-        ("engine/a.py", "from models.patch import patch", "models.patch.patch is not installed under that name"),
-        ("neuronmm/a.py", "import kernels", "kernels is not installed under that name"),
-    ],
-)
-def test_a_wrong_import_is_found(name: str, line: str, problem: str, tmp_path: Path) -> None:
-    plant(tmp_path, {**SOUND, name: f'"""Doc."""\n{line}\n'})
-    (found,) = house.import_problems(tmp_path)
-    assert found.startswith(f"{name}:") and problem in found
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("engine/a.py", "from neuronmm.emulator.nki import trace"),
-        ("engine/b.py", "from neuronmm.engine import a"),
-        ("emulator/a.py", "from neuronmm.kernels import hardware"),
-        ("kernels/cpu/a.py", "from ..ops import Op"),
-        ("neuronmm/cli.py", "from neuronmm.engine import a"),
-    ],
-)
-def test_an_allowed_import_is_let_through(name: str, line: str, tmp_path: Path) -> None:
-    assert house.import_problems(plant(tmp_path, {name: f'"""Doc."""\n{line}\n'})) == []
-
-
-def test_a_dependency_nobody_asked_for_is_found(tmp_path: Path) -> None:
-    tree = {"models/a.py": '"""Doc."""\nimport json, torch.nn, yaml\nfrom scipy.linalg import svd\n'}
-    assert house.dependency_problems(plant(tmp_path, {**SOUND, **tree})) == [
-        "models/a.py:3: scipy is not in pyproject.toml's dependencies"
-    ]
 
 
 def test_an_op_without_a_reference_or_a_test_is_found(tmp_path: Path) -> None:
