@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from transformers import PreTrainedTokenizerBase
+from word_tokenizer import word_tokenizer
 
 import draws
 import xla_oracle as xla
@@ -18,6 +20,9 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import recovery_of
 from neuronmm.compression.recovery import Recovery
 from neuronmm.emulator.hlo import program, types
+from neuronmm.models import CompressionSpec
+from neuronmm.models.families import TARGETS
+from tiny_models import fill_tiny, make_tiny, tiny_checkpoint, write_checkpoint
 
 settings.load_profile(draws.SUITE)  # --hypothesis-profile, read after this file, loads another
 
@@ -51,6 +56,36 @@ def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
         return recovery_of(settings, device).model_copy(update={"learning_rate": 1e-3})
 
     monkeypatch.setattr(last_steps, "recovery_of", faster)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """One token a word: ``w3`` to ``w63`` have the ids 3 to 63, as a tiny model's vocabulary has."""
+    return word_tokenizer()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Callable[..., Path]:
+    """Makes a tiny checkpoint folder with a tokenizer: ``checkpoint("qwen2", compressed=True, tied=False)``.
+
+    A ``spec`` says how it is compressed.
+    """
+
+    def make(
+        model_type: str = "llama", *, compressed: bool = True, tied: bool = False, spec: CompressionSpec | None = None
+    ) -> Path:
+        folder = tmp_path / f"{model_type}-{'compressed' if compressed else 'dense'}"
+        if spec is not None:
+            model = make_tiny(model_type, tied=tied)
+            write_checkpoint(model, fill_tiny(model, spec), folder)
+        elif compressed:
+            tiny_checkpoint(folder, model_type, (*TARGETS["mlp"], "self_attn.q_proj"), tied=tied)
+        else:
+            make_tiny(model_type, tied=tied).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

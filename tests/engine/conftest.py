@@ -15,16 +15,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from word_tokenizer import word_tokenizer
 
 from neuronmm.engine.engine import Engine, load
-from neuronmm.models import CompressionSpec
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import sdk
-from tiny_models import compress_tiny, fill_tiny, make_tiny, shared_spec, tiny_checkpoint, vary_norms, write_checkpoint
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
-    """One token a word: ``w3`` to ``w63`` have the ids 3 to 63, as a tiny model's vocabulary has."""
-    return word_tokenizer()
+from tiny_models import compress_tiny, fill_tiny, make_tiny, shared_spec, vary_norms, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -37,30 +30,6 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     trainer = trainers.BpeTrainer(vocab_size=262, special_tokens=["</s>"], initial_alphabet=alphabet)
     raw.train_from_iterator(["the stop of the stopping step"], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Callable[..., Path]:
-    """Makes a tiny checkpoint folder with a tokenizer: ``checkpoint("qwen2", compressed=True, tied=False)``.
-
-    A ``spec`` says how it is compressed.
-    """
-
-    def make(
-        model_type: str = "llama", *, compressed: bool = True, tied: bool = False, spec: CompressionSpec | None = None
-    ) -> Path:
-        folder = tmp_path / f"{model_type}-{'compressed' if compressed else 'dense'}"
-        if spec is not None:
-            model = make_tiny(model_type, tied=tied)
-            write_checkpoint(model, fill_tiny(model, spec), folder)
-        elif compressed:
-            tiny_checkpoint(folder, model_type, (*TARGETS["mlp"], "self_attn.q_proj"), tied=tied)
-        else:
-            make_tiny(model_type, tied=tied).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return make
 
 
 @pytest.fixture(params=list(sdk.HOSTS))
