@@ -12,6 +12,7 @@ from neuronmm.emulator.nki.dtypes import FLOAT32, promoted
 from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import as_op
+from neuronmm.emulator.nki.symbol import number
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Engine, Space
 
@@ -102,7 +103,7 @@ def nc_matmul(
     """
     _unmasked(mask)
     if tile_position or tile_size:
-        _check_part(stationary, tile_position, tile_size)
+        _check_part(stationary, tuple(number(n) for n in tile_position), tile_size)
     dtype = engines.transposed(current().core, stationary.dtype) if is_transpose else FLOAT32
     result = fresh((stationary.elements, *moving.shape[1:]), dtype, Space.PSUM)
     if is_transpose:

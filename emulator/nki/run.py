@@ -101,7 +101,8 @@ def run(
 
     Arguments that are arrays or :class:`TensorSpec` become HBM tensors, all others are passed as they are; any spec
     among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
-    them; without them the tensors the kernel returns are the outputs. ``shuffle`` seeds a random order of
+    them; without them the tensors the kernel returns are the outputs. An array that the kernel writes into changes, as
+    with the SDK's ``simulate_kernel``. ``shuffle`` seeds a random order of
     ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only). ``capacity``
     False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill. ``core`` is the NeuronCore;
     without it that of the kernel's ``platform_target``, else Trainium 2's for a kernel that the second dialect's
@@ -137,6 +138,10 @@ def run(
         trace = machine.finish(capacity)
         returned = made or ([] if result is None else list(result) if isinstance(result, (tuple, list)) else [result])
         contract.check_outputs(machine, own.function, own.dialect, returned)
+        if data:
+            _write_back(
+                machine, [*zip(tensors, arguments, strict=True), *((named[n], a) for n, a in constants.items())]
+            )
     finally:
         machines.pop()
         if collecting:
@@ -159,6 +164,14 @@ def _output(machine: Machine, spec: TensorSpec, name: str) -> Tile:
     tile = Tile.of(machine.allocate(spec.shape, 0, as_dtype(spec.dtype), Space.HBM, name))
     tile.storage.record.kernel_argument = True
     return tile
+
+
+def _write_back(machine: Machine, given: Sequence[tuple[Any, Any]]) -> None:
+    """Write into the caller's arrays what the kernel wrote into the arguments made of them."""
+    written = {region.buffer for step in machine.trace.instructions for region in step.writes}
+    for tile, array in given:
+        if isinstance(array, np.ndarray) and tile.storage.record.id in written:
+            array[...] = _array(tile)
 
 
 def _array(tile: Tile) -> np.ndarray:

@@ -81,14 +81,14 @@ class Tile:
     def __getitem__(self, key: Any) -> Tile:
         keys = key if isinstance(key, tuple) else (key,)
         kinds = [type(k) for k in keys]
+        if Tile in kinds:
+            current().fail("unsupported", "indirect addressing, with indices in a tile, is not emulated")
         if Affine in kinds:
             return self._grid(keys)
         if type(Ellipsis) in kinds:
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
             fill = len(self.shape) - sum(k is not None and k is not Ellipsis for k in keys)
             keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
-        if Tile in kinds:
-            current().fail("unsupported", "indirect addressing, with indices in a tile, is not emulated")
         shape: list[int] = []
         strides: list[int] = []
         offset, axis, partition = self.offset, 0, self.partition

@@ -17,8 +17,8 @@ from neuronmm.kernels import nki as package
 
 FOLDER = Path(package.__file__).parent
 FILES = (
-    "blocks", "objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "packed_matmul", "choice",
-    "dialect_neuronxcc", "dialect_nki", "entry_neuronxcc",
+    "blocks", "objects", "layout", "strip", "tiling", "choice", "moves", "stages", "low_rank_matmul", "low_rank_mlp",
+    "packed_matmul", "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc", "entry_nki",
 )  # fmt: skip
 """The modules that may have a bug, each after those it imports."""
 
@@ -297,6 +297,7 @@ def planted(mutant: Mutant | None) -> Iterator[Any]:
                     assert mutant.old in text, "the mutant has nothing to change: the kernels have moved on"
                     text = text.replace(mutant.old, mutant.new, 1)
                 module = ModuleType(f"mutant_nki.{name}")
+                module.__file__ = str(path)
                 names.append(module.__name__)
                 sys.modules[module.__name__] = module
                 exec(compile(text.replace("neuronmm.kernels.nki", "mutant_nki"), str(path), "exec"), module.__dict__)

@@ -69,7 +69,7 @@ CUTTING = [
         "options.residual, cut, 0, last - first,",
     ),
     Mutant("a span with a bias adds its residual elsewhere", "stages", "at = j - first\n", "at = j\n"),
-    Mutant("long rows: a ragged chunk is whole", "moves", "(0, cut.length(c), c, c + 1)", "(0, cut.width, c, c + 1)"),
+    Mutant("long rows: a ragged chunk is whole", "moves", "(0, cut.length(first + i), first", "(0, cut.width, first"),
     Mutant(
         "tokens first: a strip is stored at the first tokens",
         "moves",

@@ -290,10 +290,46 @@ def test_a_launch_grid_without_programs_and_indirect_addresses_are_refused() -> 
     def kernel(x: Any) -> Any:
         return kept(xl.load(x[xl.load(x), 0:4]))
 
+    @xnki.jit
+    def gathered(x: Any) -> Any:
+        return kept(xl.load(x[xl.load(x)[xl.arange(4)[:, None], 0], xl.arange(4)[None, :]]))
+
     with pytest.raises(NkiError, match="programs"):
         kernel[0](normal(4, 4))
-    with pytest.raises(NkiError, match="indirect"):
-        kernel(normal(4, 4))
+    for indirect in (kernel, gathered):
+        with pytest.raises(NkiError, match="indirect"):
+            indirect(normal(4, 4))
+
+
+def test_a_traced_kernel_writes_into_the_arrays_it_is_given() -> None:
+    """As AWS's tests of ``tensor_partition_reduce`` expect of ``simulate_kernel``."""
+    with nki_modules():
+        import neuronxcc.nki as xnki
+
+    @xnki.trace
+    def kernel(x: Any, y: Any) -> None:
+        xl.store(y, xisa.tensor_partition_reduce(np.add, xl.load(x)))
+
+    x = normal(8, 12)
+    for names in ((), ("y",)):
+        before, y = x.copy(), np.zeros((1, 12), F32)
+        xnki.simulate_kernel(kernel, x, *([] if names else [y]), **dict.fromkeys(names, y))
+        np.testing.assert_allclose(y, x.sum(axis=0, keepdims=True), rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(x, before)
+
+
+def test_a_loop_places_products_on_parts_of_the_engine() -> None:
+    """As AWS's test of ``nc_matmul``: the position is an expression of a loop's index."""
+
+    def kernel(a: Any, b: Any) -> Any:
+        out = xl.ndarray((2, 30, 9), dtype=xl.float32, buffer=xl.shared_hbm)
+        for i in xl.affine_range(2):
+            xl.store(out[i], xisa.nc_matmul(xl.load(a), xl.load(b), tile_position=(i * 64, 0), tile_size=(64, 64)))
+        return out
+
+    a, b = normal(40, 30), normal(40, 9)
+    for product in run(kernel, a, b).outputs[0]:
+        np.testing.assert_allclose(product, a.T @ b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["trn2", "trn3"])

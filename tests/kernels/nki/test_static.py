@@ -21,8 +21,8 @@ REMOVED = {
 
 ISA = {
     "neuronxcc": {
-        "nc_matmul": "stationary moving is_stationary_onezero is_moving_onezero is_transpose tile_position "
-        "tile_size mask",
+        "nc_matmul": "stationary moving is_stationary_onezero is_moving_onezero is_transpose tile_position tile_size "
+        "mask",
         "nc_transpose": "data mask dtype engine",
         "get_nc_version": "",
         "activation": "op data bias scale reduce_op reduce_res reduce_cmd mask dtype",
@@ -35,6 +35,22 @@ ISA = {
         "reciprocal": "data dtype mask",
         "memset": "shape value dtype mask engine",
         "dma_copy": "dst src mask dst_rmw_op oob_mode dge_mode",
+        "affine_select": "pred on_true_tile on_false_value mask dtype",
+        "bn_aggr": "data mask dtype",
+        "bn_stats": "data mask dtype",
+        "dma_transpose": "src axes mask dtype dge_mode",
+        "iota": "expr dtype mask",
+        "max8": "src mask dtype",
+        "nc_find_index8": "data vals mask dtype",
+        "nc_match_replace8": "data vals imm dst_idx mask dtype",
+        "nc_stream_shuffle": "src dst shuffle_mask dtype mask",
+        "range_select": "on_true_tile comp_op0 comp_op1 bound0 bound1 reduce_cmd reduce_res reduce_op range_start "
+        "on_false_value mask dtype",
+        "scalar_tensor_tensor": "data op0 operand0 op1 operand1 reverse0 reverse1 dtype mask",
+        "select_reduce": "dst predicate on_true on_false reduce_res reduce_cmd reduce_op reverse_pred mask dtype",
+        "tensor_copy_predicated": "src dst predicate reverse_pred mask dtype",
+        "tensor_partition_reduce": "op data mask dtype",
+        "tensor_scalar_reduce": "data op0 operand0 reduce_op reduce_res reverse0 dtype mask",
     },
     "nki": {
         "nc_matmul": "dst stationary moving is_stationary_onezero is_moving_onezero is_transpose accumulate "
@@ -50,9 +66,25 @@ ISA = {
         "reciprocal": "dst data name",
         "memset": "dst value engine name",
         "dma_copy": "dst src priority oob_mode dge_mode engine name",
+        "affine_select": "dst pattern channel_multiplier on_true_tile on_false_value cmp_op offset name",
+        "bn_aggr": "dst data name",
+        "bn_stats": "dst data name",
+        "dma_transpose": "dst src axes priority dge_mode oob_mode name",
+        "iota": "dst pattern offset channel_multiplier name",
+        "max8": "dst src name",
+        "nc_find_index8": "dst data vals name",
+        "nc_match_replace8": "dst data vals imm dst_idx name",
+        "nc_stream_shuffle": "dst src shuffle_mask name",
+        "scalar_tensor_tensor": "dst data op0 operand0 op1 operand1 reverse0 reverse1 name",
+        "select_reduce": "dst predicate on_true on_false reduce_res reduce_cmd reduce_op reverse_pred name",
+        "tensor_copy_predicated": "dst src predicate reverse_pred name",
     },
 }
-"""Parameters in their order, from the SDK's documentation: 2.26 for ``neuronxcc.nki.isa``, 2.32 for ``nki.isa``."""
+"""Parameters in their order, from the SDK's documentation: 2.26 for ``neuronxcc.nki.isa``, 2.32 for ``nki.isa``.
+
+The signature that 2.26 prints for ``dma_transpose`` ends in ``**kwargs``; its ``dge_mode`` is among the described
+parameters.
+"""
 
 
 def tree(name: str) -> ast.Module:
