@@ -55,8 +55,9 @@ def test_an_interruption_of_the_imports_is_one_line(command: list[str], package:
     assert ended(words, tmp_path, command, PYTHONPATH=str(tmp_path)) == (130, "", "neuronmm: interrupted\n")
 
 
+@pytest.mark.parametrize("error", [ValueError("unknown type"), UserError("damaged"), OSError("unreadable")])
 def test_an_interruption_that_a_library_made_another_error_of(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(args: object) -> None:
         try:
@@ -65,10 +66,9 @@ def test_an_interruption_that_a_library_made_another_error_of(
             raise error from None
 
     monkeypatch.setattr(tiling, "run", run)
-    for error in (ValueError("object of unknown type"), UserError("damaged"), OSError("unreadable")):
-        assert cli.main(TILING) == 130
-        assert capsys.readouterr().err == "neuronmm: interrupted\n"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert cli.main(TILING) == 130
+    assert capsys.readouterr().err == "neuronmm: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])
