@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def check_ours(folder: Path) -> None:
             f"{folder}: has no {report.REPORT} that names its files; --force replaces only a checkpoint that "
             "neuronmm wrote; give another folder"
         ) from None
-    stranger = stranger_in(folder, map(str, files) if isinstance(files, list) else ())
+    names = map(str, files) if isinstance(files, list) else ()
+    stranger = stranger_in(folder, [glob.escape(name) for name in names if "/" not in name])  # no patterns, no folders
     if stranger is not None:
         raise UserError(f"{folder}: holds {stranger.name}, which neuronmm did not write; move that away first")
 

@@ -94,12 +94,17 @@ class CompressionConfig(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without references: a few of them in each other stand for more values than a computer can hold."""
+    """YAML of UTF-8 text without references: a few of those in each other make more values than a computer can hold."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("a recipe has no use for references (*name)")
         return super().compose_node(parent, index)
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        value.encode("utf-8")  # an escape can stand for half a surrogate pair, which no file can hold
+        return value
 
 
 def _read_recipe(path: Path) -> dict[Any, Any]:

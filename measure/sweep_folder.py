@@ -69,5 +69,5 @@ def _check(out: Path, resume: bool) -> None:
         return
     if not resume:
         raise UserError(f"{out}: exists already; --resume continues the sweep in it, or give another -o")
-    if read_own(out / RUN) is None:
-        raise UserError(f"{out}: is not the folder of a sweep ({RUN} is unreadable); give another -o")
+    if "texts" not in (read_own(out / RUN) or {}):  # the folder of another command's work has a file of that name too
+        raise UserError(f"{out}: is not the folder of a sweep ({RUN} is not a sweep's); give another -o")

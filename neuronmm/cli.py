@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 COMMANDS = ("compress", "recover", "generate", "benchmark", "evaluate", "sweep", "predict", "tiling")
@@ -94,7 +97,8 @@ def _run(args: argparse.Namespace) -> int:
 
     register()
     try:
-        args.run(args)
+        with _interruptible():
+            args.run(args)
         sys.stdout.flush()  # a reader that is gone is noticed here, not when the interpreter ends
     except (BrokenPipeError, SystemExit) as error:
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
@@ -113,6 +117,33 @@ def _run(args: argparse.Namespace) -> int:
             _drop_output()
         return 2 if mended_by_user else 1
     return 0
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let an interruption of the block end it as one where C code turns it into another error, as torch does.
+
+    A handler that the caller has set, or that ignores the signal, stays in force.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception:
+        if interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _lacks_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from neuronmm import __version__, cli
+from neuronmm.commands import tiling
+from neuronmm.models import UserError
 
 MODULE = [sys.executable, "-m", "neuronmm"]
 SCRIPT = [str(Path(sys.executable).with_name("neuronmm"))]
@@ -50,6 +53,22 @@ def test_an_interruption_of_the_imports_is_one_line(command: list[str], package:
     (tmp_path / f"{package}.py").write_text("raise KeyboardInterrupt\n")
     words: list[str | bytes] = ["generate", "./nowhere", "--prompt", "Hi"]
     assert ended(words, tmp_path, command, PYTHONPATH=str(tmp_path)) == (130, "", "neuronmm: interrupted\n")
+
+
+@pytest.mark.parametrize("error", [ValueError("unknown type"), UserError("damaged"), OSError("unreadable")])
+def test_an_interruption_that_a_library_made_another_error_of(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise error from None
+
+    monkeypatch.setattr(tiling, "run", run)
+    assert cli.main(TILING) == 130
+    assert capsys.readouterr().err == "neuronmm: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])

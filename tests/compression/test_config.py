@@ -42,6 +42,7 @@ def test_a_baseline_is_not_refined_unless_that_is_asked_for() -> None:
         ("damping: much", "damping = 'much'"),
         ("- ratio", "a recipe is a YAML mapping"),
         ("ratio: [", "not a readable recipe"),
+        ('calibration: "\\ud800"', "not a readable recipe"),
     ],
 )
 def test_a_bad_recipe_is_named_with_its_field(tmp_path: Path, content: str, message: str) -> None:

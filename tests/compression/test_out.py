@@ -43,6 +43,12 @@ def shelf(dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: p
     content = json.loads((shelf / "unnamed" / "compression_report.json").read_text())
     del content["files"]
     (shelf / "unnamed" / "compression_report.json").write_text(json.dumps(content))
+    for name, listed in (("patterned", "*"), ("folders", "*/")):
+        shutil.copytree("low", name)
+        (shelf / name / "mine").mkdir()
+        (shelf / name / "mine" / "notes.txt").write_text("mine")
+        content["files"] = [*(file.name for file in (shelf / "low").iterdir()), listed, "mine/"]
+        (shelf / name / "compression_report.json").write_text(json.dumps(content))
     (shelf / "texted" / "tokenizer_text.txt").write_text("w5 w6 w7 " * 40)
     (shelf / "nested" / "tokenizer_thesis").mkdir()
     (shelf / "nested" / "tokenizer_thesis" / "chapter.txt").write_text("mine")
@@ -98,6 +104,8 @@ REFUSED = [
     ("model", "noted", "exists already|holds notes.txt"),
     ("model", "templated", "exists already|holds mine.jinja"),
     ("model", "unnamed", "exists already|has no compression_report.json that names its files"),
+    ("model", "patterned", "exists already|holds mine"),
+    ("model", "folders", "exists already|holds mine"),
     ("model", "nested", "exists already|holds tokenizer_thesis"),
     ("model", "taken", "was not made by neuronmm"),
     ("taken.partial", "taken", "is or lies in taken.partial"),
@@ -181,6 +189,13 @@ def test_what_is_ours_is_replaced_and_nothing_beside_it(shelf: Path) -> None:
     changed = {name.partition("/")[0] for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert changed == {"old", "low", "free"}
     assert tensors(shelf / "old").keys() == tensors(shelf / "low").keys() == tensors(shelf / "free").keys()
+
+
+def test_a_tokenizer_file_named_like_a_pattern_is_ours_too(shelf: Path) -> None:
+    (shelf / "model" / "tokenizer[1].json").write_text("{}")
+    for flags in ({}, {"force": True}):
+        compress("model", "new", config(method="svd"), **flags)
+    assert (shelf / "new" / "tokenizer[1].json").exists()
 
 
 @pytest.mark.parametrize(("out", "flags"), [("old", {"force": True}), ("new", {})])

@@ -14,8 +14,9 @@ from word_tokenizer import word_tokenizer
 from compression_runs import snapshot
 from neuronmm.compression.claim import MARK
 from neuronmm.compression.config import BARE, CompressionConfig
+from neuronmm.compression.workspace import Workspace
 from neuronmm.measure import sweep as sweeping
-from neuronmm.measure import sweep_making, sweep_points
+from neuronmm.measure import sweep_points
 from neuronmm.measure.sweep import sweep
 from neuronmm.models import UserError
 from tiny_models import make_tiny
@@ -53,6 +54,7 @@ def run(out: str, model: str = "model", text: str = "text.txt", **more: Any) -> 
         ("stranger", "exists already|not the folder of a sweep"),
         ("listed", "exists already|not the folder of a sweep"),
         ("torn", "exists already|not the folder of a sweep"),
+        ("low.partial", "exists already|not the folder of a sweep"),
     ],
 )
 def test_a_dangerous_folder_is_refused_before_a_model_is_looked_at(
@@ -67,6 +69,9 @@ def test_a_dangerous_folder_is_refused_before_a_model_is_looked_at(
         (place / name / "sweep.json").write_text("mine")
         if content is not None:
             (place / name / "run.json").write_text(content)
+    with Workspace("low", ["model"], resume=False, force=False) as work:  # compress was interrupted here
+        work.begin({"model": "model"})
+        work.save("calibration", {})
     before = snapshot(place)
     with pytest.raises(UserError, match=message):
         run(out, resume=resume)
@@ -131,4 +136,4 @@ def test_a_point_whose_description_is_damaged_is_made_again(
     found = run("sweep", resume=True)["points"]
     assert found[1]["perplexity"] == expected[1]["perplexity"]
     assert json.loads((place / "sweep" / "sweep.json").read_text())["points"] == found
-    assert sweep_making.read_object(place / "sweep" / "run.json") is not None
+    assert "texts" in json.loads((place / "sweep" / "run.json").read_text())
