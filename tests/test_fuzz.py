@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fuzzing import bounded, damage_bytes, damage_json, each, ends_well
 from tiny_gguf import header_length, write_gguf
 from transformers import AutoConfig
@@ -34,6 +35,15 @@ def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
     """``seeds(n)``: the seeds of n files, or of the ten times as many that come after them."""
     times: int = request.param
     return lambda count: range(count) if times == 1 else range(count, count * (1 + times))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are tiny; more threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
