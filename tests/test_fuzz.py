@@ -6,15 +6,18 @@ The seeds are fixed, so that every run draws the same files; the study marked sl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fuzzing import bounded, damage_bytes, damage_json, each, ends_well
 from tiny_gguf import header_length, write_gguf
 from transformers import AutoConfig
 from word_tokenizer import word_tokenizer
 
+from neuronmm.commands import tiling
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.models import UserError
 from neuronmm.models.families import TARGETS
@@ -34,6 +37,15 @@ def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
     return lambda count: range(count) if times == 1 else range(count, count * (1 + times))
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are tiny; more threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def dense(tmp_path: Path) -> Path:
     folder = tmp_path / "dense"
@@ -48,6 +60,16 @@ def low(tmp_path: Path) -> Path:
     write_checkpoint(model, compress_tiny(model, layer_ranks(TARGETS["mlp"], 1)), folder)
     word_tokenizer().save_pretrained(folder)
     return folder
+
+
+def test_an_interruption_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Ctrl-C ends the study, whether a command or the test itself was at work; the file is not reported."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tiling, "run", lambda args: signal.raise_signal(signal.SIGINT))
+    command = lambda: ends_well(["tiling", "--shape", "128,256,128,256"], capsys)  # noqa: E731
+    for check in (command, lambda: bool(signal.raise_signal(signal.SIGINT))):
+        with pytest.raises(KeyboardInterrupt):
+            each(range(1), lambda seed: None, check, tmp_path / "file")
 
 
 def generate(folder: Path) -> list[str]:

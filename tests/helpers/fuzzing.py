@@ -145,6 +145,8 @@ def ends_well(command: list[str], capsys: Any) -> bool:
     """Whether a command succeeds; fail unless it does, or ends with one line that says what is wrong."""
     with bounded():
         status = main(command)
+    if status == 130:  # the command's answer to Ctrl-C, which no file can press
+        raise KeyboardInterrupt
     out, err = capsys.readouterr()
     if status == 0:
         return True
@@ -156,14 +158,17 @@ def ends_well(command: list[str], capsys: Any) -> bool:
 
 
 def each(seeds: range, write: Callable[[int], None], check: Callable[[], bool], path: Path) -> int:
-    """Damage a file by every seed and check what comes of it; the number of times that it still served."""
+    """Damage a file by every seed and check what comes of it; the number of times that it still served.
+
+    A run that is interrupted ends there: the file of that moment is not to blame.
+    """
     served = 0
     with modest():
         for seed in seeds:
             write(seed)
             try:
                 served += check()
-            except BaseException as error:
+            except (Exception, SystemExit, Hangs) as error:
                 content = path.read_bytes()[:2000]
                 raise AssertionError(f"seed {seed} made of {path.name}: {content!r}") from error
     return served
