@@ -34,8 +34,8 @@ def check_ours(folder: Path) -> None:
         files = report.read(folder)["files"]
     except (UserError, LookupError):
         raise UserError(
-            f"{folder}: has no {report.REPORT} that names its files; --force replaces only a checkpoint that "
-            "neuronmm wrote; give another folder"
+            f"{folder}: has no {report.REPORT} that names its files (older versions wrote none that does); --force "
+            "replaces only a checkpoint that neuronmm wrote; move that folder away, or give another"
         ) from None
     names = map(str, files) if isinstance(files, list) else ()
     stranger = stranger_in(folder, [glob.escape(name) for name in names if "/" not in name])  # no patterns, no folders

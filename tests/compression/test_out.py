@@ -103,7 +103,7 @@ REFUSED = [
     ("model", "file", "exists already|has no compression_report.json"),
     ("model", "noted", "exists already|holds notes.txt"),
     ("model", "templated", "exists already|holds mine.jinja"),
-    ("model", "unnamed", "exists already|has no compression_report.json that names its files"),
+    ("model", "unnamed", "exists already|has no .* that names its files .older versions .* move that folder away"),
     ("model", "patterned", "exists already|holds mine"),
     ("model", "folders", "exists already|holds mine"),
     ("model", "nested", "exists already|holds tokenizer_thesis"),
