@@ -29,6 +29,9 @@ class Claim:
         self._made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
         try:
             self._handle = self._lock()
+            if not _is_mark(self._handle):  # a hard link to a file of somebody else's, say
+                os.close(self._handle)
+                raise UserError(f"{folder / MARK}: was not written by neuronmm; move it away, or give another folder")
             holder = {"pid": os.getpid(), "host": gethostname()}
             since = datetime.now().astimezone().isoformat(" ", "seconds")
             os.ftruncate(self._handle, 0)
@@ -85,6 +88,15 @@ def _remove_empty(folders: list[Path]) -> None:
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
+
+
+def _is_mark(handle: int) -> bool:
+    """Whether the file is empty, as one that was just made, or holds what a :class:`Claim` writes."""
+    content = os.pread(handle, 4096, 0)
+    try:
+        return not content or {"pid", "host", "since"} <= set(json.loads(content))
+    except (ValueError, TypeError):
+        return False
 
 
 def _holder(handle: int) -> str:

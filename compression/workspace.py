@@ -196,12 +196,14 @@ class Workspace:
             raise UserError(f"{self.folder}: holds {stranger.name}, which neuronmm did not write; {move}")
 
     def _check_out(self) -> None:
-        """Check that OUT is missing, or may be replaced."""
+        """Check that OUT is missing or empty, or may be replaced."""
         if not os.path.lexists(self.out):
             return
-        if not self._force:
+        empty = self.out.is_dir() and not any(self.out.iterdir())
+        if not self._force and not empty:
             raise UserError(f"{self.out}: exists already; give another -o, or --force to replace it")
-        check_ours(self.out)
+        if not empty:
+            check_ours(self.out)
         if not os.access(self.out, os.W_OK | os.X_OK):
             raise UserError(f"{self.out}: is read-only and cannot be replaced; give another -o")
 

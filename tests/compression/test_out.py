@@ -231,6 +231,12 @@ def test_a_second_run_for_the_same_out_says_who_is_at_work(flags: dict[str, bool
     load_pretrained(shelf / ("low" if flags.get("force") else "new"), pipeline.torch.float32)
 
 
+def test_an_empty_folder_is_filled_without_force(shelf: Path) -> None:
+    (shelf / "new").mkdir()
+    compress("model", "new", config())
+    load_pretrained(shelf / "new", pipeline.torch.float32)
+
+
 def test_the_folder_is_locked_before_the_model_is_looked_at(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(model: Any) -> Path:
         with pytest.raises(UserError, match="at work there"):
@@ -241,6 +247,16 @@ def test_the_folder_is_locked_before_the_model_is_looked_at(shelf: Path, monkeyp
     with pytest.raises(UserError, match="seen"):
         compress("model", "deep/new", config())
     assert not (shelf / "deep").exists(), "what was made for a run that did nothing is removed"
+
+
+def test_a_mark_that_is_a_link_to_a_file_of_somebody_elses_is_not_written(tmp_path: Path) -> None:
+    theirs = tmp_path / "notes.txt"
+    theirs.write_text("notes")
+    (tmp_path / "work").mkdir()
+    os.link(theirs, tmp_path / "work" / MARK)
+    with pytest.raises(UserError, match="was not written by neuronmm"):
+        Claim(tmp_path / "work")
+    assert theirs.read_text() == "notes"
 
 
 @pytest.mark.parametrize("third", [False, True])
