@@ -163,6 +163,6 @@ def test_an_object_of_the_host_is_refused(kernels: Any) -> None:
 
 
 def test_the_versions_that_are_served_are_said() -> None:
-    document = (FOLDER.parents[1] / "docs" / "nki.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[3] / "docs" / "nki.md").read_text(encoding="utf-8")
     for said in (document.replace("\n", " "), text("entry_nki"), text("dialect_nki"), text("jitted")):
         assert "0.3 to 0.6" in said

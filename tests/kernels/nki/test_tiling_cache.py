@@ -147,7 +147,7 @@ def test_a_choice_belongs_to_everything_it_follows_from(folder: Path, monkeypatc
 
 def test_the_code_that_counts_is_all_there() -> None:
     """What the solver imports of this project decides what it finds: each such file is in its digest."""
-    folder = Path(tiling.__file__).parent
+    folder = Path(tiling.__file__).resolve().parent
     known = {(folder / name).resolve() for name in tiling.SOURCES}
     kernels = folder.parent
     others = {
