@@ -20,7 +20,6 @@ from pydantic import BaseModel
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from neuronmm.compression.progress import Progress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.kernels.widened_linears import widened_linears
@@ -29,6 +28,7 @@ from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_config, load_tokenizer, quiet
 from neuronmm.models.model_config import ModelConfig
+from neuronmm.models.progress import Progress
 from neuronmm.models.source import read_config
 from neuronmm.models.tensors import check_tokens
 

@@ -20,12 +20,12 @@ from neuronmm.compression.calibration import make_rows
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.moments import Moments, leaders_of
 from neuronmm.compression.parts import place_tensors, read_header
-from neuronmm.compression.progress import Progress
 from neuronmm.compression.workspace import Workspace
 from neuronmm.kernels.durable import WRITING
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import stranger_in
+from neuronmm.models.progress import Progress
 from neuronmm.version import VERSION
 
 _SIDES = ("outputs", "inputs")

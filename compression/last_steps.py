@@ -14,10 +14,10 @@ from torch import Tensor
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.distillation import rows_a_pass
 from neuronmm.compression.eight_bit import store_int8
-from neuronmm.compression.progress import Progress
 from neuronmm.compression.recovery import Recovery, train_factors
 from neuronmm.kernels.widened_linears import multiplies_bf16
 from neuronmm.models.errors import UserError
+from neuronmm.models.progress import Progress
 
 
 def last_steps(

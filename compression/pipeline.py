@@ -18,7 +18,6 @@ from neuronmm.compression.last_steps import check_device, check_room, last_steps
 from neuronmm.compression.layer import Streams, compress_layer
 from neuronmm.compression.memory import forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, make_plan, measure, needs_spectra, targeted
-from neuronmm.compression.progress import Progress
 from neuronmm.compression.ranks import realised
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel
@@ -26,6 +25,7 @@ from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import inspect
+from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 from neuronmm.version import VERSION
@@ -40,7 +40,7 @@ def compress(
     force: bool = False,
     device: str = "cpu",
     store: Path | None = None,
-    progress: Progress = lambda stage, share: None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Write a low-rank version of ``model`` to the folder ``out`` and return the report.
 

@@ -14,13 +14,13 @@ from neuronmm.compression.block import weight_of
 from neuronmm.compression.calibration_store import CalibrationStore, stored_moments
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import spectrum
-from neuronmm.compression.progress import Progress
 from neuronmm.compression.ranks import Linear, auto_align, balance
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, SAME_INPUT, TARGETS
+from neuronmm.models.progress import Progress
 
 _JOINT = "together:"  # in front of a leader's name: what each rank of one A takes off its linears' relative losses
 _SHARE = "share:"  # in front of a linear's name: its half's share of the residual stream

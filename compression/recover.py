@@ -15,12 +15,12 @@ from neuronmm.compression.checkpoint import copy_checkpoint
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.last_steps import check_device, check_room, last_steps
 from neuronmm.compression.memory import forget_peak, peak_rss
-from neuronmm.compression.progress import Progress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import inspect
 from neuronmm.models.lowrank import FACTORS
+from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 from neuronmm.version import VERSION
@@ -43,7 +43,7 @@ def recover(
     force: bool = False,
     device: str = "cpu",
     store: Path | None = None,
-    progress: Progress = lambda stage, share: None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Write ``model`` with its factors trained end to end to the folder ``out`` and return its report, brought up.
 
