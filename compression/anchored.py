@@ -40,11 +40,11 @@ class Anchors:
         self._relative, self._of_inputs = damping, out is None
 
     @torch.no_grad()
-    def add(self, wanted: Tensor, compressed: Tensor) -> None:
+    def add(self, targets: Tensor, compressed: Tensor) -> None:
         """Add tokens: dense inputs [tokens, in] or targets [tokens, out], and compressed inputs [tokens, in]."""
-        ours = compressed.double()
-        self.gram.addmm_(ours.T, ours)
-        self.cross.addmm_(wanted.double().T, ours)
+        inputs = compressed.double()
+        self.gram.addmm_(inputs.T, inputs)
+        self.cross.addmm_(targets.double().T, inputs)
 
     def of(self, power: float) -> Anchors:
         """Return the same sums for a linear whose targets have the sum of squares ``power``."""

@@ -1,26 +1,27 @@
-"""The text a compression is fitted to: rows of token ids, from a file or sampled from the model itself.
+"""The text that a compression is fitted to: rows of token ids, from a file or sampled from the model itself.
 
-``self`` needs no data set: the model writes its own text, as in data-free distillation. Base models start from BOS;
-of an instruction-tuned model's rows, every second one starts from the opening of its chat template, so that the model
-writes a user's question and then its answer (Magpie, arXiv 2406.08464).
+``self`` needs no data set: the model samples its own text, as in data-free distillation. Rows of a base model start
+from BOS. Of an instruction-tuned model, every second row starts from the opening of its chat template, so that the
+model writes a user's question and then its answer (Magpie, arXiv 2406.08464).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from pydantic import BaseModel
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from neuronmm.compression.config import Rows
+from neuronmm.compression.memory import check_row_memory
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.kernels.widened_linears import widened_linears
 from neuronmm.models.documents import read_rows, read_text
@@ -28,67 +29,57 @@ from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_config, load_tokenizer, quiet
 from neuronmm.models.model_config import ModelConfig
-from neuronmm.models.progress import Progress
 from neuronmm.models.source import read_config
 from neuronmm.models.tensors import check_tokens
 
-SELF = "self"
-_CACHE_BYTES = 1 << 30  # KV cache of the rows sampled together
+NO_ROWS = torch.zeros(0, 1, dtype=torch.long)
+"""The rows of a run without calibration text."""
+
+_CACHE_BYTES = 1 << 30  # KV cache of the rows that are sampled together
 _MARK = "\u241fcontent\u241f"
 
 
-@dataclass(frozen=True)
-class Rows:
-    """How much calibration text: ``count`` rows of ``length`` tokens each."""
+def calibration_tokens(run: Run) -> Tensor:
+    """Return the calibration tokens [rows, length] of a run: NO_ROWS if it needs no text.
 
-    count: int
-    length: int
-    seed: int
+    They are those of the interrupted run, of the store, or new ones.
+
+    Raises:
+        UserError: as :func:`make_rows`.
+    """
+    if not run.config.needs_text:
+        return NO_ROWS
+    return run.workspace.tokens(lambda: run.store.tokens(lambda: make_rows(run)))
 
 
-def make_rows(folder: Path, source: str, rows: Rows, device: str, progress: Progress) -> Tensor:
-    """The calibration tokens [rows, length] for the dense checkpoint in ``folder``, from the file ``source`` or SELF.
+def make_rows(run: Run) -> Tensor:
+    """Read or sample the calibration tokens [rows, length] for the dense checkpoint.
 
     Raises:
         UserError: the file or the checkpoint cannot be used, or the rows fit neither the model nor the memory.
     """
+    folder, rows = run.dense.folder, run.config.rows
     config = ModelConfig.parse(read_config(folder), str(folder / "config.json"))
     context = load_config(folder).max_position_embeddings
     if rows.length > context:
         longest = f"the model's context is {context} tokens"
         raise UserError(f"calibration_length {rows.length}: {longest}; set a lower one in a recipe")
     tokenizer = load_tokenizer(folder)
-    if source != SELF:
-        found = from_file(Path(source), tokenizer, rows)
-        check_tokens(found, config.vocab_size)
-        _check_memory(len(found), rows.length, config.hidden_size, device)
-        return found
-    _check_memory(rows.count, rows.length, config.hidden_size, device)
-    model = StreamedModel(folder, Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype, device)
-    return from_model(model, tokenizer, rows, lambda share: progress("sampling text", share))
-
-
-def _check_memory(count: int, length: int, hidden: int, device: str) -> None:
-    """Check that ``device`` has room for the rows' hidden states, before and after a layer, in float32.
-
-    Raises:
-        UserError: it has not.
-    """
-    needed = 2 * 4 * count * length * hidden
-    cuda = torch.device(device).type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
-    if free < needed:
-        raise UserError(
-            f"calibration_rows {count}, calibration_length {length}: {free / 1e9:.1f} GB of memory available, about "
-            f"{needed / 1e9:.1f} GB needed; choose fewer or shorter rows"
-        )
+    if run.config.text_file is not None:
+        tokens = from_file(Path(run.config.text_file), tokenizer, rows)
+        check_tokens(tokens, config.vocab_size)
+        check_row_memory(len(tokens), rows.length, config.hidden_size, run.device)
+        return tokens
+    check_row_memory(rows.count, rows.length, config.hidden_size, run.device)
+    model = StreamedModel(folder, Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype, run.device)
+    return from_model(model, tokenizer, rows, lambda fraction: run.progress("sampling text", fraction))
 
 
 def from_file(path: Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Tensor:
-    """Up to ``rows.count`` rows [count, length] of token ids from a text or .jsonl file, in a seeded order.
+    """Return up to ``rows.count`` rows [count, length] of token ids from a text or .jsonl file, in a seeded order.
 
-    A .jsonl row holds ``text``, or ``messages`` for the chat template. Documents are tokenised with the special tokens
-    the model expects, laid end to end, and each row starts with BOS where the tokenizer has the habit of adding it.
+    A .jsonl row holds ``text``, or ``messages`` for the chat template. The tokens of all documents are concatenated
+    and cut into rows. Each row starts with BOS if the tokenizer adds it to every text.
 
     Raises:
         UserError: the file is missing, empty, not text, malformed, or shorter than one row.
@@ -118,10 +109,10 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         raise UserError(f"{path}: no such calibration file; give a text or .jsonl file, or 'self'")
     if path.suffix != ".jsonl":
         return [read_text(path)]
-    documents, wanted = [], '{"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
-    for where, row in read_rows(path, _Row, wanted):
+    documents, example = [], '{"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
+    for where, row in read_rows(path, _Row, example):
         if row.text is None and row.messages is None:
-            raise UserError(f"{where}: neither text nor messages; a row has to be {wanted}")
+            raise UserError(f"{where}: neither text nor messages; a row has to be {example}")
         if row.text is not None:
             documents.append(row.text)
             continue
@@ -131,24 +122,24 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _automatic_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[BOS] if the tokenizer puts it before every text by itself, else []."""
+    """Return [BOS] if the tokenizer puts it before every text by itself, else []."""
     first = tokenizer("a", verbose=False)["input_ids"][:1]
     return first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
 
 
 def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The token sequences sampled rows start from, used in turn: BOS, and the chat template up to the user's words.
+    """Return the openings of sampled rows, used in turn: BOS, and the chat template up to the user's words.
 
-    A tokenizer without BOS (Qwen) starts from its end-of-text token, which separated documents in its training.
+    For a tokenizer without BOS (Qwen) the opening is its end-of-text token, which separates documents in its training.
     """
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    found = [[start if start is not None else 0]]
+    openings = [[start if start is not None else 0]]
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": _MARK}]
         with reading("the chat template of this model's tokenizer fails; calibrate on a file of text instead"):
             opening = str(tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
-        found.append(tokenizer(opening, add_special_tokens=False)["input_ids"])
-    return found
+        openings.append(tokenizer(opening, add_special_tokens=False)["input_ids"])
+    return openings
 
 
 @torch.inference_mode()
@@ -157,7 +148,7 @@ def from_model(
 ) -> Tensor:
     """Sample ``rows.count`` rows [count, length] from the model at temperature 1, seeded, layer by layer from disk.
 
-    ``advance`` is called with the share done (the increments add up to 1).
+    ``advance`` is called with each further fraction that is done; the fractions add up to 1.
     """
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -165,24 +156,24 @@ def from_model(
     together = max(1, min(rows.count, _CACHE_BYTES // per_row))
     generator = torch.Generator().manual_seed(rows.seed)
     starts = prefixes(tokenizer)
-    done: list[Tensor] = []
+    groups: list[Tensor] = []
     for first in range(0, rows.count, together):
         members = range(first, min(first + together, rows.count))
         openings = [starts[index % len(starts)][: rows.length] for index in members]
-        share = len(openings) / rows.count / rows.length
+        fraction = len(openings) / rows.count / rows.length
         with widened_linears(model.device):
-            done.append(_sample(model, openings, rows.length, generator, partial(advance, share)))
-    return torch.cat(done)
+            groups.append(_sample(model, openings, rows.length, generator, partial(advance, fraction)))
+    return torch.cat(groups)
 
 
 def _sample(
     model: StreamedModel, openings: list[list[int]], length: int, generator: torch.Generator, step: Callable[[], None]
 ) -> Tensor:
-    """Extend each opening to ``length`` tokens: [rows, length]. One token a step for all rows; openings are forced."""
+    """Extend each opening to ``length`` tokens: [rows, length]. A step adds a token to every row past its opening."""
     tokens = torch.zeros(len(openings), length, dtype=torch.long)
     for row, opening in enumerate(openings):
         tokens[row, : len(opening)] = torch.tensor(opening)
-    forced = torch.tensor([len(opening) for opening in openings])
+    opened = torch.tensor([len(opening) for opening in openings])
     with quiet():
         cache = DynamicCache()
     for position in range(length - 1):
@@ -191,16 +182,16 @@ def _sample(
         for index in range(len(model)):
             with model.layer(index) as layer:
                 hidden = run_layer(layer, hidden, rotary, **{_cache_argument(layer): cache}, use_cache=True)
-        # One uniform number a row through the cumulative distribution: torch.multinomial draws one a vocabulary entry.
+        # One uniform number per row, inverted by the cumulative distribution; torch.multinomial draws one per logit.
         cumulative = model.logits(hidden[:, -1]).softmax(dim=-1).cumsum(dim=-1)
         uniform = torch.rand(len(cumulative), 1, generator=generator).to(model.device) * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1).cpu()
-        tokens[:, position + 1] = torch.where(position + 1 < forced, tokens[:, position + 1], drawn)
+        tokens[:, position + 1] = torch.where(position + 1 < opened, tokens[:, position + 1], drawn)
         step()
     step()
     return tokens
 
 
 def _cache_argument(layer: torch.nn.Module) -> str:
-    """transformers renamed the layers' ``past_key_value`` in 4.56."""
+    """Return the name of the layers' cache argument, which transformers changed in 4.56."""
     return "past_key_values" if "past_key_values" in inspect.signature(layer.forward).parameters else "past_key_value"

@@ -1,31 +1,28 @@
-"""What several runs on one calibration text have in common, in a folder, so that it is made once.
+"""A folder with the calibration that several runs share, so that it is made once.
 
-The tokens, and of each decoder layer the moments of the dense model's linears: neither depends on method, ratio or
-sharing. What is read back is what a run alone would gather, to the last bit.
+It holds the tokens and, for each decoder layer, the moments of the dense model's linears. Neither depends on method,
+ratio or sharing. A run that reads them gets what it would gather itself, to the last bit.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from neuronmm.compression.block import Rotary, advance, moments_of
-from neuronmm.compression.calibration import make_rows
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.moments import Moments, leaders_of
-from neuronmm.compression.parts import place_tensors, read_header
-from neuronmm.compression.workspace import Workspace
+from neuronmm.compression.moments import Moments, leaders_of, moments_of
+from neuronmm.compression.reader import Reader
+from neuronmm.compression.streaming import Rotary, advance
+from neuronmm.compression.tensor_files import place_tensors, read_header
 from neuronmm.kernels.durable import WRITING
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import stranger_in
-from neuronmm.models.progress import Progress
 from neuronmm.version import VERSION
 
 _SIDES = ("outputs", "inputs")
@@ -34,24 +31,66 @@ _TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}
 
 
 class CalibrationStore:
-    """One run's view of the folder, which is made if it is missing: the first run fills it, the others read it.
+    """A store that keeps nothing: every run makes its own calibration. :class:`SharedStore` keeps it in a folder."""
+
+    seconds = 0.0
+    """Time that other runs spent on the contents that this run has read."""
+
+    def tokens(self, make: Callable[[], Tensor]) -> Tensor:
+        """Return the calibration tokens [rows, length]; ``make`` is called if they are not stored."""
+        return make()
+
+    def complete(self, layers: int) -> bool:
+        """Return whether the moments of all the model's layers are stored."""
+        return all(self.has(index) for index in range(layers))
+
+    def has(self, index: int) -> bool:
+        """Return whether the moments of layer ``index`` are stored."""
+        return False
+
+    def keep(self, index: int, moments: dict[str, Moments], began: float) -> None:
+        """Store the moments of layer ``index``, by linear; gathering them began at ``began``."""
+
+    def moments(self, index: int, linears: list[str], damping: float, device: torch.device) -> dict[str, Moments]:
+        """Return the stored moments of ``linears`` of layer ``index``."""
+        raise LookupError(f"layer {index}: no moments are stored")
+
+    def gather(
+        self, index: int, layer: nn.Module, linears: list[str], hidden: Tensor, rotary: Rotary, damping: float
+    ) -> tuple[dict[str, Moments], Tensor]:
+        """Return the moments of ``linears`` of ``layer`` and its outputs for ``hidden`` [rows, length, hidden].
+
+        Stored moments are read, others are gathered and stored. Without rows the layer does not run: there are no
+        outputs, and no moments unless they are stored.
+        """
+        if self.has(index):
+            moments = self.moments(index, linears, damping, next(layer.parameters()).device)
+            return moments, advance(layer, hidden, rotary) if len(hidden) else hidden
+        if not len(hidden):
+            return {}, hidden
+        began = time.perf_counter()
+        moments, outputs = moments_of(layer, hidden, rotary, linears, damping)
+        self.keep(index, moments, began)
+        return moments, outputs
+
+
+class SharedStore(CalibrationStore):
+    """The view that one run has of the folder. The first run creates and fills it, the others read it.
 
     Args:
-        folder: where it lies.
-        dense: the dense model's folder, which tokens and moments are of.
-        size: its tensors' bytes.
+        folder: the store.
+        dense: the dense checkpoint.
         device: where the model runs.
-        config: the run's settings, of which the calibration's have to be the same for all runs. Those of other targets
-            share the tokens alone.
+        config: the settings of the run. Those of the calibration must be the same for all runs. Runs with other targets
+            share the tokens only.
 
     Raises:
-        UserError: the folder was filled for something else, or by somebody else.
+        UserError: the folder was filled for another model, text or device, or not by a run.
     """
 
-    def __init__(self, folder: Path, dense: Path, size: int, device: str, config: CompressionConfig) -> None:
-        self.seconds = 0.0  # what making the contents took that this run has read and not made
+    def __init__(self, folder: Path, dense: Reader, device: str, config: CompressionConfig) -> None:
         self._folder, self._targets, self._known = folder, config.targets, set[str]()
-        run = {"model": str(dense), "bytes": size, "version": VERSION, "device": device}
+        run = {"model": str(dense.folder), "bytes": dense.total_bytes(), "version": VERSION, "device": device}
         run |= config.model_dump(include=_TEXT)
         folder.mkdir(parents=True, exist_ok=True)
         before = read_own(folder / _RUN)
@@ -63,38 +102,30 @@ class CalibrationStore:
             raise UserError(f"{folder}: holds the calibration of another model or text; give another folder")
 
     def tokens(self, make: Callable[[], Tensor]) -> Tensor:
-        """The calibration tokens [rows, length], made where they are not there yet."""
         if read_header(self._path(_TOKENS), [_TOKENS]) is None:
             began = time.perf_counter()
             self._write(_TOKENS, {_TOKENS: make()}, began)
         return self._read(_TOKENS, torch.device("cpu"))[_TOKENS]
 
-    def complete(self, layers: int) -> bool:
-        """Whether the moments of all of the model's layers are there."""
-        return all(self.has(index) for index in range(layers))
-
     def has(self, index: int) -> bool:
-        """Whether those of layer ``index`` are there and whole."""
         return read_header(self._path(self._layer(index))) is not None
 
     def keep(self, index: int, moments: dict[str, Moments], began: float) -> None:
-        """Keep what layer ``index`` was found to have, by its linears' names; gathering it began at ``began``."""
-        own = {leader: moments[leader] for leader in leaders_of(list(moments)).values()}
-        tensors = {f"{name}.{_SIDES[one.of_inputs]}": one.gram for name, one in own.items()}
-        for name, one in own.items():
-            tensors |= {f"{name}.squares": one.squares, f"{name}.share": one.share.clone()}
+        by_leader = {leader: moments[leader] for leader in leaders_of(list(moments)).values()}
+        tensors = {f"{name}.{_SIDES[sums.of_inputs]}": sums.gram for name, sums in by_leader.items()}
+        for name, sums in by_leader.items():
+            tensors |= {f"{name}.squares": sums.squares, f"{name}.share": sums.fraction.clone()}
         self._write(self._layer(index), tensors, began)
 
     def moments(self, index: int, linears: list[str], damping: float, device: torch.device) -> dict[str, Moments]:
-        """The moments that :meth:`keep` was given for layer ``index``, of its ``linears``."""
-        held = self._read(self._layer(index), device)
-        leaders, own = leaders_of(linears), dict[str, Moments]()
+        tensors = self._read(self._layer(index), device)
+        leaders, by_leader = leaders_of(linears), dict[str, Moments]()
         for name in set(leaders.values()):
-            of_inputs = f"{name}.{_SIDES[True]}" in held
-            own[name] = Moments(0, of_inputs, damping, device)
-            own[name].gram = held[f"{name}.{_SIDES[of_inputs]}"]
-            own[name].squares, own[name].share = held[f"{name}.squares"], held[f"{name}.share"]
-        return {name: own[leader] for name, leader in leaders.items()}
+            of_inputs = f"{name}.{_SIDES[True]}" in tensors
+            sums = by_leader[name] = Moments(0, of_inputs, damping, device)
+            sums.gram = tensors[f"{name}.{_SIDES[of_inputs]}"]
+            sums.squares, sums.fraction = tensors[f"{name}.squares"], tensors[f"{name}.share"]
+        return {name: by_leader[leader] for name, leader in leaders.items()}
 
     def _layer(self, index: int) -> str:
         return f"{self._targets}-{index:05d}"
@@ -112,45 +143,3 @@ class CalibrationStore:
                 self.seconds += float(file.metadata()["seconds"])
                 self._known.add(name)
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-
-
-def tokens_of(
-    workspace: Workspace,
-    dense: Path,
-    config: CompressionConfig,
-    device: str,
-    store: CalibrationStore | None,
-    progress: Progress,
-) -> Tensor:
-    """The tokens [rows, length] of a run: an interrupted one's, or the store's, or made of ``dense`` or a text."""
-    make = partial(make_rows, dense, config.calibration, config.rows, device, progress)
-    return workspace.tokens(make if store is None else partial(store.tokens, make))
-
-
-def stored_moments(
-    layer: nn.Module,
-    index: int,
-    hidden: Tensor | None,
-    rotary: Rotary | None,
-    names: list[str],
-    damping: float,
-    store: CalibrationStore | None,
-) -> tuple[dict[str, Moments], Tensor | None]:
-    """As :func:`neuronmm.compression.block.moments_of`, but read from the store where they are there.
-
-    Without ``hidden`` the layer is not run: there are no outputs, and no moments that are not in the store.
-    """
-    if store is not None and store.has(index):
-        known = store.moments(index, names, damping, next(layer.parameters()).device)
-        if hidden is None:
-            return known, None
-        assert rotary is not None
-        return known, advance(layer, hidden, rotary)
-    if hidden is None:
-        return {}, None
-    assert rotary is not None
-    began = time.perf_counter() if store is not None else 0.0
-    moments, outputs = moments_of(layer, hidden, rotary, names, damping)
-    if store is not None:
-        store.keep(index, moments, began)
-    return moments, outputs

@@ -1,18 +1,23 @@
-"""A finished checkpoint's folder: made of layers' parts, copied, and told from one that somebody else filled."""
+"""The folder of a finished checkpoint: assembled from the files of its layers, copied, or converted to int8 factors."""
 
 from __future__ import annotations
 
 import glob
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from neuronmm.compression import report
-from neuronmm.compression.parts import write_tensors
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.tensor_files import rewrite_shards, write_tensors
+from neuronmm.kernels import quantise
 from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import weight_files
+from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.output import stranger_in
 from neuronmm.models.portable import make_portable
 
@@ -28,7 +33,7 @@ def check_ours(folder: Path) -> None:
     """Check that ``folder`` holds a checkpoint that :mod:`neuronmm.compression` wrote, and nothing else.
 
     Raises:
-        UserError: it has not the report of one, or holds a file that this does not name.
+        UserError: it has no report, or holds a file that the report does not name.
     """
     try:
         files = report.read(folder)["files"]
@@ -44,22 +49,22 @@ def check_ours(folder: Path) -> None:
 
 
 def assemble(final: Path, source: Reader, others: list[str], parts: list[Path], config: dict[str, Any]) -> None:
-    """Make a loadable checkpoint of the layers' parts.
+    """Write a loadable checkpoint.
 
     Args:
-        final: the folder to make it in.
+        final: the empty folder to write it in.
         source: the dense checkpoint; its tokenizer and generation files are copied.
-        others: the tensors outside the decoder layers, copied as they are.
+        others: the tensors outside the decoder layers, copied unchanged.
         parts: a safetensors file for each layer, in order.
         config: the new config.json.
     """
     write_json(final / "config.json", config)
     _write_shards(final, source, others, parts)
-    _complete(source.folder, final)
+    _copy_beside(source.folder, final)
 
 
 def _write_shards(final: Path, source: Reader, others: list[str], parts: list[Path]) -> None:
-    """Safetensors shards of at most 2 GB with an index, or one file where everything fits."""
+    """Write safetensors shards of at most 2 GB with an index, or a single file if everything fits."""
     readers = {name: source for name in others}
     for file in parts:
         part = Reader.of_file(file)
@@ -78,7 +83,7 @@ def _write_shards(final: Path, source: Reader, others: list[str], parts: list[Pa
         single = len(shards) == 1
         shard = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_tensors(final / shard, {name: readers[name][name] for name in names})
-        shutil.copymode(final / "config.json", final / shard)  # safetensors makes files only the owner can read
+        shutil.copymode(final / "config.json", final / shard)  # only the owner can read what safetensors writes
         where.update(dict.fromkeys(names, shard))
         for reader in {id(readers[name]): readers[name] for name in names}.values():
             reader.close()
@@ -87,16 +92,43 @@ def _write_shards(final: Path, source: Reader, others: list[str], parts: list[Pa
 
 
 def copy_checkpoint(source: Path, final: Path) -> None:
-    """Copy a checkpoint's weights, config.json, tokenizer and generation files, and nothing else that lies there."""
+    """Copy a checkpoint's weights, config.json, tokenizer and generation files, and no other files."""
     for file in {*weight_files(source).values(), *source.glob(_INDEX)}:
         shutil.copyfile(file, final / file.name)
     shutil.copyfile(source / "config.json", final / "config.json")
-    _complete(source, final)
+    _copy_beside(source, final)
 
 
-def _complete(source: Path, final: Path) -> None:
-    """Give a checkpoint with weights and config.json what else it has from ``source``, readable by old and new."""
+def _copy_beside(source: Path, final: Path) -> None:
+    """Copy the tokenizer and generation files, in a form that old and new transformers read."""
     for pattern in _BESIDE:
         for file in source.glob(pattern):
             shutil.copyfile(file, final / file.name)
     make_portable(final)
+
+
+def store_int8(folder: Path) -> None:
+    """Rewrite the factors of a compressed checkpoint as int8 with one float32 scale per row, and update config.json.
+
+    Raises:
+        UserError: the disk is full or refuses a file; the checkpoint is then untouched.
+    """
+    files = weight_files(folder)
+    where: dict[str, str] = {}
+    total = 0
+
+    def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        nonlocal total
+        file = files[next(iter(tensors))].name
+        for name in [name for name in tensors if name.endswith(FACTORS)]:
+            tensors[name], tensors[f"{name}_scale"] = quantise(tensors[name])
+        where.update(dict.fromkeys(tensors, file))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        return tensors
+
+    rewrite_shards(set(files.values()), quantised)
+    if len(set(where.values())) > 1:
+        write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"]["factors"] = "int8"
+    write_json(folder / "config.json", config)

@@ -1,4 +1,4 @@
-"""A folder of one process alone: marked as neuronmm's own and locked, until it is released or the process ends."""
+"""A folder that one process has marked and locked for itself, until it releases the folder or ends."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from socket import gethostname
 from neuronmm.models.errors import UserError
 
 MARK = "neuronmm.lock"
-"""The file that marks a folder as one that neuronmm works in. It is locked and says by whom."""
+"""The file that marks a folder in which neuronmm works. The process that works there locks it and writes its id."""
 
 
 class Claim:
-    """The folder ``folder``, made if it is missing, with the lock on it. The operating system frees it after a kill.
+    """The lock on ``folder``, which is created if it is missing. The operating system frees the lock after a kill.
 
     Raises:
-        UserError: another process holds the lock, or the folder cannot be made or written.
+        UserError: another process holds the lock, or the folder cannot be created or written.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+        self._created = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
         try:
             self._handle = self._lock()
-            if not _is_mark(self._handle):  # a hard link to a file of somebody else's, say
+            if not _is_mark(self._handle):  # for example a hard link to another file
                 os.close(self._handle)
                 raise UserError(f"{folder / MARK}: was not written by neuronmm; move it away, or give another folder")
             holder = {"pid": os.getpid(), "host": gethostname()}
@@ -37,11 +37,11 @@ class Claim:
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, json.dumps({**holder, "since": since}).encode(), 0)
         except OSError as error:
-            _remove_empty(self._made)
+            _remove_empty(self._created)
             raise UserError(f"{folder}: cannot be written ({error.strerror}); give another folder") from None
 
     def empty(self) -> bool:
-        """Whether the folder holds nothing but the mark."""
+        """Return whether the folder holds nothing but the mark."""
         return all(path.name == MARK for path in self.folder.iterdir())
 
     def clear(self) -> None:
@@ -53,25 +53,25 @@ class Claim:
                 path.unlink()
 
     def release(self) -> None:
-        """Give the lock back; the folder stays with its mark."""
+        """Release the lock; the folder keeps its mark."""
         os.close(self._handle)
 
     def unmark(self) -> None:
-        """Give the lock back and remove the mark."""
+        """Release the lock and remove the mark."""
         (self.folder / MARK).unlink(missing_ok=True)
         self.release()
 
     def remove(self) -> None:
-        """Remove the folder, its mark last, and those above it that were made for it and hold nothing else."""
+        """Remove the folder, its mark last, and the empty folders above it that were created for it."""
         self.clear()
         self.unmark()
-        _remove_empty([self.folder, *self._made])
+        _remove_empty([self.folder, *self._created])
 
     def _lock(self) -> int:
         mark = self.folder / MARK
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as undo, suppress(FileNotFoundError):  # the process that had the folder has removed it
+            with ExitStack() as undo, suppress(FileNotFoundError):  # another process has just removed the folder
                 handle = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
                 undo.callback(os.close, handle)
                 try:
@@ -84,14 +84,14 @@ class Claim:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove those of ``folders`` that hold nothing."""
+    """Remove the empty ones of ``folders``."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 def _is_mark(handle: int) -> bool:
-    """Whether the file is empty, as one that was just made, or holds what a :class:`Claim` writes."""
+    """Return whether the file is empty, because it is new, or has the content that a :class:`Claim` writes."""
     content = os.pread(handle, 4096, 0)
     try:
         return not content or {"pid", "host", "since"} <= set(json.loads(content))
@@ -100,9 +100,9 @@ def _is_mark(handle: int) -> bool:
 
 
 def _holder(handle: int) -> str:
-    """Who works there, in words."""
+    """Return which process works there, for a message."""
     try:
-        said = json.loads(os.pread(handle, 4096, 0))
-        return f"process {said['pid']} on {said['host']} has been at work there since {said['since']}"
-    except (ValueError, LookupError, TypeError):  # it has only just taken the lock
+        holder = json.loads(os.pread(handle, 4096, 0))
+        return f"process {holder['pid']} on {holder['host']} has been at work there since {holder['since']}"
+    except (ValueError, LookupError, TypeError):  # it has not written its id yet
         return "another process is at work there"

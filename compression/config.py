@@ -1,29 +1,79 @@
-"""What a compression run is asked to do: the command line, a recipe file, or keyword arguments."""
+"""The settings of a compression run, from the command line, a recipe file or keyword arguments."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from neuronmm.compression.calibration import SELF, Rows
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO
 from neuronmm.models.errors import UserError, first_problem, reading
 
-_MOST_BYTES = 1 << 16
+SELF = "self"
+"""The calibration text that the model samples itself."""
 
-BARE: dict[str, Any] = {"allocation": "uniform", "share": "off", "refine": "off"}
-"""What ``compress`` adds to a method by default, left out."""
+BARE: dict[str, Any] = {"allocation": "uniform", "share_a": "off", "refine": "off"}
+"""The settings of a method alone, without the steps that ``compress`` adds by default."""
+
+RENAMED = {"share": "share_a", "factors": "factor_dtype"}
+"""Old name of a setting -> its name. Recipes, keyword arguments, options and reports may still have the old ones."""
+
+_MAX_RECIPE_BYTES = 1 << 16
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def renamed(settings: Mapping[str, Any], *, notice: bool = True) -> dict[str, Any]:
+    """Return ``settings`` with every old name replaced; with ``notice``, say so on stderr, once per name.
+
+    Raises:
+        UserError: a setting is given by its old and its new name.
+    """
+    for old, new in RENAMED.items():
+        if old in settings and new in settings:
+            raise UserError(f"{old}, {new}: are the same setting; give {new} alone")
+        if old in settings and notice:
+            _note_renamed(old, new)
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
+
+
+@cache
+def _note_renamed(old: str, new: str) -> None:
+    print(f"neuronmm: the setting {old} is now named {new}; the old name still works", file=sys.stderr)
+
+
+def accepts_old_names(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function take settings by their old names as keyword arguments."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **renamed(kwargs))  # type: ignore[arg-type]
+
+    return call
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The size of the calibration text: ``count`` rows of ``length`` tokens each, and the seed of their choice."""
+
+    count: int
+    length: int
+    seed: int
 
 
 class CompressionConfig(BaseModel):
-    """One run's settings; a recipe YAML has these names.
+    """The settings of one run; a recipe YAML has these names.
 
-    ``ratio`` is the share of the targeted linears' parameters to remove. ``calibration`` is ``self`` or a file of which
-    ``calibration_rows`` rows of ``calibration_length`` tokens are used. ``damping`` is relative to the mean of the Gram
-    matrix's diagonal. ``seed`` is below 2**32.
+    ``ratio`` is the fraction of the targeted linears' parameters to remove. ``calibration`` is ``self`` or a file, of
+    which ``calibration_rows`` rows of ``calibration_length`` tokens are used. ``damping`` is relative to the mean
+    diagonal entry of the Gram matrix. ``seed`` is below 2**32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,10 +82,10 @@ class CompressionConfig(BaseModel):
     targets: Literal["mlp", "attention", "all"] = "mlp"
     method: Literal["svd", "asvd", "whitened", "anchored"] = "whitened"
     allocation: Literal["uniform", "global"] = "global"
-    share: Literal["off", "auto"] = "auto"
+    share_a: Literal["off", "auto"] = "auto"
     refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
-    factors: Literal["model", "int8"] = "model"
+    factor_dtype: Literal["model", "int8"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str = SELF
     calibration_rows: int = Field(128, ge=1)
@@ -45,44 +95,43 @@ class CompressionConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _baselines_stand_alone(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Plain and scaled SVD are there to be compared with: nothing is added to them unasked."""
+    def _complete(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Replace old names. The baselines svd and asvd get no further steps by default."""
+        values = renamed(values)
         if values.get("method") in ("svd", "asvd"):
             return {**BARE, **values}
         return values
 
     @property
     def needs_text(self) -> bool:
-        """Whether anything is fitted to calibration text: all but plain SVD at uniform ranks."""
-        fitted = (self.allocation == "global", self.share == "auto", self.refine != "off", self.recover != "off")
+        """Whether the run needs calibration text: always, except for plain SVD at uniform ranks without training."""
+        fitted = (self.allocation == "global", self.share_a == "auto", self.refine != "off", self.recover != "off")
         return self.method != "svd" or any(fitted)
 
     @property
     def text_file(self) -> str | None:
-        """The file that the calibration text is read from, None where the model writes it."""
+        """The file of the calibration text; None if the model samples it."""
         return None if self.calibration == SELF else self.calibration
 
     @property
     def rows(self) -> Rows:
-        """How much calibration text."""
+        """The size of the calibration text."""
         return Rows(self.calibration_rows, self.calibration_length, self.seed)
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Whose hidden states are followed through the layers."""
+        """The models whose hidden states the closed form or the refinement reads: ``dense``, ``compressed``."""
         return ("dense", "compressed") if self.method == "anchored" or self.refine != "off" else ("dense",)
 
     @classmethod
     def build(cls, recipe: Path | None = None, **settings: Any) -> CompressionConfig:
-        """A recipe's settings, overridden by every keyword argument that is not None.
+        """Return the settings of a recipe, overridden by every keyword argument that is not None.
 
         Raises:
             UserError: the recipe is missing or not YAML, or a setting is unknown or out of range.
         """
-        values: dict[str, Any] = {}
-        if recipe is not None:
-            values = _read_recipe(recipe)
-        values.update({name: value for name, value in settings.items() if value is not None})
+        values = {} if recipe is None else renamed(_read_recipe(recipe))
+        values |= renamed({name: value for name, value in settings.items() if value is not None})
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -94,23 +143,23 @@ class CompressionConfig(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML of UTF-8 text without references: a few of those in each other make more values than a computer can hold."""
+    """YAML of UTF-8 text without references, a few of which can expand to more values than fit in memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("a recipe has no use for references (*name)")
+            raise yaml.YAMLError("a recipe cannot contain references (*name)")
         return super().compose_node(parent, index)
 
     def construct_scalar(self, node: Any) -> Any:
         value = super().construct_scalar(node)
-        value.encode("utf-8")  # an escape can stand for half a surrogate pair, which no file can hold
+        value.encode("utf-8")  # an escape can encode half a surrogate pair, which no file can hold
         return value
 
 
 def _read_recipe(path: Path) -> dict[Any, Any]:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{path}: larger than {_MOST_BYTES >> 10} KB; a recipe is a few lines")
+        if path.stat().st_size > _MAX_RECIPE_BYTES:
+            raise UserError(f"{path}: larger than {_MAX_RECIPE_BYTES >> 10} KB; a recipe is a few lines")
         with reading(f"{path}: not a readable recipe"):
             values = yaml.load(path.read_bytes().decode("utf-8"), Loader=_Loader)
     except OSError as error:

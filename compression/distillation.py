@@ -6,7 +6,6 @@ computed once and kept; the dense and the compressed model are never in memory t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from neuronmm.models.load import load_pretrained
+from neuronmm.models.progress import Progress
 
 PASS_TOKENS = 1024  # tokens per forward pass, at least one row
 # Positions per call of the output head: the logits of a whole pass would take more memory than the model. A chunk of
@@ -23,7 +23,7 @@ PASS_TOKENS = 1024  # tokens per forward pass, at least one row
 _CHUNK = 128
 
 
-def rows_a_pass(length: int) -> int:
+def rows_per_pass(length: int) -> int:
     """Return how many rows of this length one forward pass takes."""
     return max(1, PASS_TOKENS // length)
 
@@ -44,7 +44,7 @@ class Lesson:
 
     def passes(self) -> list[Lesson]:
         """Split the rows into forward passes of at most PASS_TOKENS tokens."""
-        together = rows_a_pass(self.tokens.shape[1])
+        together = rows_per_pass(self.tokens.shape[1])
         return [self.pick(part) for part in torch.arange(len(self)).split(together)]
 
     @property
@@ -54,14 +54,14 @@ class Lesson:
 
 
 @torch.no_grad()
-def dense_states(folder: Path, rows: Tensor, device: str, progress: Callable[[str, float], None]) -> Tensor:
+def dense_states(folder: Path, rows: Tensor, device: str, progress: Progress) -> Tensor:
     """Return the dense model's final hidden states [rows, length, hidden], float32, for ``rows`` [rows, length]."""
     model = load_pretrained(folder, torch.float32, device)
-    found = []
+    states = []
     for part in Lesson(rows, None).passes():
-        found.append(model.model(input_ids=part.tokens.to(device), use_cache=False)[0].cpu())
+        states.append(model.model(input_ids=part.tokens.to(device), use_cache=False)[0].cpu())
         progress("dense model", len(part) / len(rows))
-    return torch.cat(found)
+    return torch.cat(states)
 
 
 @torch.no_grad()
@@ -71,8 +71,7 @@ def evaluate(model: Any, lesson: Lesson) -> float:
 
 
 def loss_sum(model: Any, lesson: Lesson, scale: float | None = None, autocast: bool = False) -> float:
-    """Return the loss summed over the predicted tokens of ``lesson``. With ``scale``, also add ``scale`` x its
-    gradients.
+    """Return the loss summed over the predicted tokens of ``lesson``; with ``scale``, add ``scale`` x its gradients.
 
     The forward and backward pass of the head run on one chunk of positions at a time and keep only the gradient of the
     hidden states. At most [chunk, vocabulary] logits are in memory.
@@ -89,11 +88,11 @@ def loss_sum(model: Any, lesson: Lesson, scale: float | None = None, autocast: b
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = head(chunk).float()
             with torch.no_grad():
-                wanted = aim if lesson.states is None else head(aim).float().log_softmax(-1)
+                target = aim if lesson.states is None else head(aim).float().log_softmax(-1)
         if lesson.states is None:
-            loss = cross_entropy(logits, wanted, reduction="sum")
+            loss = cross_entropy(logits, target, reduction="sum")
         else:
-            loss = kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)
+            loss = kl_div(logits.log_softmax(-1), target, reduction="sum", log_target=True)
         if scale is not None:
             (loss * scale).backward()
         total += loss.item()

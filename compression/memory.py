@@ -1,20 +1,79 @@
-"""How much memory a run took."""
+"""Memory and disk space: what a run needs, checked before it begins, and the memory that it took."""
 
 from __future__ import annotations
 
 import resource
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+import torch
+from rich.filesize import decimal
+
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.models.errors import UserError
+
 
 def peak_rss() -> int:
-    """The largest resident memory of this process so far, or since :func:`forget_peak`, in bytes."""
+    """Return the peak resident memory of this process in bytes, since :func:`forget_peak` or else since its start."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def forget_peak() -> None:
-    """Let :func:`peak_rss` count from here, for one process may make several runs; only Linux can (proc(5))."""
+    """Reset the peak of :func:`peak_rss`, because one process may make several runs. Linux only (proc(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def check_room(out: Path, before: int, size: int, parameters: int, factors: int, config: CompressionConfig) -> None:
+    """Check that the disk has room for a run into ``out``, and that its recovery fits in memory.
+
+    Recovery and int8 factors are written beside what they replace: the training state after each epoch, and the shards
+    at the end.
+
+    Args:
+        out: the output folder; its parent exists.
+        before: bytes on the disk when recovery begins.
+        size: bytes of the checkpoint that recovery and int8 rewrite.
+        parameters: the parameters of the model that recovery holds, in float32.
+        factors: how many of these belong to factors. If they are trained themselves, they have gradients, moments and a
+            best state. LoRA's adapters are negligible.
+
+    Raises:
+        UserError: there is too little of either.
+    """
+    state = 16 * factors if config.recover == "factors" else 0
+    rewritten = size if config.recover != "off" or config.factor_dtype == "int8" else 0
+    needed = before + state + max(state, rewritten)
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise UserError(f"{out.parent}: {_missing('disk', free, needed)}; free that much, or give another -o")
+    if config.recover == "off":
+        return
+    needed, free = 4 * parameters + state, psutil.virtual_memory().available
+    if free < needed:
+        raise UserError(f"recover: {_missing('memory', free, needed)}; refine trains block by block instead")
+
+
+def check_row_memory(count: int, length: int, hidden: int, device: str) -> None:
+    """Check that ``device`` has memory for the rows' hidden states, before and after a layer, in float32.
+
+    Raises:
+        UserError: it has not.
+    """
+    needed = 2 * 4 * count * length * hidden
+    cuda = torch.device(device).type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    if free < needed:
+        raise UserError(
+            f"calibration_rows {count}, calibration_length {length}: {free / 1e9:.1f} GB of memory available, about "
+            f"{needed / 1e9:.1f} GB needed; choose fewer or shorter rows"
+        )
+
+
+def _missing(what: str, free: int, needed: int) -> str:
+    """Return what is free, needed and missing, each in a suitable unit of bytes."""
+    return f"{decimal(free)} of {what} free, about {decimal(needed)} needed, {decimal(needed - free)} more"

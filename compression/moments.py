@@ -1,4 +1,7 @@
-"""Second moments of a linear's inputs or outputs, accumulated while its decoder layer runs over the calibration text.
+"""What is measured of a decoder layer's linears while the layer runs over the calibration text.
+
+These are the second moments of each linear's inputs or outputs, and the fraction of the residual stream that attention
+and MLP write.
 
 The whitened factorisation needs either the Gram matrix of the inputs or the covariance of the outputs. The smaller of
 the two is accumulated: for a down projection of 14336 -> 4096 that is a twelfth of the work and memory. Linears with
@@ -15,15 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuronmm.compression.streaming import Rotary, advance
 from neuronmm.models.families import SAME_INPUT
+
+BETWEEN = "post_attention_layernorm"
+"""The norm that reads the residual stream between attention and MLP, in every family."""
+
+ATTENTION, MLP = "self_attn", "mlp"
 
 
 class Moments:
     """Sums over the calibration tokens for one linear ``y = W x`` (without the bias).
 
     Dimensions: ``gram`` is ``sum x x^T`` [in, in] (``of_inputs``) or ``sum y y^T`` [out, out], symmetric; ``squares``
-    is the diagonal of ``sum x x^T`` [in] in either case; ``share`` [] is the fraction of the residual stream that the
-    linear's block writes (:mod:`neuronmm.compression.stream`). All are float64.
+    is the diagonal of ``sum x x^T`` [in] in either case; ``fraction`` [] is the fraction of the residual stream that
+    the linear's attention or MLP writes (:func:`weighing`). All are float64.
 
     A Gram matrix is singular if there are fewer tokens than features, dead features, or a few massive ones. Therefore
     ``damping`` times the mean of ``squares`` is added to the diagonal of the inputs' Gram matrix. The solution is then
@@ -34,14 +43,14 @@ class Moments:
         self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
         self.of_inputs = of_inputs
         self.squares = torch.zeros(1, dtype=torch.float64, device=device)
-        self.share = torch.ones((), dtype=torch.float64, device=device)
+        self.fraction = torch.ones((), dtype=torch.float64, device=device)
         self._relative = damping
 
     @torch.no_grad()
     def add(self, inputs: Tensor, outputs: Tensor) -> None:
         """Add tokens: ``inputs`` [tokens, in], ``outputs`` [tokens, out] without bias.
 
-        Products and sums are float64. A massive activation is a thousand times larger than the others, a million times
+        Matmuls and sums are float64. A massive activation is a thousand times larger than the others, a million times
         in the square: in float32 the small directions would be lost to rounding. bf16 autocast would make the matrix
         indefinite.
         """
@@ -95,6 +104,17 @@ def check_finite(sums: Tensor) -> None:
         raise ValueError("the calibration activations contain NaN or infinity")
 
 
+def moments_of(
+    layer: nn.Module, hidden: Tensor, rotary: Rotary, names: Sequence[str], damping: float
+) -> tuple[dict[str, Moments], Tensor]:
+    """Return the moments of the named linears of the layer, by name, and the layer's outputs."""
+    with gathering(layer, names, damping) as moments, weighing(layer) as fractions:
+        outputs = advance(layer, hidden, rotary)
+    for name, sums in moments.items():
+        sums.fraction = fractions[name.partition(".")[0]]
+    return moments, outputs
+
+
 @contextmanager
 def gathering(layer: nn.Module, linears: Sequence[str], damping: float) -> Iterator[dict[str, Moments]]:
     """Accumulate the moments of every named linear of ``layer`` over the forward passes in the ``with`` block."""
@@ -127,3 +147,36 @@ def _adder(moments: Moments) -> Any:
         moments.add(inputs[0].flatten(0, -2), y.flatten(0, -2))
 
     return add
+
+
+@contextmanager
+def weighing(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Measure the contributions of attention and MLP over the forward passes in the ``with`` block.
+
+    After the block, the dictionary holds for :data:`ATTENTION` and :data:`MLP` the median over the tokens of
+    ``|contribution|^2 / |stream after the layer|^2`` [], float64. It is not the mean, because a massive activation
+    makes up nearly all of a few tokens' stream.
+    """
+    fractions: dict[str, Tensor] = {}
+    per_token: dict[str, list[Tensor]] = {ATTENTION: [], MLP: []}
+    streams: list[Tensor] = []
+
+    def keep_stream(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        streams.append(inputs[0])
+
+    def weigh(_: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> None:
+        between, after = streams.pop(), outputs[0] if isinstance(outputs, tuple) else outputs
+        power = after.double().square().sum(-1).clamp(min=1e-300)
+        for half, written in ((ATTENTION, between - inputs[0]), (MLP, after - between)):
+            per_token[half].append((written.double().square().sum(-1) / power).flatten())
+
+    hooks = [
+        layer.get_submodule(BETWEEN).register_forward_pre_hook(keep_stream),
+        layer.register_forward_hook(weigh),
+    ]
+    try:
+        yield fractions
+    finally:
+        for hook in hooks:
+            hook.remove()
+        fractions |= {half: torch.cat(parts).median() for half, parts in per_token.items() if parts}

@@ -1,4 +1,4 @@
-"""The verb ``compress``: one pass over the decoder layers, each run, factorised, refined, written and forgotten."""
+"""The verb ``compress``: factorise, refine and write a checkpoint in one pass over its decoder layers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import transformers
 from torch import Tensor
 
 from neuronmm.compression import report
-from neuronmm.compression.calibration_store import CalibrationStore, tokens_of
+from neuronmm.compression.calibration import calibration_tokens
+from neuronmm.compression.calibration_store import CalibrationStore, SharedStore
 from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.last_steps import check_device, check_room, last_steps
-from neuronmm.compression.layer import Streams, compress_layer
-from neuronmm.compression.memory import forget_peak, peak_rss
-from neuronmm.compression.plan import Plan, make_plan, measure, needs_spectra, targeted
+from neuronmm.compression.layer import compress_layer
+from neuronmm.compression.memory import check_room, forget_peak, peak_rss
+from neuronmm.compression.plan import Plan, make_plan, measure_spectra, needs_spectra, targeted
 from neuronmm.compression.ranks import realised
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.recover import last_steps
+from neuronmm.compression.run import Run, check_device
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
-from neuronmm.models.load import inspect
+from neuronmm.models.load import Contents, inspect
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
@@ -46,92 +48,119 @@ def compress(
 
     Args:
         model: a Hugging Face folder, a GGUF file or a hub id.
-        out: the new checkpoint's folder; it appears only when it is complete.
+        out: the folder of the new checkpoint; it appears only when it is complete.
         config: the settings; by default 20 % of the MLP, whitened, refined, self-calibrated.
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
-        device: where the layers run and are factorised and trained, as torch names it: ``cpu`` or ``cuda``.
-        store: a folder for the calibration's tokens and moments, made or found there; for many runs on one text.
-        progress: told of every step.
+        device: torch's name of the device on which layers run and train: ``cpu`` or ``cuda``.
+        store: a folder for the calibration's tokens and moments, which several runs on one text share.
+        progress: called at every step.
 
     Raises:
-        UserError: anything about the request or the checkpoint that the caller can mend.
+        UserError: the request or the checkpoint is at fault; the message says what to change.
     """
     began = time.perf_counter()
     forget_peak()
     check_device(device)
     config = config or CompressionConfig()
-    inputs = (model, config.text_file, store)
-    with Workspace(out, inputs, resume=resume, force=force) as workspace:
-        return _compress(model, workspace, config, device, store, progress, began)
+    with Workspace(out, (model, config.text_file, store), resume=resume, force=force) as workspace:
+        dense, contents = _open(model, workspace)
+        plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config.targets), config)
+        _begin(config, workspace, dense, device, plan)
+        shared = SharedStore(store, dense, device, config) if store is not None and config.needs_text else None
+        run = Run(config, workspace, dense, device, shared or CalibrationStore(), progress)
+
+        rows = calibration_tokens(run)
+        streamed = StreamedModel(dense.folder, torch.float32, device)
+        if needs_spectra(config):
+            plan = make_plan(plan.linears, config, measure_spectra(run, streamed, plan.linears, rows))
+        resumed_layers = _compress_layers(run, streamed, plan, rows)
+
+        layers = workspace.layer_facts(len(streamed))
+        spec = _spec(run, plan, rows)
+        result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers)}
+
+        def finish(final: Path) -> None:
+            _assemble(run, final, contents, spec)
+            recovery = result["recovery"] = last_steps(run, final, rows)
+            # A resumed run adds the time of the layers and epochs that the interrupted run finished.
+            earlier = sum(layer["seconds"] for layer in layers[:resumed_layers])
+            earlier += recovery["resumed_seconds"] if recovery else 0.0
+            result["bytes"] = {"dense": dense.total_bytes(), "compressed": Reader(final).total_bytes()}
+            result["seconds"] = earlier + time.perf_counter() - began + run.store.seconds
+            result["peak_rss_bytes"] = max(peak_rss(), *(layer["peak_rss_bytes"] for layer in layers))
+            report.write(result, final)
+
+        workspace.finish(finish)
+        return result
 
 
-def _compress(
-    model: str | Path,
-    workspace: Workspace,
-    config: CompressionConfig,
-    device: str,
-    store: Path | None,
-    progress: Progress,
-    began: float,
-) -> dict[str, Any]:
-    """As :func:`compress`, in a workspace of its own."""
+def _open(model: str | Path, workspace: Workspace) -> tuple[Reader, Contents]:
+    """Find the dense checkpoint and read its config.json and headers.
+
+    Raises:
+        UserError: it is missing, unsupported, damaged, compressed or quantised, or in the way of ``workspace``.
+    """
     folder = resolve(model)
     workspace.protect(folder)
     if "quantization_config" in read_config(folder):
         raise UserError(f"{folder}: is already compressed or quantised; compress the original checkpoint")
     contents = inspect(folder)
-    settings, reader = contents.settings, Reader(folder, contents.files)
-    linears = targeted(reader, contents.config.num_hidden_layers, config.targets)
-    plan = make_plan(linears, config)
-    total = sum(map(reader.parameters, reader.names))
-    factors = sum(linear.kept(plan.ranks[linear.name]) for linear in plan.linears)
-    size = reader.total_bytes()
-    check_room(workspace.out, 2 * size, size, total, factors, config)  # parts and final shards lie there together
-    run = {"model": str(folder), "bytes": size, "version": VERSION, "device": device}
-    run |= config.model_dump()
-    workspace.begin(run)
-    reader.check_finite()
-
-    rows: Tensor | None = None
-    common = None
-    if store is not None and config.needs_text:
-        common = CalibrationStore(store, folder, size, device, config)
-    if config.needs_text:
-        rows = tokens_of(workspace, folder, config, device, common, progress)
-    streamed = StreamedModel(folder, torch.float32, device)
-    if rows is not None and needs_spectra(config):
-        plan = make_plan(linears, config, measure(streamed, linears, rows, config, workspace, common, progress))
-    found = _layers(streamed, plan, rows, config, workspace, common, progress)
-
-    layers = workspace.layer_facts(contents.config.num_hidden_layers)
-    spec = _spec(config, plan, rows, total)
-    done = {"kind": "measured", "model": str(model), **_facts(config, spec, plan, total, layers)}
-
-    others = [name for name in reader.names if not name.startswith(f"{LAYERS}.")]
-    compressed = {**settings, "quantization_config": spec.model_dump()}
-
-    def fill(final: Path) -> None:
-        assemble(final, reader, others, [workspace.part(index) for index in range(len(layers))], compressed)
-        work = workspace.folder
-        recovery = last_steps(final, rows, config, progress, dense=folder, device=device, work=work)
-        # A resumed run counts the layers and passes that it found done; those of this run lie within its own time.
-        before = sum(layer["seconds"] for layer in layers[:found])
-        before += recovery["resumed_seconds"] if recovery else 0.0
-        done["recovery"] = recovery
-        done["bytes"] = {"dense": size, "compressed": Reader(final).total_bytes()}
-        done["seconds"] = before + time.perf_counter() - began + (common.seconds if common is not None else 0.0)
-        done["peak_rss_bytes"] = max(peak_rss(), *(layer["peak_rss_bytes"] for layer in layers))
-        report.write(done, final)
-
-    workspace.finish(fill)
-    return done
+    return Reader(folder, contents.files), contents
 
 
-def _spec(config: CompressionConfig, plan: Plan, rows: Tensor | None, total: int) -> CompressionSpec:
-    """What the checkpoint says of itself; ``total`` is the dense model's parameters."""
-    text = None
-    if rows is not None:
+def _begin(config: CompressionConfig, workspace: Workspace, dense: Reader, device: str, plan: Plan) -> None:
+    """Check disk, memory and weights, and start or resume the run in ``workspace``.
+
+    Raises:
+        UserError: there is too little room, the run to resume had other settings, or a weight is not finite.
+    """
+    size = dense.total_bytes()
+    # The layers' files and the final shards are on the disk together.
+    check_room(workspace.out, 2 * size, size, dense.total_parameters(), plan.kept, config)
+    run = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
+    workspace.begin({**run, **config.model_dump()})
+    dense.check_finite()
+
+
+@torch.no_grad()
+def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -> int:
+    """Compress layer by layer; return how many layers an interrupted run had finished."""
+    needs_dense_run = not run.store.complete(len(model))
+    names = run.config.streams if len(rows) and (needs_dense_run or run.config.streams != ("dense",)) else ()
+    first = run.workspace.layers_done(len(model), names)
+    run.progress("compressing", first / len(model))
+    if first == len(model):
+        return first
+    saved = run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
+    streams = model.streams(rows, names, saved)
+    refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of a layer's time
+    for index in range(first, len(model)):
+        began = time.perf_counter()
+        tensors, facts = compress_layer(
+            run, plan, model, index, streams, lambda f: run.progress("compressing", refinement * f / len(model))
+        )
+        if names and index + 1 < len(model):
+            run.workspace.save(f"hidden-{index + 1:05d}", streams.states())
+        facts |= {"seconds": time.perf_counter() - began, "peak_rss_bytes": peak_rss()}
+        run.workspace.save_layer(index, tensors, facts)
+        run.workspace.drop(f"hidden-{index:05d}")
+        model.reader.close()  # pages of a mapped shard count as resident
+        run.progress("compressing", (1 - refinement) / len(model))
+    return first
+
+
+def _assemble(run: Run, final: Path, contents: Contents, spec: CompressionSpec) -> None:
+    """Write the checkpoint ``final`` from the layers' files and the dense checkpoint."""
+    parts = [run.workspace.part(index) for index in range(contents.config.num_hidden_layers)]
+    others = [name for name in run.dense.names if not name.startswith(f"{LAYERS}.")]
+    assemble(final, run.dense, others, parts, {**contents.settings, "quantization_config": spec.model_dump()})
+
+
+def _spec(run: Run, plan: Plan, rows: Tensor) -> CompressionSpec:
+    """Return the ``quantization_config`` of the checkpoint."""
+    config, text = run.config, None
+    if len(rows):
         text = {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed}
     return CompressionSpec(
         ranks=plan.part_ranks,
@@ -140,23 +169,21 @@ def _spec(config: CompressionConfig, plan: Plan, rows: Tensor | None, total: int
         targets=config.targets,
         asked_ratio=config.ratio,
         realised_ratio=realised(plan.linears, plan.ranks),
-        model_ratio=plan.removed / total,
+        model_ratio=plan.removed / run.dense.total_parameters(),
         align=plan.align,
         calibration=text,
         version=VERSION,
     )
 
 
-def _facts(
-    config: CompressionConfig, spec: CompressionSpec, plan: Plan, total: int, layers: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """What the report says beside times, sizes and recovery."""
+def _facts(run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the content of the report, except for times, sizes and recovery."""
     matrices = [matrix for layer in layers for matrix in layer["matrices"]]
     errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
-    settings = ("allocation", "share", "refine", "recover", "factors", "damping")
+    total = run.dense.total_parameters()
     return {
         **spec.model_dump(exclude={"ranks", "shared", "factors", "quant_method"}),
-        **config.model_dump(include=set(settings)),
+        **run.config.model_dump(include=set(report.SETTINGS)),
         "parameters": {"dense": total, "compressed": total - plan.removed},
         "mean_relative_error": sum(errors) / len(errors),
         "block_loss": _block_loss(layers),
@@ -167,56 +194,8 @@ def _facts(
     }
 
 
-@torch.no_grad()
-def _layers(
-    model: StreamedModel,
-    plan: Plan,
-    rows: Tensor | None,
-    config: CompressionConfig,
-    workspace: Workspace,
-    store: CalibrationStore | None,
-    progress: Progress,
-) -> int:
-    """Compress layer by layer, from the first one that is not done yet; how many were done before."""
-    measured = store is not None and store.complete(len(model))
-    followed = () if rows is None or (measured and config.streams == ("dense",)) else config.streams
-    first = workspace.layers_done(len(model), followed)
-    progress("compressing", first / len(model))
-    streams: Streams = {}
-    rotary = None
-    if rows is not None and followed and first < len(model):
-        kept = workspace.load(f"hidden-{first:05d}", followed) if first else None
-        streams = kept or {name: model.embed(rows) for name in followed}
-        streams = {name: hidden.to(model.device) for name, hidden in streams.items()}
-        rotary = model.rotary(streams["dense"], torch.arange(rows.shape[1])[None])
-    refined = 0.9 if config.refine != "off" else 0.0  # share of a layer's time
-    for index in range(first, len(model)):
-        began = time.perf_counter()
-        with model.layer(index) as layer:
-            tensors, facts = compress_layer(
-                layer,
-                index,
-                model.reader,
-                plan,
-                streams,
-                rotary,
-                config,
-                store,
-                model.release,
-                lambda share: progress("compressing", refined * share / len(model)),
-            )
-        if streams and index + 1 < len(model):
-            workspace.save(f"hidden-{index + 1:05d}", streams)
-        facts |= {"seconds": time.perf_counter() - began, "peak_rss_bytes": peak_rss()}
-        workspace.save_layer(index, tensors, facts)
-        workspace.drop(f"hidden-{index:05d}")
-        model.reader.close()  # pages of the mapped shard count as resident as long as it is mapped
-        progress("compressing", (1 - refined) / len(model))
-    return first
-
-
 def _block_loss(layers: list[dict[str, Any]]) -> dict[str, float] | None:
-    """The refinement's held-out losses, averaged over the layers."""
+    """Return the held-out losses of the refinement, averaged over the layers; None without refinement."""
     losses = [layer["refinement"] for layer in layers if "refinement" in layer]
     if not losses:
         return None

@@ -1,4 +1,4 @@
-"""What a run will do to which linear: the targets, who shares an A with whom, and the rank of each."""
+"""The plan of a run: the targeted linears, which of them share an A, and the rank of each."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from neuronmm.compression.allocation import allocate, energy, relative, sharing_pays
-from neuronmm.compression.block import weight_of
-from neuronmm.compression.calibration_store import CalibrationStore, stored_moments
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import spectrum
-from neuronmm.compression.ranks import Linear, auto_align, balance
+from neuronmm.compression.layer_pair import weight_of
+from neuronmm.compression.ranks import Linear, allocate, auto_align, balance, energy, relative, sharing_pays
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel
-from neuronmm.compression.workspace import Workspace
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, SAME_INPUT, TARGETS
-from neuronmm.models.progress import Progress
 
-_JOINT = "together:"  # in front of a leader's name: what each rank of one A takes off its linears' relative losses
-_SHARE = "share:"  # in front of a linear's name: its half's share of the residual stream
+_JOINT = "together:"  # + a leader's name: the reduction of its linears' relative losses by each rank of a shared A
+_FRACTION = "share:"  # + a linear's name: the fraction of the residual stream that its attention or MLP writes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``linears`` in the order of the layers, those that share an A as one; ``ranks`` by their names, None is dense."""
+    """``linears`` in the order of the layers; those that share an A count as one. ``ranks`` by name; None is dense."""
 
     linears: list[Linear]
     ranks: dict[str, int | None]
@@ -36,7 +33,7 @@ class Plan:
 
     @cached_property
     def part_ranks(self) -> dict[str, int]:
-        """The rank of every linear of the model that is factorised, by its own name."""
+        """The rank of every factorised linear of the model, by its own name."""
         ranks = ((part.name, self.ranks[linear.name]) for linear in self.linears for part in linear.parts)
         return {name: rank for name, rank in ranks if rank is not None}
 
@@ -47,17 +44,27 @@ class Plan:
         return {name: linear.name for name, linear in pairs if self.ranks[linear.name] is not None}
 
     @property
+    def kept(self) -> int:
+        """Number of parameters of the targeted linears in the compressed model."""
+        return sum(linear.kept(self.ranks[linear.name]) for linear in self.linears)
+
+    @property
     def removed(self) -> int:
-        """Parameters that the dense model has and the compressed one has not."""
-        return sum(linear.dense - linear.kept(self.ranks[linear.name]) for linear in self.linears)
+        """Number of parameters that compression removes."""
+        return sum(linear.dense for linear in self.linears) - self.kept
 
     def of_layer(self, index: int) -> list[Linear]:
-        """The linears of one decoder layer."""
+        """Return the linears of one decoder layer."""
         return [linear for linear in self.linears if linear.name.startswith(f"{LAYERS}.{index}.")]
+
+    def factorised(self, index: int) -> dict[Linear, int]:
+        """Return the linears of one decoder layer that do not stay dense, and their ranks."""
+        ranks = {linear: self.ranks[linear.name] for linear in self.of_layer(index)}
+        return {linear: rank for linear, rank in ranks.items() if rank is not None}
 
 
 def targeted(reader: Reader, layers: int, targets: str) -> list[Linear]:
-    """The linears that ``targets`` names, in the order of the layers."""
+    """Return the linears that ``targets`` names, in the order of the layers."""
     return [
         Linear(name, out_features, in_features)
         for index in range(layers)
@@ -67,27 +74,33 @@ def targeted(reader: Reader, layers: int, targets: str) -> list[Linear]:
 
 
 def needs_spectra(config: CompressionConfig) -> bool:
-    """Whether the plan depends on the calibration text."""
-    return config.allocation == "global" or config.share == "auto"
+    """Return whether the plan depends on the calibration text."""
+    return config.allocation == "global" or config.share_a == "auto"
 
 
 def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[str, Tensor] | None = None) -> Plan:
-    """Decide. ``spectra``, from :func:`measure`, is needed where :func:`needs_spectra` says so.
+    """Choose the ranks and the linears that share an A.
 
-    Linears of one input share an A where it loses less than what they lose at the ranks they have without it: beside
-    values that the allocation leaves dense, at little cost, one A for queries, keys and values is a loss.
+    Linears with one input share an A if they lose less with it than at their ranks without it. Where the allocation
+    leaves values dense at little cost, for example, one A for queries, keys and values would lose more.
+
+    Args:
+        linears: the targeted linears, each with its own A.
+        config: the settings of the run.
+        spectra: the result of :func:`measure_spectra`. Without it the ranks are uniform and no A is shared, which is
+            final unless :func:`needs_spectra`.
 
     Raises:
-        UserError: the ratio is out of range, or the tile so wide that no matrix can be compressed.
+        UserError: the ratio is out of range, or the tile is so wide that no matrix can be compressed.
     """
     align = auto_align(linears) if config.align == "auto" else config.align
-    even = balance(linears, config.ratio, align)  # refuses what is impossible before anything long begins
+    uniform = balance(linears, config.ratio, align)  # also refuses what is impossible
     if not spectra:
-        return Plan(linears, even, align)
+        return Plan(linears, uniform, align)
     energies = {linear.name: energy(spectra[linear.name]) for linear in linears}
-    losses = {name: relative(spectra[name], whole) for name, whole in energies.items()}
+    losses = {name: relative(spectra[name], total) for name, total in energies.items()}
     ranks = _ranks(linears, losses, spectra, config, align)
-    if config.share == "auto":
+    if config.share_a == "auto":
         for group in _groups(linears):
             joint = Linear.sharing(group, [energies[linear.name] for linear in group])
             together = spectra[_JOINT + joint.name]
@@ -104,71 +117,60 @@ def _ranks(
 ) -> dict[str, int | None]:
     if config.allocation == "uniform":
         return balance(linears, config.ratio, align)
-    shares = {linear.name: float(spectra[_SHARE + linear.name]) for linear in linears}
-    return allocate(linears, losses, shares, config.ratio, align)
+    fractions = {linear.name: float(spectra[_FRACTION + linear.name]) for linear in linears}
+    return allocate(linears, losses, fractions, config.ratio, align)
 
 
 def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
-    """The linears of one input that could share an A."""
-    found: dict[tuple[str, int], list[Linear]] = {}
+    """Return the groups of linears with one input, which could share an A."""
+    groups: dict[tuple[str, int], list[Linear]] = {}
     for linear in linears:
         layer, _, inside = linear.name.removeprefix(f"{LAYERS}.").partition(".")
-        for number, group in enumerate(SAME_INPUT):
-            if inside in group:
-                found.setdefault((layer, number), []).append(linear)
-    return [group for group in found.values() if len(group) > 1]
+        for number, names in enumerate(SAME_INPUT):
+            if inside in names:
+                groups.setdefault((layer, number), []).append(linear)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 @torch.no_grad()
-def measure(
-    model: StreamedModel,
-    linears: list[Linear],
-    rows: Tensor,
-    config: CompressionConfig,
-    workspace: Workspace,
-    store: CalibrationStore | None,
-    progress: Progress,
-) -> dict[str, Tensor]:
-    """What the plan depends on: of every linear the whitened spectrum and its half's share of the residual stream.
+def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows: Tensor) -> dict[str, Tensor]:
+    """Run the dense model over ``rows`` and measure what the plan depends on.
 
-    Of linears of one input also what one A for all would lose. All over the dense model's own run.
-
-    After every layer the work so far is kept in the workspace, for a resumed run. A store that has every layer's
-    moments saves the run.
+    For every linear this is the whitened spectrum and the fraction of the residual stream that its attention or MLP
+    writes; for linears with one input also the loss with a shared A. The result so far is saved in the workspace after
+    every layer, for a resumed run. A store with the moments of every layer makes running the model unnecessary.
 
     Raises:
         UserError: weights or activations hold NaN or infinity.
     """
-    runs = store is None or not store.complete(len(model))
-    first, state = workspace.latest("spectra", ["hidden"] if runs else [])
-    progress("measuring spectra", first / len(model))
-    hidden, rotary = state.pop("hidden", None), None
-    if runs:
-        hidden = model.embed(rows) if hidden is None else hidden.to(model.device)
-        rotary = model.rotary(hidden, torch.arange(hidden.shape[1])[None])
+    streamed = () if run.store.complete(len(model)) else ("dense",)
+    first, state = run.workspace.latest("spectra", ["hidden"] if streamed else [])
+    run.progress("measuring spectra", first / len(model))
+    hidden = state.pop("hidden", None)
+    streams = model.streams(rows, streamed, None if hidden is None else {"dense": hidden})
     for index in range(first, len(model)):
-        inside = f"{LAYERS}.{index}."
-        apart = [linear for linear in linears if linear.name.startswith(inside)]
-        names = [linear.name.removeprefix(inside) for linear in apart]
+        prefix = f"{LAYERS}.{index}."
+        targets = [linear for linear in linears if linear.name.startswith(prefix)]
+        names = [linear.name.removeprefix(prefix) for linear in targets]
+        damping = run.config.damping
         with model.layer(index) as layer:
-            moments, hidden = stored_moments(layer, index, hidden, rotary, names, config.damping, store)
+            moments, streams.dense = run.store.gather(index, layer, names, streams.dense, streams.rotary, damping)
             try:
-                for linear in apart:
-                    known = moments[linear.name.removeprefix(inside)]
-                    state[linear.name] = spectrum(weight_of(layer, linear, inside), known).cpu()
-                    state[_SHARE + linear.name] = known.share.to("cpu", copy=True)
-                for group in _groups(apart) if config.share == "auto" else []:
+                for linear, name in zip(targets, names, strict=True):
+                    state[linear.name] = spectrum(weight_of(layer, linear, prefix), moments[name]).cpu()
+                    state[_FRACTION + linear.name] = moments[name].fraction.to("cpu", copy=True)
+                for group in _groups(targets) if run.config.share_a == "auto" else []:
                     energies = [energy(state[linear.name]) for linear in group]
                     joint = Linear.sharing(group, energies)
-                    known = moments[joint.name.removeprefix(inside)]
-                    values = spectrum(weight_of(layer, joint, inside), known).cpu()
+                    sums = moments[joint.name.removeprefix(prefix)]
+                    values = spectrum(weight_of(layer, joint, prefix), sums).cpu()
                     state[_JOINT + joint.name] = relative(values, max(energies))
             except ValueError as error:
                 raise UserError(
-                    f"{model.reader.folder}: {inside}*: {error}; the checkpoint is damaged or unstable in float32"
+                    f"{model.reader.folder}: {prefix}*: {error}; the checkpoint is damaged or unstable in float32"
                 ) from None
-        workspace.save(f"spectra-{index + 1:05d}", {**state, **({} if hidden is None else {"hidden": hidden})})
-        workspace.drop(f"spectra-{index:05d}")
-        model.reader.close()  # pages of the mapped shard count as resident as long as it is mapped
-        progress("measuring spectra", 1 / len(model))
+        run.workspace.save(f"spectra-{index + 1:05d}", {**state, **({"hidden": streams.dense} if streamed else {})})
+        run.workspace.drop(f"spectra-{index:05d}")
+        model.reader.close()  # pages of a mapped shard count as resident
+        run.progress("measuring spectra", 1 / len(model))
     return state

@@ -1,21 +1,37 @@
-"""Tile-aligned ranks that together meet the requested ratio.
+"""Tile-aligned ranks that together meet the requested ratio: uniform or global.
 
 Paper (arXiv 2510.25977 v4, Eq. 5): ``r = floor(K N (1 - ratio) / ((K + N) b) + 0.5) b``. The same aligned rank in every
 layer cannot meet an arbitrary ratio: Llama-3.2-1B at 0.05 ends at 6.25 %. Each matrix may therefore take the aligned
 rank below or above its exact rank, or stay dense if that rank passes break-even. Matrix by matrix, the choice that
 keeps the running total nearest to the requested fraction is taken. Low and high ranks then alternate over the depth.
+
+The global allocation divides one parameter budget over all linears. It is greedy on the whitened spectra: the next
+tile of ranks goes to the linear whose loss it reduces most per parameter. A floor keeps every linear at a fraction of
+its uniform rank, because a spectrum measured on one text predicts little about another.
+
+The loss of a linear is relative to its energy without the first direction. No rank drops that direction, but massive
+activations can put nearly all the energy of a down projection into it, and the loss of the other tokens would look
+negligible beside it. The loss is weighted by how much the attention or MLP block of the linear writes to the residual
+stream: the first MLP creates the stream, one in the middle adds a few percent to its energy. The loss of linears that
+share an A is the sum of their losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from neuronmm.models.errors import UserError
 
 MIN_RATIO, MAX_RATIO = 0.05, 0.6
 TILE = 128
 """Width of Trainium's tensor engine, the alignment of ranks if the matrices are large enough."""
+
+FLOOR = 0.5
+"""Fraction of its uniform rank that every linear keeps at least in the global allocation."""
 
 MAX_SCALE = 1e3
 """Largest scale of a linear relative to those it shares an A with; a dead linear gets no part of A."""
@@ -97,16 +113,16 @@ def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, in
     """
     if not MIN_RATIO <= ratio <= MAX_RATIO:
         raise UserError(
-            f"--ratio {ratio:g}: must lie between {MIN_RATIO} and {MAX_RATIO} (share of parameters removed)"
+            f"--ratio {ratio:g}: must lie between {MIN_RATIO} and {MAX_RATIO} (fraction of parameters removed)"
         )
     if align < 1:
         raise UserError(f"--align {align}: must be a positive number of ranks, or auto")
     ranks: dict[str, int | None] = {}
-    wanted = kept = 0.0
+    target = kept = 0.0
     for linear in linears:
-        wanted += (1 - ratio) * linear.dense
+        target += (1 - ratio) * linear.dense
         choices = _choices(linear, ratio, align)
-        rank = min(choices, key=lambda choice: abs(kept + linear.kept(choice) - wanted))
+        rank = min(choices, key=lambda choice: abs(kept + linear.kept(choice) - target))
         ranks[linear.name] = rank
         kept += linear.kept(rank)
     if all(rank is None for rank in ranks.values()):
@@ -124,3 +140,73 @@ def _choices(linear: Linear, ratio: float, align: int) -> list[int | None]:
 def realised(linears: Sequence[Linear], ranks: dict[str, int | None]) -> float:
     """Return the fraction of the linears' parameters that ``ranks`` removes, 0 to 1."""
     return 1 - sum(linear.kept(ranks[linear.name]) for linear in linears) / sum(linear.dense for linear in linears)
+
+
+def energy(spectrum: Tensor) -> float:
+    """Return the energy of a linear's outputs without the first direction; ``spectrum`` is sorted, largest first."""
+    return float(spectrum[1:].sum())
+
+
+def relative(spectrum: Tensor, total: float) -> Tensor:
+    """Return the loss reduction of each rank as a fraction of the energy ``total``; a dead linear has none."""
+    return spectrum / max(total, 1e-300)
+
+
+def allocate(
+    linears: Sequence[Linear], losses: Mapping[str, Tensor], fractions: Mapping[str, float], ratio: float, align: int
+) -> dict[str, int | None]:
+    """Return the rank of each linear, a multiple of ``align``, or None if it stays dense.
+
+    Args:
+        linears: the targeted linears, in the order of the model's layers.
+        losses: by name, the reduction of the relative loss by each rank, largest first.
+        fractions: by name, the energy that the linear's block writes, as a fraction of the residual stream's energy.
+        ratio: fraction of their parameters to remove.
+        align: the tile, in ranks.
+
+    Raises:
+        UserError: as :func:`balance`.
+    """
+    uniform = balance(linears, ratio, align)
+    budget = sum(linear.kept(uniform[linear.name]) for linear in linears)
+    ranks: dict[str, int | None] = {}
+    steps: list[tuple[float, int, int | None]] = []
+
+    def offer(number: int) -> None:
+        """Push the linear's next step onto the heap: one more tile, or dense if that would pass break-even."""
+        linear = linears[number]
+        rank = ranks[linear.name]
+        if rank is None:
+            return
+        step = rank + align if rank + align < linear.break_even else None
+        cost = linear.kept(step) - linear.kept(rank)
+        gain = fractions[linear.name] * float(losses[linear.name][rank:step].sum())
+        heapq.heappush(steps, (-gain / cost, number, step))
+
+    for number, linear in enumerate(linears):
+        floor = int(FLOOR * linear.break_even * (1 - ratio) // align) * align
+        ranks[linear.name] = max(floor, align) if align < linear.break_even else None
+        budget -= linear.kept(ranks[linear.name])
+        offer(number)
+    while steps:
+        _, number, step = heapq.heappop(steps)
+        linear = linears[number]
+        cost = linear.kept(step) - linear.kept(ranks[linear.name])
+        if cost <= budget:  # otherwise this linear is done, and cheaper steps of others may still fit
+            ranks[linear.name], budget = step, budget - cost
+            offer(number)
+    return ranks
+
+
+def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[str, Tensor], together: Tensor) -> bool:
+    """Whether linears with one input lose less with a shared A than with their own, at equal parameters.
+
+    Args:
+        joint: the linears as one.
+        ranks: by name, the rank of each linear with its own A.
+        apart: by name, the reduction of each linear's relative loss by each rank of its own A, largest first.
+        together: the reduction of the sum of their relative losses by each rank of a shared A.
+    """
+    rank = sum(linear.kept(ranks[linear.name]) for linear in joint.members) // joint.kept(1)
+    factorised = [linear.name for linear in joint.members if ranks[linear.name] is not None]
+    return float(together[rank:].sum()) < sum(float(apart[name][ranks[name] :].sum()) for name in factorised)

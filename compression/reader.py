@@ -1,4 +1,4 @@
-"""Reading a checkpoint tensor by tensor: never more than one shard is mapped into memory."""
+"""Read a checkpoint tensor by tensor, with at most one shard mapped into memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16":
 
 
 class Reader:
-    """The tensors of a checkpoint folder by name. Tensors are views of the mapped shard: copy what has to stay.
+    """The tensors of a checkpoint folder by name.
+
+    A tensor is a view of the mapped shard; copy it to keep it longer than the mapping.
 
     Raises:
         UserError: a shard is missing or corrupt, or a tensor does not exist.
@@ -30,7 +32,7 @@ class Reader:
 
     @classmethod
     def of_file(cls, file: Path) -> Reader:
-        """A reader of one safetensors file by itself."""
+        """Return a reader of a single safetensors file."""
         with safe_open(file, framework="pt") as tensors:
             return cls(file.parent, dict.fromkeys(tensors.keys(), file))
 
@@ -40,27 +42,31 @@ class Reader:
 
     @property
     def names(self) -> list[str]:
-        """Every tensor name, in the order of the shards."""
+        """All tensor names, in the order of the shards."""
         return list(self._files)
 
     def total_bytes(self) -> int:
-        """Size of all shards on disk, in bytes."""
+        """Return the size of all shards on disk, in bytes."""
         return sum(file.stat().st_size for file in set(self._files.values()))
 
+    def total_parameters(self) -> int:
+        """Return the number of elements of all tensors."""
+        return sum(map(self.parameters, self.names))
+
     def under(self, prefix: str) -> list[str]:
-        """The tensor names that start with ``prefix``."""
+        """Return the tensor names that start with ``prefix``."""
         return [name for name in self._files if name.startswith(prefix)]
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, read from the shard's header."""
+        """Return the shape of a tensor, read from the shard's header."""
         return self._shard(name).get_slice(name).get_shape()
 
     def parameters(self, name: str) -> int:
-        """How many numbers a tensor holds."""
+        """Return the number of elements of a tensor."""
         return math.prod(self.shape(name))
 
     def nbytes(self, name: str) -> int:
-        """The size of a tensor in bytes, read from the shard's header."""
+        """Return the size of a tensor in bytes, read from the shard's header."""
         part = self._shard(name).get_slice(name)
         return math.prod(part.get_shape()) * _ITEMSIZE[part.get_dtype()]
 
@@ -71,14 +77,14 @@ class Reader:
             raise UserError(f"{self._files[name]}: corrupt shard ({error}); download the checkpoint again") from None
 
     def check_finite(self) -> None:
-        """Look at every number once, one tensor in memory at a time.
+        """Check every element, with one tensor in memory at a time.
 
         Raises:
             UserError: a tensor holds NaN or infinity.
         """
         for name in self.names:
             check_finite(name, self[name], self.folder)
-            self.close()  # pages of the mapped shard count as resident as long as it is mapped
+            self.close()  # pages of a mapped shard count as resident
 
     def _shard(self, name: str) -> Any:
         file = self._files.get(name)

@@ -1,6 +1,7 @@
-"""The verb ``recover``: a compressed checkpoint's factors trained against the dense model, into a new checkpoint.
+"""The verb ``recover``: train a compressed checkpoint's factors against the dense model, into a new checkpoint.
 
-What ``compress`` does with the setting ``recover``, done later: same text, same bytes.
+The result has the same bytes as that of ``compress`` with the setting ``recover`` on the same text. Both verbs end with
+:func:`last_steps`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from neuronmm.compression import report
-from neuronmm.compression.calibration_store import CalibrationStore, tokens_of
-from neuronmm.compression.checkpoint import copy_checkpoint
-from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.last_steps import check_device, check_room, last_steps
-from neuronmm.compression.memory import forget_peak, peak_rss
+from neuronmm.compression.calibration import calibration_tokens
+from neuronmm.compression.calibration_store import CalibrationStore, SharedStore
+from neuronmm.compression.checkpoint import copy_checkpoint, store_int8
+from neuronmm.compression.config import CompressionConfig, accepts_old_names
+from neuronmm.compression.distillation import rows_per_pass
+from neuronmm.compression.factor_training import Recovery, train_factors
+from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.run import Run, check_device
 from neuronmm.compression.workspace import Workspace
+from neuronmm.kernels.widened_linears import multiplies_bf16
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import inspect
 from neuronmm.models.lowrank import FACTORS
@@ -26,9 +34,10 @@ from neuronmm.models.spec import CompressionSpec
 from neuronmm.version import VERSION
 
 _SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_GIVE = "give the dense model with --dense"
+_GIVE_DENSE = "give the dense model with --dense"
 
 
+@accepts_old_names
 def recover(
     model: str | Path,
     out: str | Path,
@@ -38,123 +47,159 @@ def recover(
     calibration: str | None = None,
     calibration_rows: int | None = None,
     calibration_length: int | None = None,
-    factors: Literal["model", "int8"] = "model",
+    factor_dtype: Literal["model", "int8"] = "model",
     resume: bool = False,
     force: bool = False,
     device: str = "cpu",
     store: Path | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Write ``model`` with its factors trained end to end to the folder ``out`` and return its report, brought up.
+    """Train the factors of ``model`` end to end, write the result to the folder ``out`` and return the updated report.
 
     Args:
-        model: a checkpoint that ``compress`` wrote: a folder or a hub id. It stays as it is.
-        out: the new checkpoint's folder; it appears only when it is complete.
-        train: the factors themselves, or LoRA adapters on them in SVD-LLM's two stages, merged when done.
-        dense: the model it was made from; by default where its report says that was.
-        calibration: ``self`` or a file to train on; by default what the compression was fitted to, and as much of it.
-        calibration_rows: how many rows.
-        calibration_length: how many tokens each.
-        factors: the precision to store them in when they are trained.
+        model: a checkpoint that ``compress`` wrote: a folder or a hub id. It does not change.
+        out: the folder of the new checkpoint; it appears only when it is complete.
+        train: the factors themselves, or LoRA adapters on them in SVD-LLM's two stages, merged at the end.
+        dense: the dense model; by default the one that the report of ``model`` names.
+        calibration: ``self`` or a file to train on; by default the text of the compression, and as much of it.
+        calibration_rows: number of rows.
+        calibration_length: tokens per row.
+        factor_dtype: the dtype in which the trained factors are stored.
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
-        device: where to train, as torch names it: ``cpu`` or ``cuda``.
-        store: a folder for the calibration's tokens, made or found there; one that ``compress`` filled will do.
-        progress: told of every step.
+        device: torch's name of the device to train on: ``cpu`` or ``cuda``.
+        store: a folder for the calibration's tokens, which several runs on one text share; also one of ``compress``.
+        progress: called at every step.
 
     Raises:
-        UserError: anything about the request or the checkpoint that the caller can mend.
+        UserError: the request or the checkpoint is at fault; the message says what to change.
     """
     began = time.perf_counter()
     forget_peak()
     check_device(device)
-    asked = {
+    settings = {
         "recover": train,
-        "factors": factors,
+        "factor_dtype": factor_dtype,
         "calibration": calibration,
         "calibration_rows": calibration_rows,
         "calibration_length": calibration_length,
     }
     with Workspace(out, (model, dense, calibration, store), resume=resume, force=force) as workspace:
-        return _recover(model, workspace, dense, asked, device, store, progress, began)
+        folder = resolve(model)
+        spec, result = _open(folder)
+        config = _config(spec, settings)
+        workspace.protect(folder, config.text_file, result["model"] if dense is None else None)
+        source = Reader(_dense_folder(folder, result["model"], dense))
+        workspace.protect(source.folder)
+        _begin(config, workspace, Reader(folder), source, device)
+        shared = SharedStore(store, source, device, config) if store is not None else None
+        run = Run(config, workspace, source, device, shared or CalibrationStore(), progress)
+
+        rows = calibration_tokens(run)
+
+        def finish(final: Path) -> None:
+            copy_checkpoint(folder, final)
+            recovery = result["recovery"] = last_steps(run, final, rows)
+            result["bytes"]["compressed"] = Reader(final).total_bytes()
+            resumed = recovery["resumed_seconds"] if recovery else 0.0
+            result["seconds"] += resumed + time.perf_counter() - began
+            result["peak_rss_bytes"] = max(peak_rss(), result["peak_rss_bytes"])
+            report.write(result, final)
+
+        result |= {"recover": config.recover, "factor_dtype": config.factor_dtype}
+        workspace.finish(finish)
+        return result
 
 
-def _recover(
-    model: str | Path,
-    workspace: Workspace,
-    given: str | Path | None,
-    asked: dict[str, Any],
-    device: str,
-    store: Path | None,
-    progress: Progress,
-    began: float,
-) -> dict[str, Any]:
-    """As :func:`recover`, in a workspace of its own; ``asked`` are the settings, ``given`` the dense model."""
-    folder = resolve(model)
-    spec = _spec_of(folder)
-    done = report.read(folder)
-    if done["recovery"] and done["recovery"]["kept"]:
-        raise UserError(f"{folder}: its factors were recovered already; start from the checkpoint before that")
-    text = spec.calibration or {}
-    like = {"calibration": "source", "calibration_rows": "rows", "calibration_length": "length", "seed": "seed"}
-    fitted = {name: text.get(key) for name, key in like.items()}
-    config = CompressionConfig.build(
-        **{**fitted, **{name: value for name, value in asked.items() if value is not None}}
-    )
-    workspace.protect(folder, config.text_file, done["model"] if given is None else None)
-    source = _dense_of(folder, done["model"], given)
-    workspace.protect(source)
-    reader = Reader(folder)
-    size = reader.total_bytes()
-    counts = {name: reader.parameters(name) for name in reader.names}
-    trained = sum(count for name, count in counts.items() if name.endswith(FACTORS))
-    check_room(workspace.out, size, size, sum(counts.values()), trained, config)
-    run = {"verb": "recover", "model": str(folder), "bytes": size, "dense": str(source)}
-    run |= {"version": VERSION, "device": device, **config.model_dump()}
-    workspace.begin(run)
-    common = None
-    if store is not None:
-        common = CalibrationStore(store, source, Reader(source).total_bytes(), device, config)
-    rows = tokens_of(workspace, source, config, device, common, progress)
+def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
+    """Train the factors of the checkpoint in ``folder`` on ``rows`` and convert them to int8, as the settings ask.
 
-    def fill(final: Path) -> None:
-        copy_checkpoint(folder, final)
-        work = workspace.folder
-        done["recovery"] = last_steps(final, rows, config, progress, dense=source, device=device, work=work)
-        done["bytes"]["compressed"] = Reader(final).total_bytes()
-        done["seconds"] += done["recovery"]["resumed_seconds"] + time.perf_counter() - began
-        done["peak_rss_bytes"] = max(peak_rss(), done["peak_rss_bytes"])
-        report.write(done, final)
-
-    done |= {"recover": config.recover, "factors": config.factors}
-    workspace.finish(fill)
-    return done
+    Returns:
+        The facts of the recovery for the report; None without recovery.
+    """
+    config, recovery = run.config, None
+    if config.recover != "off":
+        settings, work = recovery_of(config, run.device), run.workspace.folder
+        recovery = train_factors(
+            folder, rows, settings, run.progress, dense=run.dense.folder, device=run.device, work=work
+        )
+        recovery["text"] = config.calibration
+    if config.factor_dtype == "int8":
+        store_int8(folder)
+    return recovery
 
 
-def _spec_of(folder: Path) -> CompressionSpec:
-    """What the checkpoint says of itself, where it has factors that can be trained."""
-    if "quantization_config" not in read_config(folder):
+def recovery_of(config: CompressionConfig, device: str) -> Recovery:
+    """Return the settings of the recovery: SVD-LLM's two stages of LoRA, or the factors themselves, which learn faster.
+
+    A step of the factors is one forward pass, because eight long rows per step would leave very few steps.
+    """
+    shared = {"seed": config.seed, "autocast": multiplies_bf16(torch.device(device))}
+    if config.recover == "lora":
+        return Recovery(**shared)
+    batch = rows_per_pass(config.calibration_length)
+    return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, batch=batch, **shared)
+
+
+def _open(folder: Path) -> tuple[CompressionSpec, dict[str, Any]]:
+    """Return the spec and the report of a checkpoint whose factors can be trained.
+
+    Raises:
+        UserError: it is not compressed, or its factors are int8 or were recovered already.
+    """
+    spec = inspect(folder).spec if "quantization_config" in read_config(folder) else None
+    if spec is None:
         raise UserError(f"{folder}: is not compressed, so it has no factors to train; use compress --recover")
-    spec = inspect(folder).spec
-    assert spec is not None
     if spec.factors == "int8":
-        raise UserError(f"{folder}: int8 factors cannot be trained; recover the checkpoint before, with --factors int8")
-    return spec
+        raise UserError(
+            f"{folder}: int8 factors cannot be trained; recover the checkpoint before, with --factor-dtype int8"
+        )
+    result = report.read(folder)
+    if result["recovery"] and result["recovery"]["kept"]:
+        raise UserError(f"{folder}: its factors were recovered already; start from the checkpoint before that")
+    return spec, result
 
 
-def _dense_of(folder: Path, recorded: str, given: str | Path | None) -> Path:
-    """The folder of the dense model, which is of the compressed one's shape: as given, or as the report recorded it."""
+def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfig:
+    """Return the settings of the run; those that are None are taken from the calibration of the compression."""
+    text = spec.calibration or {}
+    names = {"calibration": "source", "calibration_rows": "rows", "calibration_length": "length", "seed": "seed"}
+    fitted = {name: text.get(key) for name, key in names.items()}
+    asked = {name: value for name, value in settings.items() if value is not None}
+    return CompressionConfig.build(**{**fitted, **asked})
+
+
+def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: Reader, device: str) -> None:
+    """Check disk and memory, and start or resume the run in ``workspace``; ``low`` reads the compressed checkpoint.
+
+    Raises:
+        UserError: there is too little room, or the run to resume had other settings.
+    """
+    size = low.total_bytes()
+    trained = sum(low.parameters(name) for name in low.names if name.endswith(FACTORS))
+    check_room(workspace.out, size, size, low.total_parameters(), trained, config)
+    run = {"verb": "recover", "model": str(low.folder), "bytes": size, "dense": str(dense.folder)}
+    run |= {"version": VERSION, "device": device}
+    workspace.begin({**run, **config.model_dump()})
+
+
+def _dense_folder(folder: Path, recorded: str, asked: str | Path | None) -> Path:
+    """Return the folder of the dense model, ``asked`` or else ``recorded`` in the report of ``folder``.
+
+    Raises:
+        UserError: it is missing, compressed, or of another shape than ``folder``.
+    """
     try:
-        dense = resolve(recorded if given is None else given)
+        dense = resolve(recorded if asked is None else asked)
     except UserError as error:
-        if given is not None:
+        if asked is not None:
             raise
-        raise UserError(f"{error}; {_GIVE}") from None
-    settings, own = read_config(dense), read_config(folder)
+        raise UserError(f"{error}; {_GIVE_DENSE}") from None
+    settings, compressed = read_config(dense), read_config(folder)
     if "quantization_config" in settings:
-        raise UserError(f"{dense}: is compressed or quantised itself; {_GIVE}")
+        raise UserError(f"{dense}: is compressed or quantised itself; {_GIVE_DENSE}")
     for key in _SAME:
-        if settings.get(key) != own.get(key):
-            found = f"{key} {settings.get(key)}, not {own.get(key)}"
-            raise UserError(f"{dense}: is not what {folder} was made from ({found}); {_GIVE}")
+        if settings.get(key) != compressed.get(key):
+            values = f"{key} {settings.get(key)}, not {compressed.get(key)}"
+            raise UserError(f"{dense}: is not what {folder} was made from ({values}); {_GIVE_DENSE}")
     return dense

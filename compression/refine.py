@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuronmm.compression.block import Rotary, batches
-from neuronmm.compression.streaming import run_layer
-from neuronmm.compression.training import Course, train
+from neuronmm.compression.streaming import Streams, batches, run_layer
+from neuronmm.compression.training import Course, Objective, train
 from neuronmm.kernels.widened_linears import multiplies_bf16
 from neuronmm.models.lowrank import LowRankLinear
 
@@ -28,9 +27,8 @@ STEP_TOKENS = 512
 @torch.enable_grad()
 def refine(
     layer: nn.Module,
-    inputs: Tensor,
+    streams: Streams,
     targets: Tensor,
-    rotary: Rotary,
     course: Course,
     seed: int,
     dtype: torch.dtype,
@@ -44,9 +42,8 @@ def refine(
 
     Args:
         layer: a compressed decoder layer, float32.
-        inputs: its inputs [rows, length, hidden], float32; :func:`split_rows` defines the held-out rows.
-        targets: the dense layer's outputs for the dense model's inputs, of the same shape.
-        rotary: RoPE's cos and sin.
+        streams: the layer's inputs, float32; :func:`split_rows` defines the held-out rows.
+        targets: the dense layer's outputs for the dense model's inputs [rows, length, hidden].
         course: the training schedule.
         seed: the seed of the shuffling of the rows.
         dtype: the dtype that the factors are stored in later; the best state is kept in it.
@@ -58,20 +55,20 @@ def refine(
     Raises:
         ValueError: the loss is not a finite number.
     """
+    inputs, rotary = streams.compressed, streams.rotary
     trained = list(_trained(layer))
     for parameter in trained:
         parameter.requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
     training, held_out = split_rows(len(inputs))
     rows_per_step = max(1, STEP_TOKENS // inputs.shape[1])
-
     in_bf16 = multiplies_bf16(inputs.device)
 
     def loss_of(rows: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=in_bf16):
             outputs = run_layer(layer, inputs[rows], rotary).float()
-        wanted = targets[rows]
-        return ((outputs - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).mean()
+        dense = targets[rows]
+        return ((outputs - dense).square().sum(-1) / dense.square().sum(-1).clamp(min=1e-12)).mean()
 
     @torch.no_grad()
     def validate() -> float:
@@ -84,7 +81,8 @@ def refine(
     def backward(rows: Tensor) -> None:
         loss_of(rows).backward()
 
-    losses = train(trained, course, training, rows_per_step, generator, backward, validate, advance, keep=keep).losses
+    objective = Objective(trained, training, backward, validate)
+    losses = train(objective, course, rows_per_step, generator, advance, keep=keep).losses
     for parameter in trained:
         parameter.requires_grad_(False)
     return {"loss_before": losses[0], "loss_after": min(losses), "epochs": len(losses) - 1}

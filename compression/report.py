@@ -1,18 +1,20 @@
-"""What a compression did: one JSON document for machines, one Markdown table for people."""
+"""The report of a compression: a JSON document and a Markdown table."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, TypedDict
 
+from neuronmm.compression.config import renamed
 from neuronmm.models.documents import read_object, write_json
 from neuronmm.models.errors import UserError
 
 
 class Matrix(TypedDict):
-    """One targeted linear, or several that share its A: then the sizes are of all together.
+    """One targeted linear, or the leader of several that share an A, with the sizes of all of them.
 
-    ``rank`` is None where it stayed dense; errors are relative to the dense output's norm.
+    ``sharing`` names the others. ``rank`` is None for a dense linear. The error is relative to the norm of the dense
+    output.
     """
 
     name: str
@@ -27,26 +29,29 @@ class Matrix(TypedDict):
 
 
 REPORT = "compression_report.json"
-"""The document that lies in a compressed checkpoint's folder, beside the table for people."""
+"""The file name of the JSON document in the folder of a compressed checkpoint."""
+
+SETTINGS = ("allocation", "share_a", "refine", "recover", "factor_dtype", "damping")
+"""The settings of the run that the report holds, beside those of the checkpoint's ``quantization_config``."""
 
 _TABLE = "compression_report.md"
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Keep the report in the checkpoint's folder, which is otherwise complete; it gets the names of the ``files``."""
+    """Write the report into the folder of a checkpoint, which is otherwise complete; ``files`` names all its files."""
     report["files"] = sorted({REPORT, _TABLE, *(file.name for file in folder.iterdir())})
     write_json(folder / REPORT, report)
     (folder / _TABLE).write_text(as_markdown(report), encoding="utf-8")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The report in a checkpoint's folder.
+    """Return the report in a checkpoint's folder, with old names of settings replaced.
 
     Raises:
-        UserError: there is none, or it is not one that this version could have written.
+        UserError: there is none, or it lacks a field.
     """
     try:
-        report = read_object(folder / REPORT)
+        report = renamed(read_object(folder / REPORT), notice=False)
         as_markdown(report)
     except (UserError, ValueError, TypeError, LookupError, AttributeError):
         raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None
@@ -54,7 +59,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """The report's headline as (what, value) pairs."""
+    """Return the summary of the report as (name, value) pairs."""
     calibration = report["calibration"]
     text = "none (plain SVD)"
     if calibration:
@@ -73,27 +78,27 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
          if calibration else f"{report['mean_relative_error']:.4f} (of a factorised weight)"),
         *([("block error", f"{loss['before']:.4f} -> {loss['after']:.4f} of the hidden states' power, by refinement, "
                            "on held-out rows")] if (loss := report["block_loss"]) else []),
-        *([("recovery", f"{found['loss_before']:.4f} -> {found['loss_after']:.4f} nats a token from the dense model, "
-                        f"on held-out rows{'' if found['kept'] else ': no gain, the factors are as they were'}")]
-          if (found := report["recovery"]) else []),
+        *([("recovery", f"{loss['loss_before']:.4f} -> {loss['loss_after']:.4f} nats per token from the dense model, "
+                        f"on held-out rows{'' if loss['kept'] else ': no gain, the factors did not change'}")]
+          if (loss := report["recovery"]) else []),
         ("time, peak memory", f"{report['seconds']:.0f} s, {report['peak_rss_bytes'] / 2**30:.2f} GiB resident"),
     ]  # fmt: skip
 
 
 def _method(report: dict[str, Any]) -> str:
-    """The method with whatever was added to it."""
-    added = [
+    """Return the method and the steps added to it."""
+    steps = [
         "global ranks" if report["allocation"] == "global" else "",
-        "shared A" if report["share"] == "auto" else "",
+        "shared A" if report["share_a"] == "auto" else "",
         f"{report['refine']} refinement" if report["refine"] != "off" else "",
         {"off": "", "lora": "LoRA recovery", "factors": "recovery of the factors"}[report["recover"]],
-        "int8 factors" if report["factors"] == "int8" else "",
+        "int8 factors" if report["factor_dtype"] == "int8" else "",
     ]
-    return " + ".join([report["method"], *filter(None, added)])
+    return " + ".join([report["method"], *filter(None, steps)])
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The table for people: the headline, then a line a matrix."""
+    """Return the Markdown table: the summary, then one row per matrix."""
     lines = ["# Compression report", ""]
     lines += [f"- {what}: {value}" for what, value in summary(report)]
     lines += ["", "| linear | out x in | rank | removed | relative error |", "|---|---|---:|---:|---:|"]

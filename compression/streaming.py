@@ -1,9 +1,10 @@
-"""A model that is run layer by layer from disk, with one layer's weights in memory at a time."""
+"""Run a model layer by layer from disk, with the weights of one layer in memory at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,38 @@ from neuronmm.models.load import load_config, quiet
 from neuronmm.models.tensors import check_tokens
 
 RESIDENT_BYTES = 1 << 30
-"""A checkpoint up to this size stays in memory between passes; a larger one is read again for each."""
+"""A checkpoint up to this size stays in memory between passes; a larger one is read again for each pass."""
+
+BATCH_TOKENS = 2048
+"""Calibration tokens per forward pass of a layer."""
+
+Rotary = tuple[Tensor, Tensor]
+"""RoPE's cos and sin [1, length, head_dim]."""
+
+
+@dataclass
+class Streams:
+    """The calibration rows on their way through the layers: the inputs of the next layer.
+
+    Dimensions: ``dense``, the hidden states of the dense model, and ``compressed``, those of the model compressed so
+    far, are both [rows, length, hidden]. A stream that the run does not need has no rows.
+    """
+
+    dense: Tensor
+    compressed: Tensor
+    rotary: Rotary
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the streams that have rows, by name."""
+        streams = {"dense": self.dense, "compressed": self.compressed}
+        return {name: hidden for name, hidden in streams.items() if len(hidden)}
 
 
 class StreamedModel:
-    """The decoder layers, embedding and head of a checkpoint, materialised one at a time.
+    """The decoder layers, embedding and head of a checkpoint, loaded one at a time.
 
-    The modules are transformers' own, built without weights and given each layer's tensors in turn, in ``dtype``, on
-    ``device``.
+    The modules are those of transformers, built without weights. Each layer's tensors are loaded in turn, in ``dtype``,
+    on ``device``.
 
     Raises:
         UserError: unsupported architecture, or tensors that do not fit config.json.
@@ -38,35 +63,43 @@ class StreamedModel:
         with quiet(), reading(f"{folder / 'config.json'}: transformers cannot build this model"):
             with torch.device("meta"):
                 skeleton = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa").eval()
-            # Its frequencies are computed, not loaded, so the rotary module is built with memory from the start.
+            # The rotary frequencies are computed, not loaded, so that module is built with memory.
             self._rotary = type(skeleton.model.rotary_emb)(config=self.config).to(self.device)
         self._layers: nn.ModuleList = skeleton.model.layers
-        self._norm, self._head = skeleton.model.norm, skeleton.lm_head
+        self._norm = skeleton.model.norm
         self._resident = self.reader.total_bytes() <= RESIDENT_BYTES
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def linears(self, index: int) -> dict[str, nn.Linear]:
-        """The (weightless) linears of layer ``index`` by their name inside the layer."""
-        return {name: m for name, m in self._layers[index].named_modules() if isinstance(m, nn.Linear)}
-
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [rows, length, hidden] of ``tokens`` [rows, length].
+        """Return the embeddings [rows, length, hidden] of ``tokens`` [rows, length].
 
         Raises:
-            UserError: the model has none for one of the tokens.
+            UserError: a token is outside the vocabulary.
         """
         table = self.reader[f"{LAYERS.rpartition('.')[0]}.embed_tokens.weight"]
         check_tokens(tokens, len(table))
         return nn.functional.embedding(tokens, table).to(self.device, self.dtype)
 
-    def rotary(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE's cos and sin [1, length, head_dim] for ``positions`` [1, length]."""
+    def rotary(self, hidden: Tensor, positions: Tensor) -> Rotary:
+        """Return RoPE's cos and sin [1, length, head_dim] for ``positions`` [1, length]."""
         return self._rotary(hidden, positions.to(self.device))
 
+    def streams(self, tokens: Tensor, names: tuple[str, ...], saved: dict[str, Tensor] | None = None) -> Streams:
+        """Return the streams ``names`` of ``tokens`` [rows, length]: ``saved`` ones, or the inputs of the first layer.
+
+        The other streams have no rows.
+        """
+        if saved is None:
+            saved = dict.fromkeys(names, self.embed(tokens)) if names else {}
+        absent = torch.empty(0, tokens.shape[1], self.config.hidden_size, device=self.device, dtype=self.dtype)
+        hidden = {name: saved[name].to(self.device) for name in names}
+        rotary = self.rotary(absent, torch.arange(tokens.shape[1])[None])
+        return Streams(hidden.get("dense", absent), hidden.get("compressed", absent), rotary)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: [rows, hidden] -> [rows, vocab], float32."""
+        """Apply the final norm and the head: [rows, hidden] -> [rows, vocab], float32."""
         tied = self.config.tie_word_embeddings
         head = "model.embed_tokens.weight" if tied else "lm_head.weight"
         with self._loaded(self._norm, "model.norm.") as norm:
@@ -74,12 +107,12 @@ class StreamedModel:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """Decoder layer ``index`` with its weights, for the duration of the block."""
+        """Load decoder layer ``index`` for the duration of the block."""
         with self._loaded(self._layers[index], f"{LAYERS}.{index}.") as module:
             yield module
 
     def release(self, module: nn.Module) -> None:
-        """Free a part of the layer at hand that is not needed any more; a checkpoint that is kept in memory stays."""
+        """Free a part of the loaded layer that is no longer needed, unless the checkpoint stays in memory."""
         if not self._resident:
             module.to("meta")
 
@@ -102,7 +135,17 @@ class StreamedModel:
             self.release(module)
 
 
-def run_layer(layer: nn.Module, hidden: Tensor, rotary: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
-    """One decoder layer on [rows, length, hidden]; causal attention, no padding. The return type changed in 4.54."""
+def run_layer(layer: nn.Module, hidden: Tensor, rotary: Rotary, **kwargs: Any) -> Tensor:
+    """Run one decoder layer on ``hidden`` [rows, length, hidden], with causal attention and no padding."""
     out = layer(hidden, position_embeddings=rotary, **kwargs)
-    return out[0] if isinstance(out, tuple) else out
+    return out[0] if isinstance(out, tuple) else out  # a tuple before transformers 4.54
+
+
+def advance(layer: nn.Module, hidden: Tensor, rotary: Rotary) -> Tensor:
+    """Return the layer's outputs [rows, length, hidden] for its inputs ``hidden`` of the same shape."""
+    return torch.cat([run_layer(layer, batch, rotary) for batch in batches(hidden)])
+
+
+def batches(hidden: Tensor) -> tuple[Tensor, ...]:
+    """Split rows into groups of about BATCH_TOKENS tokens."""
+    return hidden.split(max(1, BATCH_TOKENS // hidden.shape[1]))

@@ -1,4 +1,7 @@
-"""The training loop of refinement and recovery: AdamW with early stopping on held-out rows."""
+"""The training loop of refinement and recovery: AdamW with early stopping on held-out rows.
+
+The state between two epochs fits in one file, from which an interrupted training continues to the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import get_cosine_schedule_with_warmup
 
-from neuronmm.compression import training_state
-from neuronmm.compression.training_state import State
+from neuronmm.compression.tensor_files import place_tensors, read_tensors
 
 _PATIENCE = 2  # training ends after this many epochs in a row without a better held-out loss
 _CLIP = 1.0  # maximum norm of the gradient
@@ -33,6 +36,20 @@ class Course:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What to train on: the parameters, the indices of the training rows, and the loss.
+
+    ``backward`` adds the gradients of the loss on the rows with the given indices. ``validate`` returns the held-out
+    loss.
+    """
+
+    parameters: list[nn.Parameter]
+    rows: Tensor
+    backward: Callable[[Tensor], None]
+    validate: Callable[[], float]
+
+
+@dataclass(frozen=True)
 class Trained:
     """The result of a training: held-out losses before the first epoch and after each, and its duration.
 
@@ -44,32 +61,48 @@ class Trained:
     resumed_seconds: float
 
 
+@dataclass
+class State:
+    """The progress of a training.
+
+    ``losses`` are the held-out losses before the first epoch and after each. ``best`` are the parameters' values at the
+    smallest of them. ``seconds`` is the time spent.
+    """
+
+    losses: list[float]
+    best: list[Tensor]
+    seconds: float = 0.0
+
+    @property
+    def epochs(self) -> int:
+        """Number of finished epochs."""
+        return len(self.losses) - 1
+
+    @property
+    def waited(self) -> int:
+        """Number of epochs since the best one."""
+        return self.epochs - self.losses.index(min(self.losses))
+
+
 def train(
-    parameters: list[nn.Parameter],
+    objective: Objective,
     course: Course,
-    rows: Tensor,
     batch: int,
     generator: torch.Generator,
-    backward: Callable[[Tensor], None],
-    validate: Callable[[], float],
     advance: Callable[[float], None],
     *,
     keep: Callable[[Tensor], Tensor] = Tensor.clone,
     file: Path | None = None,
 ) -> Trained:
-    """Train ``parameters`` in place. At the end they have the values of the best held-out loss, the initial one
-    included.
+    """Train the objective's parameters in place, and stop early when the held-out loss no longer falls.
 
-    Training stops early when the held-out loss no longer falls.
+    At the end the parameters have the values of the best held-out loss, the initial one included.
 
     Args:
-        parameters: the parameters to train.
+        objective: the parameters, rows and loss.
         course: the schedule; the learning rate falls along a cosine.
-        rows: the indices of the training rows, shuffled for each epoch.
         batch: rows per step.
-        generator: the random generator of the shuffling.
-        backward: adds the gradients of the loss on the rows with the given indices.
-        validate: returns the held-out loss.
+        generator: the random generator that shuffles the rows in each epoch.
         advance: called with each further fraction that is done; the fractions add up to 1.
         keep: copies a parameter's value into the form in which the best values are kept.
         file: the state is written there after each epoch; if the file exists, training continues from it.
@@ -78,6 +111,7 @@ def train(
         ValueError: the initial loss is not a finite number.
         UserError: the state file cannot be written, for example because the disk is full.
     """
+    parameters, rows, validate = objective.parameters, objective.rows, objective.validate
     began = time.perf_counter()
     optimizer = torch.optim.AdamW(
         [{"params": parameters, "initial_lr": course.learning_rate}],
@@ -85,7 +119,7 @@ def train(
         betas=course.betas,
         weight_decay=0.0,
     )
-    state = None if file is None else training_state.load(file, parameters, optimizer, generator)
+    state = None if file is None else _load(file, parameters, optimizer, generator)
     if state is None:
         state = State([validate()], [keep(parameter.detach()) for parameter in parameters])
         if not math.isfinite(state.losses[0]):
@@ -94,12 +128,12 @@ def train(
     steps = math.ceil(len(rows) / batch)
     total = course.epochs * steps
     warm_up = math.ceil(course.warm_up * total)
-    rate = get_cosine_schedule_with_warmup(optimizer, warm_up, total, last_epoch=state.passes * steps - 1)
-    advance(state.passes / course.epochs)
-    while state.passes < course.epochs and state.waited < _PATIENCE:
-        for chosen in rows[torch.randperm(len(rows), generator=generator)].split(batch):
+    rate = get_cosine_schedule_with_warmup(optimizer, warm_up, total, last_epoch=state.epochs * steps - 1)
+    advance(state.epochs / course.epochs)
+    while state.epochs < course.epochs and state.waited < _PATIENCE:
+        for step_rows in rows[torch.randperm(len(rows), generator=generator)].split(batch):
             optimizer.zero_grad()
-            backward(chosen)
+            objective.backward(step_rows)
             nn.utils.clip_grad_norm_(parameters, _CLIP)
             optimizer.step()
             rate.step()
@@ -109,10 +143,54 @@ def train(
             state.best = [keep(parameter.detach()) for parameter in parameters]
         state.seconds = earlier + time.perf_counter() - began
         if file is not None:
-            training_state.save(file, state, parameters, optimizer, generator)
+            _save(file, state, parameters, optimizer, generator)
     optimizer.zero_grad()
-    advance(1 - state.passes / course.epochs)
+    advance(1 - state.epochs / course.epochs)
     with torch.no_grad():
         for parameter, value in zip(parameters, state.best, strict=True):
             parameter.copy_(value)
     return Trained(state.losses, earlier + time.perf_counter() - began, earlier)
+
+
+def _save(
+    path: Path, state: State, parameters: list[nn.Parameter], optimizer: Optimizer, generator: torch.Generator
+) -> None:
+    """Write atomically all that the next epochs depend on: 16 bytes per trained parameter.
+
+    An earlier state is replaced when the new one is complete; until then both are on the disk.
+
+    Raises:
+        UserError: the disk is full or refuses the file.
+    """
+    tensors = {
+        "losses": torch.tensor(state.losses, dtype=torch.float64),
+        "seconds": torch.tensor(state.seconds, dtype=torch.float64),
+        "order": generator.get_state(),
+    }
+    for index, (parameter, best) in enumerate(zip(parameters, state.best, strict=True)):
+        values = {"value": parameter.detach(), "best": best, **optimizer.state[parameter]}
+        tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in values.items()}
+    place_tensors(path, tensors)
+
+
+@torch.no_grad()
+def _load(path: Path, parameters: list[nn.Parameter], optimizer: Optimizer, generator: torch.Generator) -> State | None:
+    """Set parameters, optimizer and generator to the state in ``path`` and return it.
+
+    If the file is missing or damaged, nothing is set and the result is None.
+    """
+    each = ("value", "best", "step", "exp_avg", "exp_avg_sq")
+    names = [f"{index}.{name}" for index in range(len(parameters)) for name in each]
+    tensors = read_tensors(path, ["losses", "seconds", "order", *names])
+    if tensors is None:
+        return None
+    generator.set_state(tensors["order"])
+    best = []
+    for index, parameter in enumerate(parameters):
+        prefix = f"{index}."
+        values = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        parameter.copy_(values.pop("value"))
+        best.append(values.pop("best").to(parameter.device))
+        # AdamW keeps its step counter on the CPU.
+        optimizer.state[parameter] = {n: t if n == "step" else t.to(parameter.device) for n, t in values.items()}
+    return State(tensors["losses"].tolist(), best, tensors["seconds"].item())

@@ -1,4 +1,4 @@
-"""The folder ``OUT.partial`` a run works in: every step lands in it atomically, and OUT appears only when complete."""
+"""The folder ``OUT.partial`` in which a run works. Every step is saved atomically; OUT appears when it is complete."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from torch import Tensor
 
 from neuronmm.compression.checkpoint import check_ours
 from neuronmm.compression.claim import MARK, Claim
-from neuronmm.compression.parts import place_tensors, read_header, read_tensors
+from neuronmm.compression.config import renamed
+from neuronmm.compression.tensor_files import place_tensors, read_header, read_tensors
 from neuronmm.kernels.durable import WRITING, sync, sync_tree
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import Inputs, is_within, keep_apart, output_folder, stranger_in
 
 RUN = "run.json"
-"""What the run in a work folder was asked for."""
+"""The file with the settings of the run in a work folder."""
 
 _FINAL, _REPLACED = "final", "replaced"
 _PARTS = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
 _KNOWN = (MARK, RUN, f"{_FINAL}/", f"{_REPLACED}/", *(f"{part}.safetensors" for part in _PARTS), f"*{WRITING}")
-"""All that a run writes into its folder."""
+"""The names of all files that a run writes into its folder."""
 
 
 class Workspace:
-    """Parts of one run, one file a layer, and the finished checkpoint made of them.
+    """The files of one run, one per layer, and the checkpoint assembled from them.
 
-    The folder is made and locked at once: no other run works for the same OUT. Left as a context it is unlocked, and
-    removed where nothing is in it that a later run could go on from.
+    The constructor creates and locks the folder, so that no other run works for the same OUT. At the end of the
+    ``with`` block the folder is unlocked, and removed if it holds nothing that a later run could resume.
 
     Args:
-        out: the checkpoint's folder that is to be written.
+        out: the folder of the new checkpoint.
         inputs: what the run reads; see :meth:`protect`.
-        resume: go on with the work of an interrupted run.
-        force: OUT may exist and is then replaced; the work of an interrupted run is dropped unless it is resumed.
+        resume: continue an interrupted run.
+        force: replace OUT if it exists; discard an interrupted run unless it is resumed.
 
     Raises:
-        UserError: OUT cannot be written, holds what the run reads or what neuronmm did not write, or exists; another
-            run is at work there, or an interrupted one is in the way.
+        UserError: OUT cannot be written, exists, or holds an input or files that neuronmm did not write; another run
+            works there, or an interrupted one was not resumed.
     """
 
     def __init__(self, out: str | Path, inputs: Inputs, *, resume: bool, force: bool) -> None:
@@ -75,27 +76,28 @@ class Workspace:
         self._undo.close()
 
     def protect(self, *inputs: str | Path | None) -> None:
-        """Check that the run will not write over, around or inside ``inputs``, which are files, folders or hub ids.
+        """Check that the run's folders neither are, contain nor are inside ``inputs``: files, folders or hub ids.
 
         Raises:
-            UserError: it would.
+            UserError: they are.
         """
         for folder in (self.out, self.folder):
             keep_apart(folder, inputs)
 
     def begin(self, run: dict[str, Any]) -> None:
-        """Start the run that ``run`` describes, or go on with an interrupted one of the same description.
+        """Start the run with the settings ``run``, or resume an interrupted one of the same settings.
 
-        Work whose description cannot be read counts as not done.
+        An interrupted run whose settings cannot be read is discarded.
 
         Raises:
-            UserError: the run to resume was started otherwise.
+            UserError: the run to resume has other settings.
         """
         before = read_own(self.folder / RUN) if self._resume else None
         if before is None:
             self._claim.clear()
             write_json(self.folder / RUN, run)
             return
+        before = renamed(before, notice=False)
         changed = [key for key in run if before.get(key) != run[key]]
         if changed:
             raise UserError(
@@ -104,27 +106,27 @@ class Workspace:
             )
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-        """Write ``name``.safetensors; it exists complete or not at all."""
+        """Write ``name``.safetensors atomically."""
         place_tensors(self._file(name), tensors, metadata)
 
     def load(self, name: str, needed: Collection[str] = ()) -> dict[str, Tensor] | None:
-        """The tensors of ``name``.safetensors, or None if it is missing, damaged or lacks a ``needed`` one."""
+        """Return the tensors of ``name``.safetensors; None if it is missing, damaged or lacks a ``needed`` one."""
         return read_tensors(self._file(name), needed)
 
     def tokens(self, make: Callable[[], Tensor]) -> Tensor:
-        """The calibration tokens [rows, length]: an interrupted run's, or what ``make`` gives, which is kept."""
-        kept = self.load("calibration", ["tokens"])
-        if kept is None:
-            kept = {"tokens": make()}
-            self.save("calibration", kept)
-        return kept["tokens"]
+        """Return the calibration tokens [rows, length] of the interrupted run, or else save and return ``make()``."""
+        tensors = self.load("calibration", ["tokens"])
+        if tensors is None:
+            tensors = {"tokens": make()}
+            self.save("calibration", tensors)
+        return tensors["tokens"]
 
     def drop(self, name: str) -> None:
-        """Remove ``name``.safetensors if it is there."""
+        """Remove ``name``.safetensors if it exists."""
         self._file(name).unlink(missing_ok=True)
 
     def latest(self, name: str, needed: Collection[str]) -> tuple[int, dict[str, Tensor]]:
-        """The number and the tensors of the last whole ``name``-NNNNN.safetensors; 0 and none if there is none."""
+        """Return number and tensors of the last complete ``name``-NNNNN.safetensors; 0 and none if there is none."""
         for file in sorted(self.folder.glob(f"{name}-*.safetensors"), reverse=True):
             tensors = read_tensors(file, needed)
             if tensors is not None:
@@ -132,10 +134,9 @@ class Workspace:
         return 0, {}
 
     def layers_done(self, layers: int, streams: Collection[str]) -> int:
-        """How many of the ``layers``, from the first on, need not be run again.
+        """Return how many of the ``layers``, from the first on, need not run again.
 
-        They are whole, and so are the hidden states ``streams`` that the layer after them reads. Where those are not,
-        the layers before have to run to make them.
+        Their files are complete, and so is the file with the hidden states ``streams`` that the next layer reads.
         """
         count = 0
         while count < layers and _facts(self.part(count)) is not None:
@@ -147,29 +148,29 @@ class Workspace:
         return count
 
     def save_layer(self, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Write one finished layer, and what the report has to say of it."""
+        """Write one finished layer and its facts for the report."""
         self.save(self.part(index).stem, tensors, {"facts": json.dumps(facts)})
 
     def layer_facts(self, layers: int) -> list[dict[str, Any]]:
-        """What the report has to say of each layer, those of an interrupted run included."""
+        """Return the facts of each layer for the report, including those of an interrupted run."""
         return [_facts(self.part(index)) or {} for index in range(layers)]
 
     def part(self, index: int) -> Path:
-        """The file of layer ``index``."""
+        """Return the file of layer ``index``."""
         return self._file(f"layer-{index:05d}")
 
     def finish(self, fill: Callable[[Path], None]) -> None:
-        """Let ``fill`` make the checkpoint in an empty folder, move that to OUT, and remove what led to it.
+        """Let ``fill`` write the checkpoint into an empty folder, move that to OUT, and remove the work folder.
 
-        An OUT that is to be replaced is moved into the work folder first. A kill between the two moves leaves no OUT;
-        the next run for this OUT moves the old one back.
+        An existing OUT is first moved into the work folder. A kill between the two moves leaves no OUT; the next run
+        for this OUT moves the old one back.
         """
         final = self.folder / _FINAL
         shutil.rmtree(final, ignore_errors=True)
         final.mkdir()
         fill(final)
         sync_tree(final)
-        self._check_out()  # it may have been made or filled since the run began
+        self._check_out()  # it may have been created or filled since the run began
         if self.out.exists():
             os.replace(self.out, self.folder / _REPLACED)
         os.replace(final, self.out)
@@ -182,21 +183,21 @@ class Workspace:
         return self.folder / f"{name}.safetensors"
 
     def _check_folder(self) -> None:
-        """Check that the work folder is missing, empty, or one that a run made and no one else wrote to."""
+        """Check that the work folder is missing, empty, or holds only files of a run."""
         if not os.path.lexists(self.folder):
             return
-        move = "move that away, or give another -o"
+        advice = "move that away, or give another -o"
         if self.folder.is_symlink() or not self.folder.is_dir():
-            raise UserError(f"{self.folder}: is no folder, and this run needs one of that name; {move}")
+            raise UserError(f"{self.folder}: is no folder, and this run needs one of that name; {advice}")
         entries = list(self.folder.iterdir())
         if entries and self.folder / MARK not in entries:
-            raise UserError(f"{self.folder}: was not made by neuronmm, and this run needs that name; {move}")
+            raise UserError(f"{self.folder}: was not made by neuronmm, and this run needs that name; {advice}")
         stranger = stranger_in(self.folder, _KNOWN)
         if stranger is not None:
-            raise UserError(f"{self.folder}: holds {stranger.name}, which neuronmm did not write; {move}")
+            raise UserError(f"{self.folder}: holds {stranger.name}, which neuronmm did not write; {advice}")
 
     def _check_out(self) -> None:
-        """Check that OUT is missing or empty, or may be replaced."""
+        """Check that OUT is missing, empty, or may be replaced."""
         if not os.path.lexists(self.out):
             return
         empty = self.out.is_dir() and not any(self.out.iterdir())
@@ -208,7 +209,7 @@ class Workspace:
             raise UserError(f"{self.out}: is read-only and cannot be replaced; give another -o")
 
     def _bring_back(self) -> None:
-        """End what a kill interrupted between the two moves of :meth:`finish`, or after them."""
+        """Complete or undo a replacement that was killed between the two moves of :meth:`finish`, or after them."""
         old = self.folder / _REPLACED
         if not old.exists():
             return
@@ -226,7 +227,7 @@ class Workspace:
             shutil.rmtree(old)
 
     def _holds_work(self) -> bool:
-        """Whether there is anything in the folder that a later run could go on from."""
+        """Return whether the folder holds anything that a later run could resume."""
         return (self.folder / _REPLACED).exists() or any(self.folder.glob("*.safetensors"))
 
     def _leave(self) -> None:
@@ -237,13 +238,13 @@ class Workspace:
 
 
 def work_folder(out: str | Path) -> Path:
-    """The folder in which a run for ``out`` works."""
+    """Return the folder in which a run for ``out`` works."""
     folder = output_folder(out)
     return folder.with_name(f"{folder.name}.partial")
 
 
 def _facts(part: Path) -> dict[str, Any] | None:
-    """What a layer's file says of the layer; None if the file is missing or damaged."""
+    """Return the facts in a layer's file; None if the file is missing or damaged."""
     try:
         facts = json.loads((read_header(part) or {})["facts"])
     except (ValueError, LookupError):

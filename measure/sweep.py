@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import torch
 
-from neuronmm.compression.config import BARE, CompressionConfig
+from neuronmm.compression.config import BARE, RENAMED, CompressionConfig
 from neuronmm.compression.report import read as read_report
 from neuronmm.kernels.durable import replacing
 from neuronmm.measure.machine import describe_machine
@@ -159,7 +159,7 @@ def parse_method(text: str) -> dict[str, Any]:
     """``anchored+fast`` -> the settings these words stand for.
 
     A word is a value of a setting that has named values (``whitened``), or the name of a setting that is either off or
-    one other thing (``share``).
+    one other thing (``share_a``, or ``share`` as it was named before).
 
     Raises:
         UserError: a word is unknown, stands for several settings, or contradicts another.
@@ -172,7 +172,7 @@ def parse_method(text: str) -> dict[str, Any]:
             meanings.setdefault(str(word), []).append((name, value))
     settings: dict[str, Any] = {}
     for word in text.split("+"):
-        found = meanings.get(word, [])
+        found = meanings.get(word) or meanings.get(RENAMED.get(word, word), [])
         if len(found) != 1:
             known = ", ".join(word for word, several in meanings.items() if len(several) == 1)
             raise UserError(f"--methods {text}: {word!r} is not one of {known}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronmm.compression.claim import MARK, Claim
+from neuronmm.compression.config import renamed
 from neuronmm.kernels.durable import WRITING
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
@@ -47,6 +48,8 @@ def describe(out: Path, run: dict[str, Any]) -> None:
     plan = out / RUN
     run = json.loads(json.dumps(run))
     before = read_own(plan) or run
+    if isinstance(before.get("base"), dict):
+        before = {**before, "base": renamed(before["base"], notice=False)}
     texts = before.get("texts")
     known = {name: file for name, file in run["texts"].items() if isinstance(texts, dict) and name in texts}
     comparable = {**run, "texts": known}

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.config import CompressionConfig, renamed
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
 from neuronmm.compression.workspace import RUN, work_folder
 from neuronmm.measure.sweep_points import read_points
 from neuronmm.models.documents import read_own
 
-_LAST = {"recover", "factors"}
+_LAST = {"recover", "factor_dtype"}
 """Settings of what ``recover`` does to a finished checkpoint."""
 
 
@@ -35,7 +35,7 @@ def make_point(
         calibration=config.calibration,
         calibration_rows=config.calibration_rows,
         calibration_length=config.calibration_length,
-        factors=config.factors,
+        factor_dtype=config.factor_dtype,
         resume=True,
         store=store,
         progress=progress,
@@ -44,12 +44,13 @@ def make_point(
 
 def basis_of(out: Path, base: CompressionConfig, own: dict[str, Any], ratio: float) -> Path | None:
     """The checkpoint of the point in ``out`` that a point of the settings ``own`` differs from by recovery alone."""
-    if "recover" not in own or base.recover != "off" or base.factors != "model":
+    if "recover" not in own or base.recover != "off" or base.factor_dtype != "model":
         return None
     before = {name: value for name, value in own.items() if name not in _LAST}
     if not CompressionConfig.build(None, **{**base.model_dump(), **before, "ratio": ratio}).needs_text:
         return None  # it says nothing of the text to train on
     for point in read_points(out):
-        if (point.get("settings"), point["ratio"]) == (before, ratio) and (out / point["folder"]).is_dir():
+        settings = renamed(point["settings"], notice=False) if "settings" in point else None
+        if (settings, point["ratio"]) == (before, ratio) and (out / point["folder"]).is_dir():
             return out / str(point["folder"])
     return None

@@ -1,4 +1,4 @@
-"""What the commands that write a checkpoint have in common: their options, their progress, their report."""
+"""What the commands that write a checkpoint share: options, progress and report."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+FACTOR_DTYPE = ("factor_dtype", "factors")
+"""The names under which the parsed arguments hold the dtype of the factors; the second is the old one."""
+
+
+def add_factor_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the dtype of the factors, and its old name."""
+    choices = ("model", "int8")
+    parser.add_argument("--factor-dtype", choices=choices, help="dtype of the stored factors (default the model's)")
+    parser.add_argument("--factors", choices=choices, help=argparse.SUPPRESS)
+
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say how to run, not what to make."""
+    """Add the options that say how to run, not what to write."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a checkpoint that neuronmm wrote")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON document instead of a table")
 
 
-def run_and_report(args: argparse.Namespace, make: Callable[..., dict[str, Any]]) -> None:
-    """Call ``make`` with what :func:`add_run_arguments` asked and a progress that draws, and print its report."""
+def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]) -> None:
+    """Call ``verb`` with the options of :func:`add_run_arguments` and progress bars, and print its report."""
     from rich.console import Console
     from rich.table import Table
 
@@ -28,11 +38,13 @@ def run_and_report(args: argparse.Namespace, make: Callable[..., dict[str, Any]]
 
     try:
         with stage_bars() as progress:
-            report = make(resume=args.resume, force=args.force, device=args.device, progress=progress)
+            report = verb(resume=args.resume, force=args.force, device=args.device, progress=progress)
     except KeyboardInterrupt:
         work = work_folder(args.out)
-        kept = f"the work so far is in {work}: repeat the command with --resume" if work.exists() else "nothing is kept"
-        print(f"interrupted; {kept}", file=sys.stderr)
+        state = (
+            f"the work so far is in {work}: repeat the command with --resume" if work.exists() else "nothing is kept"
+        )
+        print(f"interrupted; {state}", file=sys.stderr)
         raise
     if args.json:
         print(json.dumps(report))

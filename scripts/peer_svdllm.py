@@ -60,7 +60,8 @@ def main() -> None:
         if json.loads(run.read_text(encoding="utf-8"))["speed"]:
             parser.error(f"{args.sweep}: measures speed, which dense-shaped checkpoints cannot show; give one without")
 
-    from neuronmm.compression.calibration import Rows, from_file
+    from neuronmm.compression.calibration import from_file
+    from neuronmm.compression.config import Rows
     from neuronmm.models.load import load_tokenizer
     from neuronmm.models.source import resolve
 
@@ -127,8 +128,8 @@ def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]
     """The dense-shaped checkpoint of one ratio in its folder; what it is, and what it would hold as factors."""
     from safetensors import safe_open
 
-    from neuronmm.compression.parts import replace_tensors
     from neuronmm.compression.reader import Reader
+    from neuronmm.compression.tensor_files import replace_tensors
 
     file = out / f"factors-{ratio:g}.safetensors"
     factors, reader, products, dense, kept = load_file(file), Reader(source), {}, 0, 0

@@ -15,10 +15,10 @@ from word_tokenizer import word_tokenizer
 
 import draws
 import xla_oracle as xla
-from neuronmm.compression import last_steps
+from neuronmm.compression import recover
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.last_steps import recovery_of
-from neuronmm.compression.recovery import Recovery
+from neuronmm.compression.factor_training import Recovery
+from neuronmm.compression.recover import recovery_of
 from neuronmm.emulator.hlo import program, types
 from neuronmm.models import CompressionSpec
 from neuronmm.models.families import TARGETS
@@ -55,7 +55,7 @@ def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
     def faster(settings: CompressionConfig, device: str) -> Recovery:
         return recovery_of(settings, device).model_copy(update={"learning_rate": 1e-3})
 
-    monkeypatch.setattr(last_steps, "recovery_of", faster)
+    monkeypatch.setattr(recover, "recovery_of", faster)
 
 
 @pytest.fixture(scope="session")

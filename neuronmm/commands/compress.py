@@ -14,16 +14,18 @@ from functools import partial
 from pathlib import Path
 
 from neuronmm.arguments import alignment
-from neuronmm.checkpoint_run import add_run_arguments, run_and_report
+from neuronmm.checkpoint_run import add_factor_dtype, add_run_arguments, run_and_report
+
+SHARE_A = ("off", "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder (safetensors), GGUF file, or hub id")
     parser.add_argument(
-        "-o", "--out", required=True, metavar="OUT", help="folder to write; complete or absent, never half"
+        "-o", "--out", required=True, metavar="OUT", help="folder to write; it appears when it is complete"
     )
     parser.add_argument(
-        "--ratio", type=float, help="share of the targeted weights to remove, 0.05 to 0.6 (default 0.2)"
+        "--ratio", type=float, help="fraction of the targeted weights to remove, 0.05 to 0.6 (default 0.2)"
     )
     parser.add_argument(
         "--targets", choices=("mlp", "attention", "all"), help="which linears to factorise (default mlp)"
@@ -31,17 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method",
         choices=("svd", "asvd", "whitened", "anchored"),
-        help="closed form: plain SVD, scaled by activations, whitened by them, or anchored to the dense model's "
-        "(default whitened)",
+        help="closed form: plain SVD, scaled by activations, whitened by them, or anchored to the outputs of the dense "
+        "model (default whitened)",
     )
     parser.add_argument(
         "--allocation",
         choices=("uniform", "global"),
-        help="ranks: one ratio for all, or by the spectra (default global)",
+        help="ranks: the same ratio for all linears, or by their spectra (default global)",
     )
     parser.add_argument(
-        "--share", choices=("off", "auto"), help="one A for q, k, v and for gate, up where it pays (default auto)"
+        "--share-a", choices=SHARE_A, help="one A for q, k, v and for gate, up where it loses less (default auto)"
     )
+    parser.add_argument("--share", choices=SHARE_A, help=argparse.SUPPRESS)  # the old name
     parser.add_argument(
         "--refine",
         choices=("off", "fast", "full"),
@@ -50,12 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recover",
         choices=("off", "lora", "factors"),
-        help="then train the whole model against the dense one, by LoRA or the factors themselves; needs it in memory "
+        help="train the factors of the whole model, in memory, against the dense one: themselves or by LoRA "
         "(default off)",
     )
-    parser.add_argument(
-        "--factors", choices=("model", "int8"), help="precision the factors are stored in (default the model's)"
-    )
+    add_factor_dtype(parser)
     parser.add_argument(
         "--align",
         type=alignment,
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|self",
         help="text or .jsonl file, or text sampled from the model itself (default self)",
     )
-    parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings from a file; options given here win")
+    parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings from a file; options override it")
     add_run_arguments(parser)
 
 
@@ -82,9 +83,11 @@ def run(args: argparse.Namespace) -> None:
         method=args.method,
         allocation=args.allocation,
         share=args.share,
+        share_a=args.share_a,
         refine=args.refine,
         recover=args.recover,
         factors=args.factors,
+        factor_dtype=args.factor_dtype,
         align=args.align,
         calibration=args.calibration,
     )

@@ -11,36 +11,36 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from neuronmm.checkpoint_run import add_run_arguments, run_and_report
+from neuronmm.checkpoint_run import FACTOR_DTYPE, add_factor_dtype, add_run_arguments, run_and_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="compressed checkpoint: a folder, or hub id; it stays as it is")
+    parser.add_argument("model", metavar="MODEL", help="compressed checkpoint: a folder or hub id; it does not change")
     parser.add_argument(
-        "-o", "--out", required=True, metavar="OUT", help="folder to write; complete or absent, never half"
+        "-o", "--out", required=True, metavar="OUT", help="folder to write; it appears when it is complete"
     )
     parser.add_argument(
         "--train",
         choices=("factors", "lora"),
         default="factors",
-        help="the factors themselves, or LoRA adapters on them, merged when done (default factors)",
+        help="the factors themselves, or LoRA adapters that are merged at the end (default factors)",
     )
-    parser.add_argument("--dense", help="model it was made from (default: where the checkpoint's report says)")
+    parser.add_argument("--dense", help="the dense model (default: the one that the checkpoint's report names)")
     parser.add_argument(
-        "--calibration", metavar="FILE|self", help="text to train on (default: what the compression was fitted to)"
+        "--calibration", metavar="FILE|self", help="text to train on (default: the calibration text of the compression)"
     )
-    parser.add_argument("--calibration-rows", type=int, metavar="N", help="rows of it (default: as many as that had)")
-    parser.add_argument("--calibration-length", type=int, metavar="N", help="tokens a row (default: as those had)")
-    parser.add_argument(
-        "--factors", choices=("model", "int8"), default="model", help="precision to store them in (default the model's)"
-    )
+    parser.add_argument("--calibration-rows", type=int, metavar="N", help="rows of text (default: as many)")
+    parser.add_argument("--calibration-length", type=int, metavar="N", help="tokens per row (default: as many)")
+    add_factor_dtype(parser)
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    from neuronmm.compression.config import renamed
     from neuronmm.compression.recover import recover
 
-    make = partial(
+    dtypes = {name: value for name in FACTOR_DTYPE if (value := getattr(args, name)) is not None}
+    recovery = partial(
         recover,
         args.model,
         args.out,
@@ -49,6 +49,6 @@ def run(args: argparse.Namespace) -> None:
         calibration=args.calibration,
         calibration_rows=args.calibration_rows,
         calibration_length=args.calibration_length,
-        factors=args.factors,
+        **renamed(dtypes),
     )
-    run_and_report(args, make)
+    run_and_report(args, recovery)

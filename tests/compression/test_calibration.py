@@ -95,9 +95,9 @@ def test_streamed_layers_compute_what_the_whole_model_does(
 def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Path]) -> None:
     """The same uniform numbers through the whole model's logits draw the same tokens."""
     folder = dense()
-    shares: list[float] = []
-    rows = from_model(StreamedModel(folder, torch.float32), word_tokenizer(), Rows(6, 12, 5), shares.append)
-    assert rows.shape == (6, 12) and sum(shares) == pytest.approx(1)
+    fractions: list[float] = []
+    rows = from_model(StreamedModel(folder, torch.float32), word_tokenizer(), Rows(6, 12, 5), fractions.append)
+    assert rows.shape == (6, 12) and sum(fractions) == pytest.approx(1)
     assert rows[:, 0].tolist() == [1, 3, 1, 3, 1, 3]
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(5)
@@ -120,6 +120,6 @@ def test_rows_are_sampled_in_groups_that_bound_the_cache(
     sizes: list[int] = []
     inner = calibration._sample
     monkeypatch.setattr(calibration, "_sample", lambda m, o, *rest: sizes.append(len(o)) or inner(m, o, *rest))
-    rows = from_model(model, word_tokenizer(), Rows(5, 12, 0), lambda share: None)
+    rows = from_model(model, word_tokenizer(), Rows(5, 12, 0), lambda fraction: None)
     assert sizes == [2, 2, 1] and rows.shape == (5, 12)
     assert rows[:, 0].tolist() == [1, 3, 1, 3, 1]

@@ -15,9 +15,9 @@ from neuronmm.models import UserError
 
 SETTINGS = [
     config(method="asvd", targets="all"),
-    config(method="svd", targets="all", share="auto"),
+    config(method="svd", targets="all", share_a="auto"),
     config(method="whitened", targets="all", ratio=0.4),
-    config(method="whitened", targets="all", share="auto", allocation="global"),
+    config(method="whitened", targets="all", share_a="auto", allocation="global"),
     config(method="anchored", targets="all", allocation="global"),
     config(method="whitened", targets="all", refine="fast"),
     config(method="whitened", targets="mlp", damping=0.1),
@@ -45,9 +45,9 @@ def test_later_runs_do_not_run_the_model_but_report_its_time(
     compress(source, tmp_path / "first", config(), store=store)
     for name in ("advance", "moments_of"):
         monkeypatch.setattr(calibration_store, name, lambda *_: pytest.fail("a layer was run again"))
-    settings = config(share="auto", allocation="global", ratio=0.4)
+    settings = config(share_a="auto", allocation="global", ratio=0.4)
     plain = compress(
-        source, tmp_path / "second", settings, store=store, progress=lambda stage, share: stages.append(stage)
+        source, tmp_path / "second", settings, store=store, progress=lambda stage, fraction: stages.append(stage)
     )
     assert "sampling text" not in stages
     held = {file.stem: calibration_store.safe_open(file, framework="pt").metadata() for file in store.glob("*.safet*")}
@@ -55,9 +55,9 @@ def test_later_runs_do_not_run_the_model_but_report_its_time(
 
 
 def test_an_interrupted_run_leaves_a_store_that_it_goes_on_with(dense: Callable[..., Path], tmp_path: Path) -> None:
-    source, settings, seen = dense(), config(share="auto"), list[str]()
+    source, settings, seen = dense(), config(share_a="auto"), list[str]()
 
-    def stop(stage: str, share: float) -> None:
+    def stop(stage: str, fraction: float) -> None:
         seen.append(stage)
         if seen.count("measuring spectra") == 2:  # the first of two layers is measured
             raise KeyboardInterrupt

@@ -26,7 +26,7 @@ def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path
 
 
 def test_a_baseline_is_not_refined_unless_that_is_asked_for() -> None:
-    assert CompressionConfig(method="svd").refine == CompressionConfig(method="asvd").share == "off"
+    assert CompressionConfig(method="svd").refine == CompressionConfig(method="asvd").share_a == "off"
     assert CompressionConfig(method="asvd").allocation == "uniform" != CompressionConfig().allocation
     assert CompressionConfig().refine == CompressionConfig(method="svd", refine="fast").refine == "fast"
     assert not CompressionConfig(method="svd").needs_text and CompressionConfig(method="svd", refine="fast").needs_text

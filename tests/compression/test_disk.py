@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compression_runs import config
-from neuronmm.compression import last_steps, parts
+from neuronmm.compression import memory, tensor_files
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.recover import recover
@@ -19,7 +19,7 @@ from neuronmm.models import UserError
 
 SMALL = 12_000  # bytes that lie there whatever the model's size: a generator's state, twice, and the text
 
-KINDS = [{}, {"factors": "int8"}, {"recover": "factors"}, {"recover": "factors", "factors": "int8"}]
+KINDS = [{}, {"factor_dtype": "int8"}, {"recover": "factors"}, {"recover": "factors", "factor_dtype": "int8"}]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "+".join(kind.values()) or "plain")
@@ -32,20 +32,20 @@ def test_a_run_never_holds_more_tensors_on_the_disk_than_it_asked_room_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source, save, most = dense(dtype=dtype), parts.save_file, [0]
+    source, save, most = dense(dtype=dtype), tensor_files.save_file, [0]
     settings = config(method="whitened", calibration=str(text), **kind)
 
     def watched(tensors: Any, path: Path, **kwargs: Any) -> None:
         save(tensors, path, **kwargs)
         most.append(sum(map(_content, (tmp_path / "out.partial").rglob("*.*"))))
 
-    monkeypatch.setattr(parts, "save_file", watched)
+    monkeypatch.setattr(tensor_files, "save_file", watched)
 
     def refused_with_less(make: Callable[[Path], Any], small: int) -> None:
         make(tmp_path / "out")
         usage = shutil.disk_usage(tmp_path)
         with monkeypatch.context() as patched, pytest.raises(UserError, match="of disk free, about"):
-            patched.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=max(most) - small - 1))
+            patched.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=max(most) - small - 1))
             make(tmp_path / "again")
 
     refused_with_less(lambda out: compress(source, out, settings), 0)
@@ -55,7 +55,9 @@ def test_a_run_never_holds_more_tensors_on_the_disk_than_it_asked_room_for(
     compress(source, tmp_path / "low", config(method="whitened", calibration=str(text)))
     most[:] = [0]
     shutil.rmtree(tmp_path / "out")
-    refused_with_less(lambda out: recover(tmp_path / "low", out, settings.recover, factors=settings.factors), SMALL)
+    refused_with_less(
+        lambda out: recover(tmp_path / "low", out, settings.recover, factor_dtype=settings.factor_dtype), SMALL
+    )
     assert max(most) > 1.5 * Reader(tmp_path / "low").total_bytes(), "the largest moment was not seen"
 
 
@@ -66,7 +68,7 @@ def test_what_lacks_is_said_in_a_unit_that_shows_it(
     needed = 2 * Reader(source).total_bytes()
     kilobytes = rf"{needed / 1000:.1f} kB"
     for free, has, lacks in ((0, "0 bytes", kilobytes), (7, "7 bytes", kilobytes), (needed - 1, kilobytes, "1 byte")):
-        monkeypatch.setattr(last_steps.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        monkeypatch.setattr(memory.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         with pytest.raises(UserError, match=f"{tmp_path}: {has} of disk free, about {kilobytes} needed, {lacks} more;"):
             compress(source, tmp_path / "out", config())
 

@@ -39,7 +39,7 @@ class Interrupted(BaseException):
 def stop_at(stage: str, count: int) -> Callable[[str, float], None]:
     left = [count]
 
-    def progress(name: str, share: float) -> None:
+    def progress(name: str, fraction: float) -> None:
         left[0] -= name == stage
         if left[0] < 0:
             raise Interrupted
@@ -105,7 +105,7 @@ def test_layers_are_run_again_where_the_hidden_states_after_them_are_lost(
 
 
 def test_a_damaged_store_is_filled_again(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:
-    source, store, settings = dense(), tmp_path / "store", config(calibration=str(text), share="auto")
+    source, store, settings = dense(), tmp_path / "store", config(calibration=str(text), share_a="auto")
     compress(source, tmp_path / "whole", settings, store=store)
     for file in sorted(store.glob("*.safetensors")):
         whole = file.read_bytes()

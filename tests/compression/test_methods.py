@@ -1,8 +1,9 @@
-"""Every method and what can be added to it, from end to end on tiny checkpoints."""
+"""Every method and its optional steps, end to end on tiny checkpoints."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from neuronmm.models.load import load_pretrained
 
 @pytest.mark.parametrize("method", ["svd", "asvd", "whitened", "anchored"])
 @pytest.mark.parametrize(
-    "extra", [{}, {"share": "auto"}, {"allocation": "global"}, {"refine": "fast"}, {"recover": "factors"}]
+    "extra", [{}, {"share_a": "auto"}, {"allocation": "global"}, {"refine": "fast"}, {"recover": "factors"}]
 )
 def test_every_method_writes_what_it_reports(
     method: str, extra: dict[str, str], dense: Callable[..., Path], tmp_path: Path
@@ -45,9 +46,11 @@ def test_every_method_writes_what_it_reports(
 @pytest.mark.parametrize("recover", ["off", "lora"])
 def test_int8_factors_are_stored_last_and_said(recover: str, dense: Callable[..., Path], tmp_path: Path) -> None:
     source = dense("qwen3", max_shard_size="20KB", dtype=torch.bfloat16)
-    report = compress(source, tmp_path / "out", config(factors="int8", recover=recover, share="auto", targets="all"))
-    plain = compress(source, tmp_path / "plain", config(recover=recover, share="auto", targets="all"))
-    assert (report["factors"], plain["factors"]) == ("int8", "model")
+    report = compress(
+        source, tmp_path / "out", config(factor_dtype="int8", recover=recover, share_a="auto", targets="all")
+    )
+    plain = compress(source, tmp_path / "plain", config(recover=recover, share_a="auto", targets="all"))
+    assert (report["factor_dtype"], plain["factor_dtype"]) == ("int8", "model")
     assert report["bytes"]["compressed"] < plain["bytes"]["compressed"] < plain["bytes"]["dense"]
     ids = torch.randint(3, 64, (2, 9))
     exact, rounded = (load_pretrained(tmp_path / name, torch.float32)(ids).logits for name in ("plain", "out"))
@@ -80,7 +83,7 @@ def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Pat
             state[f"{LAYERS}.{index}.mlp.up_proj.weight"] = mixed
 
     edit_tensors(source, alike)
-    report = compress(source, out, config(share="auto", ratio=0.2))
+    report = compress(source, out, config(share_a="auto", ratio=0.2))
     after = tensors(out)
     shared = json.loads((out / "config.json").read_text())["quantization_config"]["shared"]
     assert shared == {f"{LAYERS}.{i}.mlp.up_proj": f"{LAYERS}.{i}.mlp.gate_proj" for i in range(2)}
@@ -107,7 +110,7 @@ def test_an_a_is_shared_where_it_pays_at_the_ranks_that_are_given(
                 state[name] = left @ right.T / 10
 
     edit_tensors(source, unlike)
-    compress(source, out, config(share="auto", ratio=0.3, allocation=allocation))
+    compress(source, out, config(share_a="auto", ratio=0.3, allocation=allocation))
     spec = json.loads((out / "config.json").read_text())["quantization_config"]
     gates = [f"{LAYERS}.{index}.mlp.gate_proj" for index in range(2)]
     assert list(spec["shared"].values()) == (gates if allocation == "uniform" else [])
@@ -129,5 +132,22 @@ def test_what_one_a_would_lose_is_weighed_as_what_they_lose_apart(
         return True
 
     monkeypatch.setattr(plan, "sharing_pays", compare)
-    compress(dense("qwen2"), tmp_path / "out", config(share="auto", targets="all", ratio=0.3))
+    compress(dense("qwen2"), tmp_path / "out", config(share_a="auto", targets="all", ratio=0.3))
     assert len(seen) == 4  # queries and gate, in two layers
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.2])
+def test_every_stage_ends_at_one(ratio: float, dense: Callable[..., Path], tmp_path: Path) -> None:
+    """At 0.05 one layer stays whole: nothing of it is refined."""
+    fractions: dict[str, float] = defaultdict(float)
+
+    def progress(stage: str, fraction: float) -> None:
+        fractions[stage] += fraction
+
+    report = compress(dense(), tmp_path / "out", config(ratio=ratio, **EVERYTHING), progress=progress)
+    whole = {
+        index for index in range(2) if not any(f".{index}." in m["name"] and m["rank"] for m in report["matrices"])
+    }
+    assert bool(whole) == (ratio == 0.05)
+    assert {"sampling text", "measuring spectra", "compressing"} == set(fractions)
+    assert fractions == pytest.approx(dict.fromkeys(fractions, 1.0))

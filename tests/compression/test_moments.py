@@ -1,11 +1,13 @@
-"""Moments gathered by hooks."""
+"""Moments of linears, and the fraction of the residual stream that attention and MLP write."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from neuronmm.compression.moments import gathering
+from neuronmm.compression.moments import gathering, moments_of, weighing
+from neuronmm.compression.streaming import run_layer
 from neuronmm.models.families import TARGETS
 from tiny_models import make_tiny
 
@@ -40,7 +42,7 @@ def test_autocast_does_not_reach_the_products() -> None:
     torch.testing.assert_close(moments["a"].gram, x.double().T @ x.double(), rtol=1e-12, atol=0)
 
 
-def test_the_hooks_are_gone_afterwards() -> None:
+def test_the_hooks_of_the_moments_are_removed() -> None:
     layer = nn.ModuleDict({"a": nn.Linear(4, 4)})
     with gathering(layer, ["a"], 1e-3) as moments:
         layer["a"](torch.ones(1, 4))
@@ -56,3 +58,38 @@ def test_small_directions_survive_beside_a_massive_activation() -> None:
         layer["a"](x)
     torch.testing.assert_close(moments["a"].gram[1, 1].item(), 2e-4, rtol=1e-6, atol=0)
     assert moments["a"].gram[0, 1].abs() < 1e-9
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_each_half_is_weighed_by_each_tokens_own_stream(family: str) -> None:
+    torch.manual_seed(0)
+    model = make_tiny(family).model
+    layer = model.layers[0].requires_grad_(False)
+    hidden = torch.randn(3, 5, 32)
+    hidden[0, 0] *= 1e4  # a massive token is one of fifteen
+    rotary = model.rotary_emb(hidden, torch.arange(5)[None])
+    normed = layer.input_layernorm(hidden)
+    mask = torch.full((5, 5), -torch.inf).triu(1)[None, None]
+    attention = layer.self_attn(normed, position_embeddings=rotary, attention_mask=mask)[0]
+    between = hidden + attention
+    mlp = layer.mlp(layer.post_attention_layernorm(between))
+    stream = (between + mlp).square().sum(-1)
+    expected = [(part.square().sum(-1) / stream).median().double() for part in (attention, mlp)]
+    with weighing(layer) as fractions:
+        for row in hidden:
+            run_layer(layer, row[None], rotary)
+    torch.testing.assert_close([fractions["self_attn"], fractions["mlp"]], expected, rtol=1e-4, atol=0)
+    moments, _ = moments_of(layer, hidden, rotary, TARGETS["all"], 1e-3)
+    for name, sums in moments.items():
+        torch.testing.assert_close(sums.fraction, fractions[name.partition(".")[0]], rtol=1e-5, atol=0)
+
+
+def test_the_hooks_of_the_fractions_are_removed() -> None:
+    model = make_tiny().model
+    layer, hidden = model.layers[0], torch.randn(1, 4, 32)
+    rotary = model.rotary_emb(hidden, torch.arange(4)[None])
+    with weighing(layer) as fractions:
+        run_layer(layer, hidden, rotary)
+    before = dict(fractions)
+    run_layer(layer, hidden * 2, rotary)
+    assert fractions == before and not layer._forward_hooks and not layer.post_attention_layernorm._forward_pre_hooks

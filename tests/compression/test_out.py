@@ -202,7 +202,7 @@ def test_a_tokenizer_file_named_like_a_pattern_is_ours_too(shelf: Path) -> None:
 def test_a_folder_that_is_filled_while_a_run_works_is_not_replaced(
     out: str, flags: dict[str, bool], shelf: Path
 ) -> None:
-    def fill(stage: str, share: float) -> None:
+    def fill(stage: str, fraction: float) -> None:
         (shelf / out).mkdir(exist_ok=True)
         (shelf / out / "notes.txt").write_text("mine")
 
@@ -220,7 +220,7 @@ def test_a_folder_that_is_filled_while_a_run_works_is_not_replaced(
 def test_a_second_run_for_the_same_out_says_who_is_at_work(flags: dict[str, bool], shelf: Path) -> None:
     refusals: list[str] = []
 
-    def meanwhile(stage: str, share: float) -> None:
+    def meanwhile(stage: str, fraction: float) -> None:
         if not refusals:
             with pytest.raises(UserError) as refused:
                 compress("model", "to-low" if flags.get("force") else "new", config(), **flags)

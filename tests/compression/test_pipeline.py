@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from compression_runs import EVERYTHING, config, edit_tensors, tensors
-from neuronmm.compression import checkpoint, last_steps, parts, pipeline
+from neuronmm.compression import checkpoint, memory, pipeline, tensor_files
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
@@ -109,7 +109,7 @@ class Interrupted(BaseException):
 def _after(count: int) -> Callable[[str, float], None]:
     left = [count]
 
-    def progress(stage: str, share: float) -> None:
+    def progress(stage: str, fraction: float) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise Interrupted
@@ -233,7 +233,7 @@ def test_what_cannot_be_compressed_is_refused(
         compress(source, out, config(calibration=str(tmp_path / "absent.txt")))
     with monkeypatch.context() as patched:
         usage = shutil.disk_usage(tmp_path)
-        patched.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        patched.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=1000))
         with pytest.raises(UserError, match="of disk free"):
             compress(source, out, config())
     assert not out.exists() and not (tmp_path / "out.partial").exists()
@@ -243,11 +243,11 @@ def test_recovery_that_would_not_fit_in_memory_or_on_the_disk_is_refused_at_once
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, usage = dense(), shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(last_steps.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(UserError, match="of memory free"):
         compress(source, tmp_path / "out", config(recover="factors"))
     free = 3 * Reader(source).total_bytes()  # enough for LoRA: the state of the factors' training comes on top
-    monkeypatch.setattr(last_steps.shutil, "disk_usage", lambda path: usage._replace(free=free))
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=free))
     for recover, missing in (("factors", "of disk free"), ("lora", "of memory free")):
         with pytest.raises(UserError, match=missing):
             compress(source, tmp_path / "out", config(recover=recover))
@@ -258,7 +258,7 @@ def test_a_full_disk_is_named_and_the_run_can_be_resumed(
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = dense(), tmp_path / "out"
-    save, left = parts.save_file, [2]
+    save, left = tensor_files.save_file, [2]
 
     def full(tensors: Any, path: Path, **kwargs: Any) -> None:
         left[0] -= 1
@@ -267,7 +267,7 @@ def test_a_full_disk_is_named_and_the_run_can_be_resumed(
         save(tensors, path, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(parts, "save_file", full)
+        patched.setattr(tensor_files, "save_file", full)
         with pytest.raises(UserError, match=r"No space left.*--resume"):
             compress(source, out, config())
     assert not out.exists()

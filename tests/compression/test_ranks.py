@@ -1,12 +1,27 @@
-"""Aligned ranks that hit the asked ratio."""
+"""Ranks: uniform or from spectra; the budget, the floor, the tiles, and which linears share an A."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO, Linear, auto_align, balance, realised
+from draws import examples
+from neuronmm.compression.ranks import (
+    FLOOR,
+    MAX_RATIO,
+    MAX_SCALE,
+    MIN_RATIO,
+    Linear,
+    allocate,
+    auto_align,
+    balance,
+    energy,
+    realised,
+    relative,
+    sharing_pays,
+)
 from neuronmm.models import UserError
 
 # hidden, intermediate, layers of published models, and the alignment auto has to choose for their MLPs
@@ -90,3 +105,129 @@ def test_a_tile_wider_than_every_matrix_is_refused() -> None:
         balance(mlps(64, 128, 1), 0.2, 128)
     with pytest.raises(UserError, match="positive"):
         balance(mlps(64, 128, 1), 0.2, 0)
+
+
+def linears(layers: int, hidden: int, wide: int) -> list[Linear]:
+    return [
+        Linear(f"{index}.{name}", *shape)
+        for index in range(layers)
+        for name, shape in (("up", (wide, hidden)), ("down", (hidden, wide)))
+    ]
+
+
+def falling(linear: Linear, power: float) -> torch.Tensor:
+    """A spectrum that falls off as a power of the rank."""
+    return torch.arange(1, min(linear.out_features, linear.in_features) + 1, dtype=torch.float64) ** -power
+
+
+def alike(targets: list[Linear]) -> dict[str, float]:
+    """All write as much of the stream."""
+    return {linear.name: 0.1 for linear in targets}
+
+
+@examples(60)
+@given(
+    layers=st.integers(2, 12),
+    hidden=st.sampled_from([64, 96, 160]),
+    wide=st.sampled_from([128, 256, 400]),
+    ratio=st.floats(0.05, 0.6),
+    align=st.sampled_from([1, 4, 8]),
+    powers=st.lists(st.floats(0, 4), min_size=24, max_size=24),
+)
+def test_budget_floor_and_tiles_are_respected(
+    layers: int, hidden: int, wide: int, ratio: float, align: int, powers: list[float]
+) -> None:
+    targets = linears(layers, hidden, wide)
+    spectra = {linear.name: falling(linear, power) for linear, power in zip(targets, powers, strict=False)}
+    fractions = {linear.name: power for linear, power in zip(targets, powers[::-1], strict=False)}
+    ranks = allocate(targets, spectra, fractions, ratio, align)
+    even = balance(targets, ratio, align)
+    assert realised(targets, ranks) >= realised(targets, even) - 1e-12
+    smallest = min((linear.out_features + linear.in_features) * align for linear in targets)
+    widest = max(linear.dense - linear.kept(int(linear.break_even) // align * align) for linear in targets)
+    slack = max(smallest, widest) / sum(linear.dense for linear in targets)
+    full = all(rank is None for rank in ranks.values())
+    assert full or realised(targets, ranks) <= realised(targets, even) + slack + 1e-12
+    for linear in targets:
+        rank = ranks[linear.name]
+        if rank is not None:
+            assert rank % align == 0 and align <= rank < linear.break_even
+            assert rank >= int(FLOOR * linear.break_even * (1 - ratio) // align) * align
+
+
+def test_rank_goes_where_the_spectrum_needs_it() -> None:
+    targets = linears(2, 64, 128)
+    steep, flat = targets[0].name, targets[2].name
+    spectra = {linear.name: falling(linear, 1.0) for linear in targets}
+    spectra |= {steep: falling(targets[0], 4.0), flat: falling(targets[2], 0.1)}
+    ranks = allocate(targets, spectra, alike(targets), 0.4, 2)
+    even = balance(targets, 0.4, 2)
+    assert ranks[steep] is not None and even[steep] is not None and ranks[steep] < even[steep]
+    assert ranks[flat] is None or ranks[flat] > even[flat]
+
+
+def test_a_massive_activation_takes_no_rank_from_the_tokens_beside_it() -> None:
+    """One direction a million times the others' energy, which any rank keeps, changes nothing."""
+    targets = linears(3, 64, 128)
+    spectra = {linear.name: falling(linear, 0.5 + 0.3 * number) for number, linear in enumerate(targets)}
+    massive = {name: torch.cat([1e6 * values[:1], values[1:]]) for name, values in spectra.items() if "down" in name}
+
+    def ranks(spectra: dict[str, torch.Tensor]) -> dict[str, int | None]:
+        losses = {name: relative(values, energy(values)) for name, values in spectra.items()}
+        return allocate(targets, losses, alike(targets), 0.3, 2)
+
+    assert ranks({**spectra, **massive}) == ranks(spectra)
+
+
+def test_of_equal_spectra_the_one_that_writes_more_of_the_stream_gets_more() -> None:
+    targets = linears(2, 64, 128)
+    spectra = {linear.name: falling(linear, 1.0) for linear in targets}
+    fractions = {linear.name: 1.0 if linear.name.startswith("0.") else 0.5 for linear in targets}
+    first, second = (
+        [rank if (rank := ranks[linear.name]) is not None else int(linear.break_even) for linear in group]
+        for ranks in (allocate(targets, spectra, fractions, 0.4, 1),)
+        for group in (targets[:2], targets[2:])
+    )
+    for more, less in zip(first, second, strict=True):
+        # Gains per parameter are equal where share / rank is.
+        assert more == pytest.approx(2 * less, abs=2)
+
+
+def test_linears_that_share_an_a_count_as_many() -> None:
+    """Two of one spectrum, as one of it: their A serves both, so a rank of theirs is the better buy."""
+    pair = Linear.sharing([Linear("a", 64, 64), Linear("b", 64, 64)], [1.0, 1.0])
+    alone = Linear("c", 64, 64)
+    losses = {pair.name: 2 * falling(alone, 1.0), alone.name: falling(alone, 1.0)}
+    ranks = allocate([pair, alone], losses, alike([pair, alone]), 0.4, 1)
+    assert ranks[pair.name] is not None and ranks[alone.name] is not None
+    # Gains per parameter: 2 / (3 x 64 rank) for the pair, 1 / (2 x 64 rank) for the one alone.
+    assert ranks[pair.name] == pytest.approx(4 / 3 * ranks[alone.name], abs=2)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(same: bool) -> None:
+    """Two weights that read one subspace have a common A for nothing; two that read different ones have not."""
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(32, 32, generator=generator)).Q
+    spaces = (basis[:, :12], basis[:, :12] if same else basis[:, 12:24])
+    weights = [torch.randn(48, 12, generator=generator) @ space.T for space in spaces]
+    joint = Linear.sharing([Linear("a", 48, 32), Linear("b", 48, 32)], [1.0, 1.0])
+    apart = {
+        linear.name: torch.linalg.svdvals(weight.double()).square()
+        for linear, weight in zip(joint.members, weights, strict=True)
+    }
+    together = torch.linalg.svdvals(torch.cat(weights).double()).square()
+    assert sharing_pays(joint, {"a": 10, "b": 10}, apart, together) is same
+    assert not sharing_pays(joint, {"a": None, "b": None}, apart, together)
+
+
+@given(energies=st.lists(st.floats(0, 1e12), min_size=1, max_size=4))
+def test_what_shares_an_a_is_scaled_to_the_loudest_and_silence_stays_silent(energies: list[float]) -> None:
+    members = [Linear(str(number), 3, 5) for number in range(len(energies))]
+    joint = Linear.sharing(members, energies)
+    assert [part for part, _ in joint.scaled_parts] == members
+    for energy_, scale in zip(energies, joint.scales, strict=True):
+        assert 1 <= scale <= MAX_SCALE * (1 + 1e-12)
+        if energy_ * MAX_SCALE**2 > max(energies):
+            assert energy_ * scale**2 == pytest.approx(max(energies))
+    assert Linear("alone", 3, 5).scaled_parts == [(Linear("alone", 3, 5), 1.0)]

@@ -14,7 +14,7 @@ import torch
 
 from compression_runs import config
 from neuronmm import cli
-from neuronmm.compression import recovery
+from neuronmm.compression import factor_training
 from neuronmm.compression.distillation import loss_sum
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
@@ -52,16 +52,16 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Path:
 def test_it_writes_what_compress_would_have_written(
     train: Any, stored: Any, source: str, dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
-    usual = {"method": "whitened", "targets": "all", "share": "auto", "calibration_rows": 24, "seed": 3}
+    usual = {"method": "whitened", "targets": "all", "share_a": "auto", "calibration_rows": 24, "seed": 3}
     usual["calibration"] = str(text) if source == "text" else source
     model = dense(tied=stored == "int8", dtype=torch.bfloat16, max_shard_size="20KB")
     whole, low, out = tmp_path / "whole", tmp_path / "low", tmp_path / "out"
-    wanted = compress(model, whole, config(**usual, recover=train, factors=stored))
+    wanted = compress(model, whole, config(**usual, recover=train, factor_dtype=stored))
     compress(model, low, config(**usual))
     before = contents(low)
     (low / "pytorch_model.bin").touch()
     (low / "modeling_own.py").touch()
-    report = recover(low, out, train, factors=stored)
+    report = recover(low, out, train, factor_dtype=stored)
     assert contents(out) == contents(whole), "and neither pickles nor code"
     assert wanted["recovery"]["kept"], "nothing was changed, so nothing is tested"
     assert json.loads((out / "compression_report.json").read_text()) == report
@@ -78,7 +78,7 @@ def test_the_time_and_the_memory_are_of_both_runs(low: Path, tmp_path: Path) -> 
     assert 1e6 < report["seconds"] < 1e6 + 1000 and report["peak_rss_bytes"] == 1 << 60
     assert before["bytes"] == report["bytes"], "the dense model's and the compressed one's"
     table = (tmp_path / "out" / "compression_report.md").read_text()
-    assert "recovery of the factors" in table and "nats a token from the dense model" in table
+    assert "recovery of the factors" in table and "nats per token from the dense model" in table
 
 
 def test_the_text_can_be_another(low: Path, tmp_path: Path) -> None:
@@ -106,8 +106,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         return step(*arguments)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(recovery, "loss_sum", interrupted)
-        patched.setattr(recovery, "replace_tensors", Mock(side_effect=KeyboardInterrupt))  # after the very last pass
+        patched.setattr(factor_training, "loss_sum", interrupted)
+        patched.setattr(
+            factor_training, "replace_tensors", Mock(side_effect=KeyboardInterrupt)
+        )  # after the very last pass
         recover(low, out)
     assert not out.exists() and (tmp_path / "out.partial").exists()
     with pytest.raises(UserError, match="--resume continues it"):
@@ -115,7 +117,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     with pytest.raises(UserError, match="another recover"):
         recover(low, out, "lora", resume=True)
     step.reset_mock()
-    monkeypatch.setattr(recovery, "loss_sum", step)
+    monkeypatch.setattr(factor_training, "loss_sum", step)
     report = recover(low, out, resume=True)
     assert contents(out) == contents(whole) and step.call_count == 2 - steps
     assert without_times(report) == without_times(wanted)
@@ -127,7 +129,9 @@ def test_training_without_gain_is_said_and_can_be_tried_again(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(recovery, "round_stochastically", lambda values, dtype, generator: -10 * values.to(dtype))
+        patched.setattr(
+            factor_training, "round_stochastically", lambda values, dtype, generator: -10 * values.to(dtype)
+        )
         recover(low, out)
     assert contents(out) == contents(low)
     assert "on held-out rows: no gain" in (out / "compression_report.md").read_text()
@@ -145,7 +149,7 @@ def test_an_existing_out_stays_until_its_replacement_is_complete(
     with pytest.raises(UserError, match="exists already"):
         recover(low, out)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(recovery, "replace_tensors", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(factor_training, "replace_tensors", Mock(side_effect=KeyboardInterrupt))
         recover(low, out, force=True)
     assert contents(out) == before
     recover(low, out, force=True)
@@ -167,7 +171,7 @@ def test_what_cannot_be_recovered_is_refused(low: Path, text: Path, tmp_path: Pa
     refused(low, "calibration_length = 1", calibration_length=1)
     refused(low, "calibration_rows = 0", calibration_rows=0)
     int8, again, smaller = tmp_path / "int8", tmp_path / "again", tmp_path / "smaller"
-    compress(model, int8, config(method="svd", factors="int8"))
+    compress(model, int8, config(method="svd", factor_dtype="int8"))
     refused(int8, "int8 factors cannot be trained")
     recover(low, again)
     refused(again, "recovered already")
@@ -191,9 +195,9 @@ def test_the_command_writes_it_and_prints_the_report(
     low: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert cli.main(["recover", str(low), "-o", str(out), "--train", "lora", "--factors", "int8", "--json"]) == 0
+    assert cli.main(["recover", str(low), "-o", str(out), "--train", "lora", "--factor-dtype", "int8", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((out / "compression_report.json").read_text())
-    assert report["recover"] == "lora" and report["factors"] == "int8"
+    assert report["recover"] == "lora" and report["factor_dtype"] == "int8"
     assert cli.main(["recover", str(low), "-o", str(tmp_path / "table")]) == 0
     assert "whitened + recovery of the factors" in capsys.readouterr().out

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from neuronmm.compression.block import advance, moments_of, swap, unshared, weight_of
 from neuronmm.compression.factorize import factorize
+from neuronmm.compression.layer_pair import LayerPair
+from neuronmm.compression.moments import moments_of
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.refine import refine
+from neuronmm.compression.streaming import Streams, advance
 from neuronmm.compression.training import Course
 from neuronmm.models import LowRankLinear
 from neuronmm.models.families import TARGETS
@@ -29,13 +31,17 @@ def case() -> tuple[nn.Module, nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]
     linears = [
         Linear(INSIDE + name, *dense.get_submodule(name).weight.shape) for name in TARGETS["all"] if "down" not in name
     ]
-    compressed = unshared(dense)
+    pair = LayerPair(dense, INSIDE)
     names = [linear.name.removeprefix(INSIDE) for linear in linears]
     moments, _ = moments_of(dense, hidden, rotary, names, 1e-3)
     for linear, name in zip(linears, names, strict=True):
-        factors = factorize(weight_of(dense, linear, INSIDE), 6, moments[name])
-        swap(compressed, linear, factors, INSIDE, torch.float32)
-    return dense, compressed, hidden, hidden + 0.05 * torch.randn_like(hidden), rotary
+        factors = factorize(pair.weight(linear), 6, moments[name])
+        pair.replace(linear, factors, torch.float32)
+    return dense, pair.compressed, hidden, hidden + 0.05 * torch.randn_like(hidden), rotary
+
+
+def ignore(fraction: float) -> None:
+    """Progress that nobody reads."""
 
 
 def course(epochs: int, rate: float) -> Course:
@@ -54,9 +60,11 @@ def test_it_gets_nearer_to_the_dense_layer_on_tokens_it_has_not_seen(case) -> No
         relative(advance(dense, fresh, rotary), advance(compressed, fresh, rotary)),
     )
     untouched = {name: value.clone() for name, value in dense.state_dict().items()}
-    shares: list[float] = []
-    report = refine(compressed, ours, targets, rotary, course(30, 3e-3), 0, torch.float32, shares.append)
-    assert sum(shares) == pytest.approx(1)
+    fractions: list[float] = []
+    report = refine(
+        compressed, Streams(hidden, ours, rotary), targets, course(30, 3e-3), 0, torch.float32, fractions.append
+    )
+    assert sum(fractions) == pytest.approx(1)
     assert report["loss_after"] < 0.95 * report["loss_before"]
     assert relative(advance(dense, fresh, rotary), advance(compressed, fresh, rotary)) < 0.95 * before
     assert all(torch.equal(value, untouched[name]) for name, value in dense.state_dict().items())
@@ -70,13 +78,12 @@ def test_training_that_does_not_help_leaves_the_layer_as_it_was(case) -> None:
     before = {name: value.clone() for name, value in compressed.state_dict().items()}
     report = refine(
         compressed,
-        hidden,
+        Streams(hidden, hidden, rotary),
         advance(dense, hidden, rotary),
-        rotary,
         course(5, 1e3),
         0,
         torch.float32,
-        lambda share: None,
+        ignore,
     )
     assert report["loss_after"] == report["loss_before"] and report["epochs"] < 5
     assert all(torch.equal(value, before[name]) for name, value in compressed.state_dict().items())
@@ -85,9 +92,10 @@ def test_training_that_does_not_help_leaves_the_layer_as_it_was(case) -> None:
 def test_one_row_is_enough_and_bad_numbers_are_refused(case) -> None:
     dense, compressed, hidden, _, rotary = case
     targets = advance(dense, hidden, rotary)
-    report = refine(compressed, hidden[:1], targets[:1], rotary, course(1, 1e-3), 0, torch.float32, lambda share: None)
+    report = refine(
+        compressed, Streams(hidden, hidden[:1], rotary), targets[:1], course(1, 1e-3), 0, torch.float32, ignore
+    )
     assert report["loss_after"] <= report["loss_before"]
+    damaged = Streams(hidden, hidden * float("nan"), rotary)
     with pytest.raises(ValueError, match="not a number"):
-        refine(
-            compressed, hidden * float("nan"), targets, rotary, course(1, 1e-3), 0, torch.float32, lambda share: None
-        )
+        refine(compressed, damaged, targets, course(1, 1e-3), 0, torch.float32, ignore)

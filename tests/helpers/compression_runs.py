@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.compression.pipeline import compress
 
-EVERYTHING = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast"}
+EVERYTHING = {"method": "anchored", "allocation": "global", "share_a": "auto", "refine": "fast"}
 
 SMALL = {"calibration_rows": 6, "calibration_length": 12, "align": 2, **BARE}
 

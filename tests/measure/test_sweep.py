@@ -226,7 +226,7 @@ def test_a_folder_of_other_settings_is_refused(
 def test_words_are_read_off_the_settings() -> None:
     assert parse_method("whitened") == {"method": "whitened"}
     assert parse_method("svd+all") == {"method": "svd", "targets": "all"}
-    wanted = {"method": "anchored", "allocation": "global", "share": "auto", "refine": "fast", "factors": "int8"}
+    wanted = {"method": "anchored", "allocation": "global", "share_a": "auto", "refine": "fast", "factor_dtype": "int8"}
     assert parse_method("anchored+global+share+fast+int8") == wanted
     for text in ("whitened+off", "whitened+damping", "whitened+fast+full", "whitened+fast+fast", "whitened+"):
         with pytest.raises(UserError, match="--methods"):

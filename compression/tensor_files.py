@@ -1,4 +1,4 @@
-"""Safetensors files that are there whole, or count as not there."""
+"""Safetensors files that are complete or count as missing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.load import weight_files
 
 _DAMAGED = (SafetensorError, OSError, ValueError)
-"""What reading a file raises that is missing, empty or cut short."""
+"""The errors of reading a file that is missing, empty or truncated."""
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; when this returns it is on the disk.
+    """Write a safetensors file; it is on the disk when this returns.
 
     Raises:
         UserError: the disk is full or refuses the file.
@@ -35,13 +35,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def place_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that exists complete or not at all, as :func:`write_tensors` does."""
+    """Write a safetensors file atomically, otherwise as :func:`write_tensors` does."""
     with replacing(path) as new:
         write_tensors(new, tensors, metadata)
 
 
 def read_tensors(path: Path, names: Collection[str] = ()) -> dict[str, Tensor] | None:
-    """The tensors of a safetensors file; None if it is missing or damaged, or lacks one of ``names``."""
+    """Return the tensors of a safetensors file; None if it is missing or damaged, or lacks one of ``names``."""
     try:
         tensors = load_file(path)
     except _DAMAGED:
@@ -50,7 +50,7 @@ def read_tensors(path: Path, names: Collection[str] = ()) -> dict[str, Tensor] |
 
 
 def read_header(path: Path, names: Collection[str] = ()) -> dict[str, str] | None:
-    """The metadata of a safetensors file; None where :func:`read_tensors` would give None. The tensors are not read."""
+    """Return the metadata of a safetensors file; None where :func:`read_tensors` returns None. No tensor is read."""
     try:
         with safe_open(path, framework="pt") as file:
             return (file.metadata() or {}) if set(file.keys()) >= set(names) else None
@@ -66,12 +66,13 @@ def replace_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """
     files = weight_files(folder)
     rewrite_shards(
-        {files[name] for name in tensors}, lambda held: {name: tensors.get(name, old) for name, old in held.items()}
+        {files[name] for name in tensors}, lambda shard: {name: tensors.get(name, old) for name, old in shard.items()}
     )
 
 
 def rewrite_shards(files: Collection[Path], change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    """Give shards what ``change`` makes of their tensors: new ones are written beside the old first, then take over.
+    """Replace the tensors of each shard by ``change(tensors)``. All new shards are written before the first replaces
+    an old one.
 
     Raises:
         UserError: the disk is full or refuses a file; the old shards are then untouched.

@@ -1,4 +1,4 @@
-"""Recovery: the loss against a computation by hand, what training changes and what it leaves, interruption."""
+"""The training of a checkpoint's factors: the loss, what it changes, interruption, rounding."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from draws import examples
-from neuronmm.compression import distillation, recovery
+from neuronmm.compression import distillation, factor_training
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.distillation import Lesson, dense_states, evaluate, loss_sum
-from neuronmm.compression.last_steps import recovery_of
+from neuronmm.compression.factor_training import Recovery, round_stochastically, train_factors
 from neuronmm.compression.pipeline import compress
-from neuronmm.compression.recovery import Recovery, train_factors
+from neuronmm.compression.recover import recovery_of
 from neuronmm.models import UserError
 from neuronmm.models.load import load_pretrained
 from tiny_models import load_plain, make_tiny, make_tokens
@@ -33,7 +33,7 @@ ROWS = make_tokens(32, 20)
 QUICK = {"learning_rate": 3e-3, "epochs": 2, "batch": 4}
 
 
-def silent(stage: str, share: float) -> None:
+def silent(stage: str, fraction: float) -> None:
     """Progress that nobody looks at."""
 
 
@@ -47,12 +47,12 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture
 def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """Makes a dense and a compressed checkpoint: ``low({"share": "auto"}, dtype=torch.bfloat16)``."""
+    """Makes a dense and a compressed checkpoint: ``low({"share_a": "auto"}, dtype=torch.bfloat16)``."""
 
     def make(more: dict[str, Any] | None = None, **saving: Any) -> tuple[Path, Path]:
         source, out = dense("llama", **saving), tmp_path / "low"
         usual = {"ratio": 0.5, "align": 2, "calibration": str(text), "calibration_length": 16, "refine": "off"}
-        compress(source, out, CompressionConfig.build(None, **{**usual, "share": "off", **(more or {})}))
+        compress(source, out, CompressionConfig.build(None, **{**usual, "share_a": "off", **(more or {})}))
         return source, out
 
     return make
@@ -102,16 +102,16 @@ def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
 ) -> None:
     source, folder = low(dtype=torch.bfloat16, max_shard_size="20KB")
     before, config = tensors(folder), (folder / "config.json").read_text()
-    shares: dict[str, float] = {}
+    fractions: dict[str, float] = {}
 
-    def progress(stage: str, share: float) -> None:
-        shares[stage] = shares.get(stage, 0) + share
+    def progress(stage: str, fraction: float) -> None:
+        fractions[stage] = fractions.get(stage, 0) + fraction
 
     # Random rows cannot be told from their past, so without a teacher there is only one row, repeated, to learn.
     rows = ROWS if distil else ROWS[:1].expand(32, -1)
     done = train_factors(folder, rows, Recovery(**QUICK, **case), progress, dense=source if distil else None)
     assert done["kept"] and done["loss_after"] < 0.98 * done["loss_before"]
-    assert shares == pytest.approx({"recovering": 1, **({"dense model": 1} if distil else {})})
+    assert fractions == pytest.approx({"recovering": 1, **({"dense model": 1} if distil else {})})
     assert json.loads(json.dumps(done)) == done
     assert [stage["factors"] for stage in done["stages"]] == (["B", "A"] if Recovery(**case).two_stage else ["AB"])
     assert done["rows"] == {"trained": 28, "held_out": 4, "length": 20}
@@ -143,7 +143,7 @@ def test_the_same_run_gives_the_same_bytes(low: Callable[..., tuple[Path, Path]]
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_shared_a_is_trained_once_and_stays_shared(low: Callable[..., tuple[Path, Path]], rank: int) -> None:
-    source, folder = low({"share": "auto", "targets": "all"})
+    source, folder = low({"share_a": "auto", "targets": "all"})
     shared = json.loads((folder / "config.json").read_text())["quantization_config"]["shared"]
     assert shared, "nothing is shared, so nothing is tested"
     before = tensors(folder)
@@ -164,7 +164,7 @@ def test_an_interruption_leaves_the_checkpoint_as_it_was(
     source, folder = low(max_shard_size="20KB")
     before = contents(folder)
 
-    def stop(stage: str, share: float) -> None:
+    def stop(stage: str, fraction: float) -> None:
         if stage == where:
             raise KeyboardInterrupt
 
@@ -172,7 +172,7 @@ def test_an_interruption_leaves_the_checkpoint_as_it_was(
         raise KeyboardInterrupt
 
     if where == "replacing":
-        monkeypatch.setattr("neuronmm.compression.parts.shutil.copymode", refuse)
+        monkeypatch.setattr("neuronmm.compression.tensor_files.shutil.copymode", refuse)
     with pytest.raises(KeyboardInterrupt):
         train_factors(folder, ROWS, Recovery(**QUICK), stop, dense=source)
     assert contents(folder) == before
@@ -200,16 +200,20 @@ def test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(
         return step(*arguments)
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(recovery, "loss_sum", interrupted)
-        patched.setattr(recovery, "replace_tensors", Mock(side_effect=KeyboardInterrupt))  # after the very last pass
+        patched.setattr(factor_training, "loss_sum", interrupted)
+        patched.setattr(
+            factor_training, "replace_tensors", Mock(side_effect=KeyboardInterrupt)
+        )  # after the very last pass
         train_factors(folder, ROWS, settings, silent, dense=source, work=work)
     step.reset_mock()
-    shares: list[float] = []
+    fractions: list[float] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(recovery, "loss_sum", step)
-        done = train_factors(folder, ROWS, settings, lambda name, share: shares.append(share), dense=source, work=work)
+        patched.setattr(factor_training, "loss_sum", step)
+        done = train_factors(
+            folder, ROWS, settings, lambda stage, fraction: fractions.append(fraction), dense=source, work=work
+        )
     assert step.call_count == (passes_of(case) - passes) * steps
-    assert sum(shares) == pytest.approx(2), "the dense model's and the recovery's"
+    assert sum(fractions) == pytest.approx(2), "the dense model's and the recovery's"
     assert contents(folder) == contents(whole)
     assert [stage["losses"] for stage in done["stages"]] == [stage["losses"] for stage in wanted["stages"]]
     assert 0 < done["resumed_seconds"] < done["seconds"]
@@ -237,7 +241,9 @@ def test_factors_that_are_worse_once_rounded_are_not_stored(
 ) -> None:
     source, folder = low()
     before = contents(folder)
-    monkeypatch.setattr(recovery, "round_stochastically", lambda values, dtype, generator: -10 * values.to(dtype))
+    monkeypatch.setattr(
+        factor_training, "round_stochastically", lambda values, dtype, generator: -10 * values.to(dtype)
+    )
     done = train_factors(folder, ROWS, Recovery(**QUICK, rank=2, two_stage=False), silent, dense=source)
     assert min(done["stages"][0]["losses"]) < done["loss_before"], "nothing was trained, so nothing is tested"
     assert not done["kept"] and done["loss_after"] == done["loss_before"]
@@ -254,7 +260,7 @@ def test_a_damaged_checkpoint_is_refused(low: Callable[..., tuple[Path, Path]]) 
     _, folder = low()
     held = tensors(folder)
     held["model.layers.0.mlp.up_proj.A.weight"][0, 0] = torch.nan
-    recovery.replace_tensors(folder, held)
+    factor_training.replace_tensors(folder, held)
     with pytest.raises(UserError, match="damaged"):
         train_factors(folder, ROWS, Recovery(), silent)
 
@@ -267,3 +273,39 @@ def test_a_step_of_the_factors_is_one_pass_of_the_model_and_loras_are_the_publis
     assert settings_of_run.batch == rows
     if recover == "factors":
         assert len(Lesson(make_tokens(rows, length), None).passes()) == 1
+
+
+TIMES = 4000
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@given(value=st.floats(-100, 100, width=32), seed=st.integers(0, 3))
+def test_each_value_becomes_one_of_its_neighbours_and_their_mean_is_the_value(
+    dtype: torch.dtype, value: float, seed: int
+) -> None:
+    values = torch.full((TIMES,), value)
+    rounded = round_stochastically(values, dtype, torch.Generator().manual_seed(seed))
+    assert rounded.dtype == dtype
+    found = rounded.unique().float()
+    if len(found) == 1:
+        # The other one was too unlikely to be seen, or the value is there in this dtype.
+        assert found[0] == values[0].to(dtype)
+        return
+    low, high = sorted(found.tolist())
+    assert len(found) == 2 and low < value < high
+    assert torch.nextafter(found.min().to(dtype), torch.tensor(torch.inf, dtype=dtype)) == found.max()
+    share = (value - low) / (high - low)
+    # Five standard errors, and some counts more where one of the two is so rare that they are not normal.
+    spread = 5 * (share * (1 - share) / TIMES) ** 0.5 + 10 / TIMES
+    assert float((rounded == high).float().mean()) == pytest.approx(share, abs=spread)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_what_the_dtype_holds_stays_and_the_callers_tensor_too(dtype: torch.dtype) -> None:
+    values = torch.cat([torch.zeros(64), torch.randn(64, generator=torch.Generator().manual_seed(0))]).to(dtype).float()
+    before = values.clone()
+    rounded = round_stochastically(values, dtype, torch.Generator())
+    assert torch.equal(rounded.float(), before)
+    rounded.zero_()
+    assert torch.equal(values, before)

@@ -9,82 +9,69 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.anchored import Anchors
-from neuronmm.compression.block import Rotary, batches, weight_of
+from neuronmm.compression.layer_pair import LayerPair
+from neuronmm.compression.moments import BETWEEN
 from neuronmm.compression.ranks import Linear
-from neuronmm.compression.stream import BETWEEN
-from neuronmm.compression.streaming import run_layer
+from neuronmm.compression.streaming import Streams, batches, run_layer
 from neuronmm.models.families import STAGES
 
 _HALVES = (STAGES[:2], STAGES[2:])
 
+Forward = Callable[[nn.Module, Tensor], Tensor]
+"""Runs a layer, or its MLP half, on hidden states [rows, length, hidden]."""
+
 
 def anchored_factors(
-    dense: nn.Module,
-    compressed: nn.Module,
-    hidden: tuple[Tensor, Tensor],
-    rotary: Rotary,
-    linears: list[Linear],
-    inside: str,
-    damping: float,
-    take: Callable[[Linear, Anchors], None],
+    pair: LayerPair, streams: Streams, linears: list[Linear], damping: float, take: Callable[[Linear, Anchors], None]
 ) -> Tensor:
-    """Pass through the layer's linears in execution order; ``take`` puts the factors of each into ``compressed``.
+    """Pass through the layer's linears in execution order; ``take`` replaces each in the compressed layer.
 
     The target of linears that write to the residual stream is the dense model's stream, not only their own dense
     output. They thus correct earlier errors.
 
     Args:
-        dense: the dense layer.
-        compressed: the same layer; linears that are not factorised yet are dense.
-        hidden: the inputs of the dense and of the compressed layer, each [rows, length, hidden].
-        rotary: RoPE's cos and sin.
+        pair: the dense and the compressed layer; in the latter, linears that are not factorised yet are dense.
+        streams: the inputs of both.
         linears: the linears to factorise; those with a shared A count as one.
-        inside: the layer's name, the prefix of the linears' names.
         damping: relative to the mean diagonal entry of the Gram matrix.
         take: called with each linear and the sums for its factors.
 
     Returns:
         The dense layer's outputs [rows, length, hidden].
     """
-    run: Callable[[nn.Module, Tensor], Tensor] = lambda layer, batch: run_layer(layer, batch, rotary)  # noqa: E731
+    hidden = (streams.dense, streams.compressed)
+    run: Forward = lambda layer, batch: run_layer(layer, batch, streams.rotary)  # noqa: E731
     for half in _HALVES:
         if half is _HALVES[1]:
-            theirs, ours = (_between(*pair, run) for pair in zip((dense, compressed), hidden, strict=True))
-            hidden, run = (theirs, ours), _mlp_half
+            hidden = (_between(pair.dense, hidden[0], run), _between(pair.compressed, hidden[1], run))
+            run = _mlp_half
         for group in half:
-            stage = [linear for linear in linears if linear.name.removeprefix(inside) in group]
+            stage = [linear for linear in linears if pair.inside(linear) in group]
             if not stage:
                 continue
-            anchors = _gather(dense, compressed, hidden, run, stage, inside, damping, group is half[-1])
-            for linear, known in zip(stage, anchors, strict=True):
-                take(linear, known)
-    return torch.cat([_mlp_half(dense, batch) for batch in batches(hidden[0])])
+            anchors = _gather(pair, hidden, run, stage, damping, writes=group is half[-1])
+            for linear, sums in zip(stage, anchors, strict=True):
+                take(linear, sums)
+    return torch.cat([_mlp_half(pair.dense, batch) for batch in batches(hidden[0])])
 
 
 def _gather(
-    dense: nn.Module,
-    compressed: nn.Module,
-    hidden: tuple[Tensor, Tensor],
-    run: Callable[[nn.Module, Tensor], Tensor],
-    stage: list[Linear],
-    inside: str,
-    damping: float,
-    writes: bool,
+    pair: LayerPair, hidden: tuple[Tensor, Tensor], run: Forward, stage: list[Linear], damping: float, *, writes: bool
 ) -> list[Anchors]:
     """Return the sums for each linear of a stage: either they have one input, or one writes to the residual stream."""
-    name = stage[0].name.removeprefix(inside)
-    weights = [weight_of(dense, linear, inside) for linear in stage]
+    name = pair.inside(stage[0])
+    weights = [pair.weight(linear) for linear in stage]
     sums = Anchors(stage[0].in_features, damping, stage[0].out_features if writes else None, weights[0].device)
-    energy = [0.0] * len(stage)
-    for theirs, ours in zip(*map(batches, hidden), strict=True):
-        x = _input_of(dense, name, partial(run, dense, theirs))
-        read = _input_of(compressed, name, partial(run, compressed, ours))
-        wanted = [nn.functional.linear(x, weight) for weight in weights]
+    powers = [0.0] * len(stage)
+    for dense_batch, compressed_batch in zip(*map(batches, hidden), strict=True):
+        dense_inputs = _input_of(pair.dense, name, partial(run, pair.dense, dense_batch))
+        compressed_inputs = _input_of(pair.compressed, name, partial(run, pair.compressed, compressed_batch))
+        targets = [nn.functional.linear(dense_inputs, weight) for weight in weights]
         if writes:
-            wanted[0] += (theirs - ours).flatten(0, -2)
-        sums.add(wanted[0] if writes else x, read)
-        energy = [sum_ + float(y.double().square().sum()) for sum_, y in zip(energy, wanted, strict=True)]
-    return [sums.of(one) for one in energy]
+            targets[0] += (dense_batch - compressed_batch).flatten(0, -2)
+        sums.add(targets[0] if writes else dense_inputs, compressed_inputs)
+        powers = [power + float(y.double().square().sum()) for power, y in zip(powers, targets, strict=True)]
+    return [sums.of(power) for power in powers]
 
 
 def _mlp_half(layer: nn.Module, between: Tensor) -> Tensor:
@@ -92,7 +79,7 @@ def _mlp_half(layer: nn.Module, between: Tensor) -> Tensor:
     return between + layer.get_submodule("mlp")(layer.get_submodule(BETWEEN)(between))
 
 
-def _between(layer: nn.Module, hidden: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+def _between(layer: nn.Module, hidden: Tensor, run: Forward) -> Tensor:
     """Return the residual stream between attention and MLP for a layer's inputs, both [rows, length, hidden]."""
     parts = [_input_of(layer, BETWEEN, partial(run, layer, batch)) for batch in batches(hidden)]
     return torch.cat(parts).view_as(hidden)
