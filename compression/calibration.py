@@ -120,11 +120,11 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         return [read_text(path)]
     documents, wanted = [], '{"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
     for where, row in read_rows(path, _Row, wanted):
-        if row.text is None and row.messages is None:
-            raise UserError(f"{where}: neither text nor messages; a row has to be {wanted}")
         if row.text is not None:
             documents.append(row.text)
             continue
+        if row.messages is None:
+            raise UserError(f"{where}: neither text nor messages; a row has to be {wanted}")
         with reading(f"{where}: the model's chat template does not take these messages"):
             documents.append(str(tokenizer.apply_chat_template(row.messages, tokenize=False)))
     return documents
@@ -141,13 +141,14 @@ def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
     A tokenizer without BOS (Qwen) starts from its end-of-text token, which separated documents in its training.
     """
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    found = [[start if start is not None else 0]]
+    start: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    found: list[list[int]] = [[start if start is not None else 0]]
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": _MARK}]
         with reading("the chat template of this model's tokenizer fails; calibrate on a file of text instead"):
             opening = str(tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
-        found.append(tokenizer(opening, add_special_tokens=False)["input_ids"])
+        ids: Any = tokenizer(opening, add_special_tokens=False)["input_ids"]
+        found.append(ids)
     return found
 
 
@@ -159,9 +160,8 @@ def from_model(
 
     ``advance`` is called with the share done (the increments add up to 1).
     """
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_row = 2 * len(model) * config.num_key_value_heads * head_dim * rows.length * model.dtype.itemsize
+    sizes = ModelConfig.parse(model.config.to_dict(), "config.json")
+    per_row = 2 * len(model) * sizes.kv_heads * sizes.head * rows.length * model.dtype.itemsize
     together = max(1, min(rows.count, _CACHE_BYTES // per_row))
     generator = torch.Generator().manual_seed(rows.seed)
     starts = prefixes(tokenizer)

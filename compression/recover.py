@@ -120,9 +120,9 @@ def _recover(
     def fill(final: Path) -> None:
         copy_checkpoint(folder, final)
         work = workspace.folder
-        done["recovery"] = last_steps(final, rows, config, progress, dense=source, device=device, work=work)
+        done["recovery"] = recovery = last_steps(final, rows, config, progress, dense=source, device=device, work=work)
         done["bytes"]["compressed"] = Reader(final).total_bytes()
-        done["seconds"] += done["recovery"]["resumed_seconds"] + time.perf_counter() - began
+        done["seconds"] += (recovery["resumed_seconds"] if recovery else 0) + time.perf_counter() - began
         done["peak_rss_bytes"] = max(peak_rss(), done["peak_rss_bytes"])
         report.write(done, final)
 

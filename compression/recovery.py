@@ -142,6 +142,7 @@ def _run_stage(
     file: Path | None,
 ) -> dict[str, Any]:
     """Train the factors that ``stage`` names (their letters), leave the best state merged, and say how it went."""
+    adapted: Any = None
     if settings.rank:
         shape = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(stage))
         adapted = get_peft_model(model, shape)
@@ -163,7 +164,7 @@ def _run_stage(
         return evaluate(model, held_out)
 
     done = train(parameters, course, rows, settings.batch, generator, backward, validate, advance, file=file)
-    if settings.rank:
+    if adapted is not None:
         adapted.merge_and_unload()
     model.requires_grad_(False)
     return {
