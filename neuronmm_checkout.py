@@ -1,7 +1,8 @@
-"""What the folders at a clone's root do when Python, started there, finds them under their bare names.
+"""Keep the folders at a checkout's root from shadowing other packages of the same names.
 
-Their names are ``neuronmm.kernels``, ``neuronmm.compression`` and so on. The bare names belong to others: transformers
-looks for the ``kernels`` package of the Hugging Face hub, and Python 3.14 has a ``compression`` of its own.
+Their names are ``neuronmm.kernels``, ``neuronmm.compression`` and so on, but Python started in the root also finds them
+under their bare names. Those belong to other packages: transformers imports ``kernels`` of the Hugging Face hub, and
+``compression`` is in the standard library of Python 3.14.
 """
 
 import os
@@ -11,10 +12,10 @@ from importlib.util import module_from_spec
 
 
 def stand_back(name: str) -> None:
-    """Load the package ``name`` from the rest of ``sys.path`` in place of the folder that is being imported.
+    """Replace the folder that is being imported by the package ``name`` elsewhere on ``sys.path``.
 
-    Where there is none the folder stays as an empty package of version 0. It must not raise: transformers imports a
-    package that it finds without metadata, unguarded, and goes on without one whose version is too old.
+    Without such a package the folder becomes an empty package of version 0. It must not raise: transformers imports any
+    package that it finds, without a guard, and ignores one whose version is too old.
     """
     root = os.path.dirname(os.path.realpath(__file__))
     spec = PathFinder.find_spec(name, [entry for entry in sys.path if os.path.realpath(entry) != root])

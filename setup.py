@@ -1,4 +1,4 @@
-"""Packaging: the folders at the root install as ``neuronmm.<folder>``; the CPU core is built where a compiler is."""
+"""Packaging: the folders at the root install as ``neuronmm.<folder>``; the C++ core is built if there is a compiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
 ROOT = Path(__file__).parent
-FOLDERS = ("measure", "engine", "models", "compression", "kernels", "emulator", "configs")
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "neuronmm")
 
 CORE = Path("kernels/cpu")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
@@ -20,27 +20,26 @@ ISA_FLAGS = {
     "kernels_avx512.cpp": AVX512,
     "kernels_avx2.cpp": ["-mavx2", "-mfma"],
 }
-"""Sources compiled for one instruction set; which of them runs is decided at run time."""
+"""Sources that are compiled for one instruction set; the choice between them is made at run time."""
 
 
 def packages() -> tuple[list[str], dict[str, str]]:
-    """Names of every package and the directory each one lives in.
+    """Return the names of all packages, and the directory of each.
 
     In a clone, links inside ``neuronmm`` lead to the folders, so that Python, editors and type checkers find
-    ``neuronmm.engine`` and so on there. A distribution has no links: the folders are mapped to their names here.
+    ``neuronmm.engine`` and so on there. A distribution has no links: this function maps the folders to their names.
     """
     inside = find_packages("neuronmm", exclude=[pattern for name in FOLDERS for pattern in (name, f"{name}.*")])
     names = ["neuronmm", *(f"neuronmm.{name}" for name in inside)]
-    where = {"neuronmm": "neuronmm"}
+    directories = {"neuronmm": "neuronmm"}
     for folder in FOLDERS:
-        if (ROOT / folder).is_dir():
-            names += [f"neuronmm.{folder}", *(f"neuronmm.{folder}.{n}" for n in find_packages(folder))]
-            where[f"neuronmm.{folder}"] = folder
-    return names, where
+        names += [f"neuronmm.{folder}", *(f"neuronmm.{folder}.{n}" for n in find_packages(folder))]
+        directories[f"neuronmm.{folder}"] = folder
+    return names, directories
 
 
 class BuildCore(build_ext):
-    """Gives each source its own flags, and leaves OpenMP out where the compiler has none (one thread then)."""
+    """Adds the flags of each source, and builds without OpenMP (single-threaded) if the compiler lacks it."""
 
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
@@ -69,7 +68,7 @@ core = Extension(
     depends=sorted(map(str, CORE.glob("*.h"))),
     extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-fopenmp"],
     extra_link_args=["-fopenmp"],
-    optional=True,  # without a compiler the package installs all the same and runs on torch
+    optional=True,  # without a compiler the package still installs and runs on torch
 )
-names, where = packages()
-setup(packages=names, package_dir=where, ext_modules=[core], cmdclass={"build_ext": BuildCore})
+names, directories = packages()
+setup(packages=names, package_dir=directories, ext_modules=[core], cmdclass={"build_ext": BuildCore})

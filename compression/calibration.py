@@ -111,11 +111,11 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         return [read_text(path)]
     documents, example = [], '{"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
     for where, row in read_rows(path, _Row, example):
-        if row.text is None and row.messages is None:
-            raise UserError(f"{where}: neither text nor messages; a row has to be {example}")
         if row.text is not None:
             documents.append(row.text)
             continue
+        if row.messages is None:
+            raise UserError(f"{where}: neither text nor messages; a row has to be {example}")
         with reading(f"{where}: the model's chat template does not take these messages"):
             documents.append(str(tokenizer.apply_chat_template(row.messages, tokenize=False)))
     return documents
@@ -132,13 +132,14 @@ def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
     For a tokenizer without BOS (Qwen) the opening is its end-of-text token, which separates documents in its training.
     """
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    openings = [[start if start is not None else 0]]
+    start: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    openings: list[list[int]] = [[start if start is not None else 0]]
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": _MARK}]
         with reading("the chat template of this model's tokenizer fails; calibrate on a file of text instead"):
             opening = str(tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
-        openings.append(tokenizer(opening, add_special_tokens=False)["input_ids"])
+        ids: Any = tokenizer(opening, add_special_tokens=False)["input_ids"]
+        openings.append(ids)
     return openings
 
 
@@ -150,9 +151,8 @@ def from_model(
 
     ``advance`` is called with each further fraction that is done; the fractions add up to 1.
     """
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_row = 2 * len(model) * config.num_key_value_heads * head_dim * rows.length * model.dtype.itemsize
+    sizes = ModelConfig.parse(model.config.to_dict(), "config.json")
+    per_row = 2 * len(model) * sizes.kv_heads * sizes.head * rows.length * model.dtype.itemsize
     together = max(1, min(rows.count, _CACHE_BYTES // per_row))
     generator = torch.Generator().manual_seed(rows.seed)
     starts = prefixes(tokenizer)

@@ -78,7 +78,7 @@ class CompressionConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ratio: float = Field(0.2, ge=MIN_RATIO, le=MAX_RATIO)
+    ratio: float = Field(default=0.2, ge=MIN_RATIO, le=MAX_RATIO)
     targets: Literal["mlp", "attention", "all"] = "mlp"
     method: Literal["svd", "asvd", "whitened", "anchored"] = "whitened"
     allocation: Literal["uniform", "global"] = "global"
@@ -88,10 +88,10 @@ class CompressionConfig(BaseModel):
     factor_dtype: Literal["model", "int8"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str = SELF
-    calibration_rows: int = Field(128, ge=1)
-    calibration_length: int = Field(256, ge=2)
-    damping: float = Field(1e-4, gt=0, le=1e6)
-    seed: int = Field(0, ge=0, lt=2**32)
+    calibration_rows: int = Field(default=128, ge=1)
+    calibration_length: int = Field(default=256, ge=2)
+    damping: float = Field(default=1e-4, gt=0, le=1e6)
+    seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="before")
     @classmethod

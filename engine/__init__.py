@@ -1,4 +1,4 @@
-"""Generation, benchmark and evaluation."""
+"""Generation: the engine, its decoders and its backends."""
 
 if "." not in __name__:
     from neuronmm_checkout import stand_back

@@ -32,13 +32,13 @@ class CpuDecoder(TorchDecoder):
 
     def __init__(self, model: Any, batch: int, max_len: int, weights: ModelWeights | None = None) -> None:
         super().__init__(model, batch, max_len)
-        self._whole_step = DecodeStep(weights or describe(model, max_len), self.cache.keys, self.cache.values)
+        self._core_step = DecodeStep(weights or describe(model, max_len), self.cache.keys, self.cache.values)
         self._starts = torch.zeros(batch, dtype=torch.int32)
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether prefill runs in the core. With AMX it runs in torch, whose GEMMs use it (faster by its rate)."""
-        return self._whole_step.reads_prompts and not has_amx()
+        """Whether prefill runs in the core. With AMX it runs in torch, whose GEMMs use AMX."""
+        return self._core_step.reads_prompts and not has_amx()
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class CpuDecoder(TorchDecoder):
 
     def _in_core(self, input_ids: Tensor) -> Tensor:
         end = self._end(input_ids)
-        logits = self._whole_step(input_ids, self.cache.length, self._starts)
+        logits = self._core_step(input_ids, self.cache.length, self._starts)
         self.cache.length = end
         return logits
 

@@ -1,4 +1,4 @@
-"""From logits to a token: greedy, or a draw after the penalties and filters that transformers implements."""
+"""Choose a token from logits: greedily, or sampled after the penalties and filters of transformers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from transformers import (
 
 from neuronmm.models.errors import UserError
 
-LEAST = 1e-4
-"""Least temperature above 0 and least penalty: a logit divided by far less is infinite in float32."""
+MIN_DIVISOR = 1e-4
+"""Smallest temperature above 0 and smallest penalty; a logit divided by much less is infinite in float32."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop.
 
-    ``temperature`` 0 is greedy and leaves ``top_k``, ``top_p`` and ``seed`` without effect; ``top_k`` 0 and ``top_p`` 1
-    mean off. ``repetition_penalty`` (Keskar et al. 2019, arXiv 1909.05858; 1 is off) sees the prompt and the
-    generated tokens. Row i of a batch draws from a generator of its own, seeded with ``seed + i``, so a row's draws do
-    not depend on its neighbours; ``seed`` None takes a fresh seed. Generation ends at an end-of-sequence token, before
-    the first of the ``stop`` strings, or after ``max_new_tokens``.
+    ``temperature`` 0 is greedy and disables ``top_k``, ``top_p`` and ``seed``; ``top_k`` 0 and ``top_p`` 1 mean off.
+    ``repetition_penalty`` (Keskar et al. 2019, arXiv 1909.05858; 1 is off) applies to the tokens of the prompt and of
+    the answer. Row i of a batch samples with a separate generator, seeded with ``seed + i``, so that its tokens do not
+    depend on other rows; ``seed`` None draws a random seed. Generation ends at an end-of-sequence token, before the
+    first ``stop`` string, or after ``max_new_tokens``.
 
     Raises:
         UserError: a value is out of range.
@@ -49,30 +49,27 @@ class SamplingParams:
         checks = (
             (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
             (
-                self.temperature == 0 or LEAST <= self.temperature < math.inf,
+                self.temperature == 0 or MIN_DIVISOR <= self.temperature < math.inf,
                 "temperature",
-                f"0 (greedy) or {LEAST} on",
+                f"0 (greedy) or at least {MIN_DIVISOR}",
             ),
             (self.top_k >= 0, "top_k", "0 (off) or above"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)"),
             (
-                LEAST <= self.repetition_penalty <= 1 / LEAST,
+                MIN_DIVISOR <= self.repetition_penalty <= 1 / MIN_DIVISOR,
                 "repetition_penalty",
-                f"{LEAST} to {1 / LEAST:g}; 1 is off",
+                f"{MIN_DIVISOR} to {1 / MIN_DIVISOR:g}; 1 is off",
             ),
             (self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63"),
             (not isinstance(self.stop, str) and all(self.stop), "stop", "a sequence of non-empty strings"),
         )
-        for good, name, wanted in checks:
-            if not good:
-                raise UserError(f"{name} is {getattr(self, name)!r}; it has to be {wanted}")
+        for valid, name, range_ in checks:
+            if not valid:
+                raise UserError(f"{name} is {getattr(self, name)!r}; it has to be {range_}")
 
 
 class Sampler:
-    """Chooses the next token of every row of a batch.
-
-    Dimensions: ``seeds`` one an input row; see :meth:`__call__` for the rest.
-    """
+    """Chooses the next token of every row of a batch; ``seeds`` has one seed per row."""
 
     def __init__(self, params: SamplingParams, seeds: list[int], device: torch.device) -> None:
         self._greedy = params.temperature == 0
@@ -90,13 +87,15 @@ class Sampler:
 
     @torch.inference_mode()
     def __call__(self, seen: Tensor, logits: Tensor) -> Tensor:
-        """Dimensions: seen [batch, tokens so far], no padding token in it; logits [batch, vocab] -> [batch].
+        """Return one token per row.
+
+        Dimensions: seen [batch, tokens so far], without padding tokens; logits [batch, vocab] -> [batch].
 
         Raises:
-            UserError: a row's largest logit is no finite number.
+            UserError: the largest logit of a row is not finite.
         """
-        best, likeliest = logits.max(-1)
-        if not torch.isfinite(best).all():
+        largest, likeliest = logits.max(-1)
+        if not torch.isfinite(largest).all():
             raise UserError("the model's logits hold NaN or infinity: its weights overflow; try --dtype fp32")
         if self._process:
             logits = self._process(seen, logits.float())

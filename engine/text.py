@@ -1,4 +1,4 @@
-"""Convert tokens to text incrementally; text that a later token could change is held back."""
+"""Convert tokens to text incrementally, and hold back text that a later token could change."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete UTF-8 character
-_CONTEXT = 4  # prompt tokens that are decoded too, so that the text continues the prompt with the right spaces
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the decoder's output for an incomplete UTF-8 character
+_CONTEXT = 4  # prompt tokens that are decoded too, so that the spaces after the prompt are right
 
 
 class TextStream:
@@ -22,34 +22,34 @@ class TextStream:
         self._tokenizer: Any = tokenizer
         self._stop = tuple(stop)
         self._ids = list(prompt[-_CONTEXT:])
-        self._from, self._known = 0, len(self._ids)
-        self._held = ""
+        self._start, self._end = 0, len(self._ids)
+        self._pending = ""
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is now final; it is often empty."""
         self._ids.append(token)
-        before = self._decode(self._ids[self._from : self._known])
-        now = self._decode(self._ids[self._from :])
+        before = self._decode(self._ids[self._start : self._end])
+        now = self._decode(self._ids[self._start :])
         if now.endswith(_INCOMPLETE) or len(now) <= len(before):
             return ""
-        self._from, self._known = self._known, len(self._ids)
-        self._held += now[len(before) :]
-        cuts = [at for at in map(self._held.find, self._stop) if at >= 0]
+        self._start, self._end = self._end, len(self._ids)
+        self._pending += now[len(before) :]
+        cuts = [at for at in map(self._pending.find, self._stop) if at >= 0]
         if cuts:
             self.stopped = True
-            self._held = self._held[: min(cuts)]
+            self._pending = self._pending[: min(cuts)]
             return self.finish()
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        return self._release(len(self._held) - keep)
+        keep = max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        return self._release(len(self._pending) - keep)
 
     def finish(self) -> str:
         """Return the text held back; call it at the end of the sequence."""
-        return self._release(len(self._held))
+        return self._release(len(self._pending))
 
     def _release(self, length: int) -> str:
-        piece, self._held = self._held[:length], self._held[length:]
+        piece, self._pending = self._pending[:length], self._pending[length:]
         self.text += piece
         return piece
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from neuronmm.engine.backends import choose
+from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.engine.decoder import Decoder
 from neuronmm.engine.engine import pick_dtype
-from neuronmm.engine.host import TorchHost
 from neuronmm.measure.bandwidth import BandwidthProbe, factor_bytes, weight_bytes, weight_bytes_per_step
 from neuronmm.measure.machine import describe_machine
 from neuronmm.measure.memory import measure_growth
@@ -166,20 +166,20 @@ def _check(
 
 def _load(
     model: str | Path, baseline: str | Path | None, dtype: str, backend: str
-) -> tuple[dict[str, TorchHost], dict[str, float], dict[str, Any]]:
+) -> tuple[dict[str, TorchRunner], dict[str, float], dict[str, Any]]:
     """The variants by name, in the order they are shown, their loading times, and the report's words on the models."""
     chosen = choose(backend)
     folder = resolve(model)
     torch_dtype = pick_dtype(folder, dtype)
 
-    hosts: dict[str, TorchHost] = {}
+    hosts: dict[str, TorchRunner] = {}
     loading: dict[str, float] = {}
 
-    def load(name: str, where: Path) -> TorchHost:
+    def load(name: str, where: Path) -> TorchRunner:
         start = time.perf_counter()
         host = chosen.load(where, torch_dtype, "auto")
         loading[name] = time.perf_counter() - start
-        if not isinstance(host, TorchHost):
+        if not isinstance(host, TorchRunner):
             raise UserError(f"the benchmark does not run on backend {chosen.name}; use cpu or cuda")
         return host
 
@@ -209,7 +209,7 @@ def _load(
 
 
 def _point(
-    hosts: dict[str, TorchHost],
+    hosts: dict[str, TorchRunner],
     step_bytes: dict[str, int],
     probe: BandwidthProbe,
     batch: int,

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.engine.engine import Engine, load
-from neuronmm.engine.host import TorchHost
 from neuronmm.measure.bandwidth import factor_bytes
 from neuronmm.measure.perplexity import Windows, cut, mean_and_error, read_text, window_nlls
 from neuronmm.measure.tasks import Question, answer, encode, guessing, read_task, score
@@ -107,8 +107,8 @@ def _score(
     bar: Progress,
 ) -> Scores:
     """Everything that is measured of one model."""
-    host = engine.host
-    if not isinstance(host, TorchHost):
+    host = engine.runner
+    if not isinstance(host, TorchRunner):
         raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
     dtype = str(host.dtype).removeprefix("torch.")
     for precision in factor_bytes(host.model).keys() - {dtype}:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from neuronmm.engine.backends import choose, neuron
-from neuronmm.engine.backends.neuron import NeuronHost
+from neuronmm.engine.backends.neuron import NeuronRunner
 from neuronmm.engine.engine import pick_dtype
 from neuronmm.kernels.hardware import TRN1
 from neuronmm.measure.benchmark import Run, measure
@@ -51,6 +51,7 @@ def benchmark_neuron(
     tokens, rounds = (min(new_tokens, EMULATED_TOKENS), 1) if emulated else (new_tokens, runs)
     longest = max(prompt_lengths) + new_tokens
     points: list[dict[str, Any]] = []
+    paths: dict[str, str] = {}
     with Progress(console=Console(stderr=True), disable=not progress, auto_refresh=False) as bar:
         task = bar.add_task("benchmark", total=len(batches) * len(prompt_lengths))
         for batch in batches:
@@ -99,7 +100,7 @@ def _folders(model: str | Path, baseline: str | Path | None) -> dict[str, Path]:
 
 
 def _point(
-    hosts: dict[str, NeuronHost], batch: int, length: int, tokens: int, rounds: int, emulated: bool
+    hosts: dict[str, NeuronRunner], batch: int, length: int, tokens: int, rounds: int, emulated: bool
 ) -> dict[str, Any]:
     """One batch size and prompt length; on a device the variants alternate, after a run each to warm up."""
     vocabulary = min(host.shards.checkpoint.architecture.vocabulary for host in hosts.values())
@@ -126,7 +127,7 @@ def _point(
     return {"batch": batch, "prompt_length": length, "variants": variants}
 
 
-def _predict(host: NeuronHost, batch: int, length: int) -> dict[str, Any]:
+def _predict(host: NeuronRunner, batch: int, length: int) -> dict[str, Any]:
     """Predicted seconds on trn1, from the graphs the host runs: a prompt is padded to the size of its graph.
 
     In a continuous batch prompts are read one after the other.

@@ -1,7 +1,7 @@
-"""Read JSON that a stranger may have written, where every fault is one clear line; write and read our own JSON.
+"""Read JSON and text files of unknown origin, with a one-line error for every fault; read and write our own JSON.
 
-The parser is pydantic's. It refuses what JSON does not know (NaN, infinity, half a surrogate pair) and nesting so deep
-that it would exhaust the stack.
+The parser is pydantic's. It refuses values that JSON does not have (NaN, infinity, a lone surrogate) and nesting that
+would exhaust the stack.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pydantic_core import from_json
 from neuronmm.kernels.durable import replacing
 from neuronmm.models.errors import UserError, first_problem
 
-MOST_BYTES = 1 << 28
-"""The largest document that is read: far above any index of shards, far below a computer's memory."""
+MAX_BYTES = 1 << 28
+"""The largest document that is read: far larger than any shard index, far smaller than main memory."""
 
 Row = TypeVar("Row", bound=BaseModel)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-        UserError: the file is no regular file, too large, not UTF-8, not JSON, or holds something else than an object.
+        UserError: the path is not a regular file, or the file is too large, not UTF-8, not JSON, or not an object.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    if path.stat().st_size > MOST_BYTES:
-        raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MB; it is not the document that belongs there")
+    if path.stat().st_size > MAX_BYTES:
+        raise UserError(f"{path}: larger than {MAX_BYTES >> 20} MB; no such document is that large; download it again")
     try:
         content = from_json(path.read_bytes(), allow_inf_nan=False)
     except ValueError as error:
@@ -51,16 +51,16 @@ def read_own(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` as indented UTF-8 JSON; a reader finds the old file or the new one, never a part."""
+    """Write ``content`` as indented UTF-8 JSON; a reader sees the old file or the new one, never a part."""
     with replacing(path) as new:
         new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 text file.
+    """Return the content of a UTF-8 text file.
 
     Raises:
-        UserError: there is no such file, or it is not UTF-8.
+        UserError: the file does not exist or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -71,23 +71,23 @@ def read_text(path: Path) -> str:
 
 
 def lines(text: str) -> Iterator[tuple[int, str]]:
-    r"""The number, from 1, and content of every line that is not blank.
+    r"""Yield the number (from 1) and the content of every line that is not blank.
 
-    Only ``\n`` ends a line: ``str.splitlines`` also cuts at U+2028 or U+0085, which a JSON string may hold.
+    Only ``\n`` ends a line: ``str.splitlines`` also splits at U+2028 and U+0085, which a JSON string may contain.
     """
     return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
 
 
-def read_rows(path: Path, row: type[Row], wanted: str) -> list[tuple[str, Row]]:
-    """The rows of a JSON lines file, each with the words that say where it is.
+def read_rows(path: Path, row: type[Row], example: str) -> list[tuple[str, Row]]:
+    """Return the rows of a JSON lines file, each with its location (``file:line``) for messages.
 
     Args:
         path: the file.
         row: the schema of a line.
-        wanted: an example of a line, for the message.
+        example: an example of a line, for the error message.
 
     Raises:
-        UserError: there is no such file, or a line is not such a row.
+        UserError: the file does not exist, or a line does not fit the schema.
     """
     rows = []
     for number, line in lines(read_text(path)):
@@ -96,5 +96,5 @@ def read_rows(path: Path, row: type[Row], wanted: str) -> list[tuple[str, Row]]:
             rows.append((where, row.model_validate_json(line, strict=True)))
         except ValidationError as error:
             field, problem, _ = first_problem(error)
-            raise UserError(f"{where}: {field}{problem}; a row has to be {wanted}") from None
+            raise UserError(f"{where}: {field}{problem}; a row has to be {example}") from None
     return rows

@@ -1,4 +1,4 @@
-"""The one error a person using the tool can mend, and how other libraries' errors become one."""
+"""The error that a user can fix, and the conversion of other libraries' errors into it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
-_LONGEST = 1000  # characters of a message; what a file holds may be quoted in it
+_MAX_LENGTH = 1000  # characters; a message may quote the content of a file
 
 
 class UserError(Exception):
     """Bad input: the message is one line that says what is wrong, where, and what to do.
 
-    The command line prints it and exits with status 2; it never becomes a traceback unless ``--debug`` is given. The
-    message may quote a file: characters that cannot be printed are escaped, and a long message is cut.
+    The command line prints it and exits with status 2, without a traceback unless ``--debug`` is given. The message may
+    quote a file, so unprintable characters are escaped and a long message is cut.
     """
 
     def __init__(self, message: str) -> None:
-        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[:_LONGEST])
-        super().__init__(line if len(message) <= _LONGEST else f"{line}...")
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[:_MAX_LENGTH])
+        super().__init__(line if len(message) <= _MAX_LENGTH else f"{line}...")
 
 
 @contextmanager
 def reading(problem: str) -> Iterator[None]:
-    """Turn what another library raises over a file that it cannot read into a UserError.
+    """Turn any exception of another library that reads a file into a UserError.
 
-    A library that parses a file from a stranger may raise any exception, and which one differs from version to version.
-    Use this around calls into such a library only: an error of our own code must not be hidden.
+    A parser may raise any exception on a malformed file, and its type changes between versions. Use this only around
+    calls into such a library, so that it cannot hide an error of our own code.
 
     Args:
-        problem: the message up to the library's own words, which follow in brackets.
+        problem: the message; the library's own message is appended in brackets.
 
     Raises:
-        UserError: the library failed. Lack of memory passes as it is.
+        UserError: the library failed. A MemoryError passes through unchanged.
     """
     try:
         yield
@@ -45,9 +45,9 @@ def reading(problem: str) -> Iterator[None]:
 
 
 def first_problem(error: ValidationError) -> tuple[str, str, str]:
-    """Where a document fails its schema first: the field's name and a colon, what is wrong with it, its value in short.
+    """Return the first violation of a schema: ``"field: "``, what is wrong, and the value, abbreviated.
 
-    The name is empty where the document as a whole is wrong; the value, there and where the entry is missing.
+    The field is empty if the document as a whole is wrong; the value is empty then and if the entry is missing.
     """
     first = error.errors(include_url=False)[0]
     try:

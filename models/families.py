@@ -1,7 +1,7 @@
-"""The supported model families, as data. Nothing here is code per model.
+"""The supported model families, as data: no family has code of its own.
 
-All three families share one block layout, so a family is its name, what people call its members, and the
-reasons one of its configurations has to be refused.
+All families share one layout of the decoder layer. A family is its ``model_type``, its architecture class and the
+names of its members.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from neuronmm.models.errors import UserError
 
 @dataclass(frozen=True)
 class Family:
-    """A transformers ``model_type`` this project can compress and run."""
+    """A transformers ``model_type`` that this project can compress and run."""
 
     model_type: str
     architecture: str
@@ -31,7 +31,7 @@ FAMILIES = {
 }
 
 LAYERS = "model.layers"
-"""Where the decoder layers live in every supported architecture."""
+"""The module path of the decoder layers in every supported architecture."""
 
 LINEARS = {
     "q": "self_attn.q_proj",
@@ -42,14 +42,14 @@ LINEARS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-"""The linears of one decoder layer by their short names."""
+"""Short name -> module path of each linear of a decoder layer."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     "attention": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
 }
 TARGETS["all"] = TARGETS["attention"] + TARGETS["mlp"]
-"""Names of the linears inside one decoder layer, by the word the command line uses for them."""
+"""Value of ``--targets`` -> module paths of the linears inside a decoder layer."""
 
 STAGES: tuple[tuple[str, ...], ...] = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -57,24 +57,24 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""The linears of a decoder layer in the order they run, those that read one input together."""
+"""The linears of a decoder layer in execution order, grouped by input."""
 
 SAME_INPUT = tuple(stage for stage in STAGES if len(stage) > 1)
-"""The linears of a decoder layer that read one input, and so may share one A."""
+"""The groups of linears that read the same input, and so may share one A."""
 
 
 def same_input(one: str, other: str) -> bool:
-    """Whether two linears, by their full names, lie in one decoder layer and read one input."""
-    (layer, *inside), (other_layer, *other_inside) = (name.rsplit(".", 2) for name in (one, other))
-    pair = {".".join(inside), ".".join(other_inside)}
+    """Return whether two linears, given by full name, are in the same decoder layer and read the same input."""
+    (layer, *path), (other_layer, *other_path) = (name.rsplit(".", 2) for name in (one, other))
+    pair = {".".join(path), ".".join(other_path)}
     return layer == other_layer and any(pair <= set(group) for group in SAME_INPUT)
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
-    """The family of a config.json's content.
+    """Return the family of a config.json's content.
 
     Raises:
-        UserError: the architecture is not supported, or uses a feature the engine does not implement.
+        UserError: the architecture is not supported, or uses a feature that the engine does not implement.
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
@@ -83,8 +83,8 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         raise UserError(f'{where}: architectures has to be a list of names, such as ["LlamaForCausalLM"]')
     if family is None or (architectures and family.architecture not in architectures):
         supported = "; ".join(f"{f.architecture} ({f.members})" for f in FAMILIES.values())
-        found = ", ".join(architectures) or f"model_type {model_type!r}"
-        raise UserError(f"{where}: architecture {found} is not supported; supported are {supported}")
+        architecture = ", ".join(architectures) or f"model_type {model_type!r}"
+        raise UserError(f"{where}: architecture {architecture} is not supported; supported are {supported}")
     if config.get("use_sliding_window"):
         raise UserError(f"{where}: sliding-window attention (use_sliding_window) is not supported; set it to false")
     if config.get("hidden_act", "silu") != "silu":

@@ -1,8 +1,7 @@
-"""Unpacking a GGUF file: transformers reads it, after its header has been found to be possible.
+"""Unpack a GGUF file with transformers, after a check of its header.
 
-The reader that transformers uses believes what the file says of itself: an array of 2**60 numbers in a file of a
-kilobyte keeps it busy for ever. So the header is walked once before, and the sizes it gives the model are compared with
-the weights that the file can hold.
+The reader that transformers uses trusts the header: an array declared with 2**60 numbers in a file of one kilobyte
+keeps it busy forever. The check walks the header first and compares the declared sizes with the size of the file.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -12,6 +11,7 @@ import math
 import mmap
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -24,32 +24,32 @@ from neuronmm.models.tensors import check_finite, promised
 
 _VERSIONS = (2, 3)
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a number, by GGUF's codes of types."""
+"""GGUF type code -> bytes of a number."""
 _STRING, _ARRAY = 8, 9
-_MOST_VALUES = 1 << 22  # in arrays; the largest vocabularies need a quarter of it, and each costs the reader 400 bytes
-_MOST_DIMENSIONS = 4
-_WEIGHTS_A_BYTE = 8  # the densest quantisation packs five
+_MAX_VALUES = 1 << 22  # in arrays; the largest vocabularies need a quarter of that, and the reader takes 400 bytes each
+_MAX_DIMENSIONS = 4
+_MAX_WEIGHTS_PER_BYTE = 8  # the densest quantisation packs five
 
 
 def unpack(file: Path, folder: Path) -> None:
     """Write the model in ``file`` to ``folder`` as an ordinary bf16 checkpoint, tokenizer included.
 
     Raises:
-        UserError: the file is damaged, holds another kind of model, or weights that are NaN or infinite.
+        UserError: the file is damaged, the model is not supported, or weights are NaN or infinite.
     """
-    held = _count_weights(file)
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, **SAFELY}
+    stored = _count_weights(file)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, **SAFELY}
     unreadable = f"{file}: transformers cannot read this GGUF file"
     with quiet(), reading(unreadable):
         config = AutoConfig.from_pretrained(**where)
     sizes = ModelConfig.parse(config.to_dict(), str(file))
     needed = sum(math.prod(promise.shape) for _, promise in promised(sizes, None) if promise.required)
-    if needed > held:
-        raise UserError(f"{file}: its sizes need {needed} weights, and it holds {held}; download it again")
+    if needed > stored:
+        raise UserError(f"{file}: its sizes need {needed} weights, but it holds {stored}; download it again")
     with quiet(), reading(unreadable):
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            **where, **{DTYPE: torch.float32}, output_loading_info=True, attn_implementation="sdpa"
-        )
+        options: dict[str, Any] = {DTYPE: torch.float32, "output_loading_info": True, "attn_implementation": "sdpa"}
+        model_and_info: Any = AutoModelForCausalLM.from_pretrained(**where, **options)
+        loaded, info = model_and_info
         tokenizer = AutoTokenizer.from_pretrained(**where)
     if info["missing_keys"]:
         raise UserError(f"{file}: {min(info['missing_keys'])} is not in this GGUF file; download it again")
@@ -68,12 +68,12 @@ def unpack(file: Path, folder: Path) -> None:
 
 
 def _count_weights(file: Path) -> int:
-    """How many weights the file's header lists.
+    """Return the number of weights that the file's header lists.
 
     Raises:
-        UserError: the header is cut short, or lists more than there can be.
+        UserError: the header is truncated, or lists more weights than the file can hold.
     """
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
             return _Header(content).weights()
         except (struct.error, ValueError) as error:
@@ -81,18 +81,18 @@ def _count_weights(file: Path) -> int:
 
 
 class _Header:
-    """One walk through a GGUF header, which keeps nothing but the place it has come to.
+    """Walks through a GGUF header once, storing only its position.
 
     Raises:
-        ValueError: the header says what cannot be.
-        struct.error: it goes on after the end of the file.
+        ValueError: the header contains an impossible value.
+        struct.error: the header continues past the end of the file.
     """
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at, self._values = content, 4, 0  # 4: the magic
 
     def weights(self) -> int:
-        """The number of weights of all tensors."""
+        """Return the number of weights of all tensors."""
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is none of {_VERSIONS}")
@@ -104,11 +104,12 @@ class _Header:
         for _ in range(tensors):
             self._skip_string()
             dimensions = self._number("I")
-            if dimensions > _MOST_DIMENSIONS:
+            if dimensions > _MAX_DIMENSIONS:
                 raise ValueError(f"a tensor has {dimensions} dimensions")
             weights += math.prod(self._number("Q") for _ in range(dimensions))
-            self._number("I"), self._number("Q")  # its type, and where its data begin
-        if weights > _WEIGHTS_A_BYTE * len(self._content):
+            self._number("I")  # the type
+            self._number("Q")  # the offset of the data
+        if weights > _MAX_WEIGHTS_PER_BYTE * len(self._content):
             raise ValueError(f"{weights} weights are more than its {len(self._content)} bytes hold")
         return weights
 
@@ -133,7 +134,7 @@ class _Header:
         elif kind == _ARRAY:
             inner, count = self._number("I"), self._number("Q")
             self._values += count
-            if self._values > _MOST_VALUES or inner == _ARRAY:
+            if self._values > _MAX_VALUES or inner == _ARRAY:
                 raise ValueError(f"an array of {count} values of type {inner}")
             for _ in range(count):
                 self._skip_value(inner)

@@ -1,6 +1,6 @@
-"""The bridge to transformers: a registered quantizer, so that a plain ``from_pretrained`` gives the compressed model.
+"""The bridge to transformers: a registered quantizer with which a plain ``from_pretrained`` loads a compressed model.
 
-Works on transformers 4.47 to 5.x. ``register`` is called once, by ``import neuronmm``.
+Supports transformers 4.47 to 5.x. ``import neuronmm`` calls ``register``.
 Source: https://huggingface.co/docs/transformers/main/en/quantization/contribute
 """
 
@@ -30,7 +30,7 @@ class _Method(str, Enum):
 
 
 class NeuronMMConfig(QuantizationConfigMixin):
-    """config.json's ``quantization_config`` block, validated, in the form transformers wants."""
+    """The ``quantization_config`` block of config.json, validated, in the form that transformers expects."""
 
     quant_method: Any
 
@@ -51,11 +51,11 @@ class NeuronMMConfig(QuantizationConfigMixin):
 
 
 class NeuronMMQuantizer(HfQuantizer):
-    """Patches the empty model before its weights load; everything after that is ordinary transformers.
+    """Patches the empty model before its weights load; transformers does everything after that.
 
-    transformers fills a weight that the checkpoint lacks with random numbers and goes on with a warning. A compressed
-    model would then babble, so a weight missing from the decoder layers is an error here. transformers 5 shows a
-    quantizer the files, 4.x the keys it expects and those it found.
+    transformers initialises a weight that the checkpoint lacks at random and only warns. A compressed model would then
+    generate noise, so a missing weight of a decoder layer is an error here. transformers 5 passes the files to the
+    quantizer; 4.x passes the expected and the loaded keys.
     """
 
     requires_calibration = True
@@ -68,21 +68,21 @@ class NeuronMMQuantizer(HfQuantizer):
             patch(model, self.quantization_config.spec)
         except UserError as error:
             raise UserError(f"{model.name_or_path}: {error}") from None
-        held: set[str] = set()
+        stored: set[str] = set()
         for file in checkpoint_files or ():
             with safe_open(file, framework="pt") as tensors:
-                held.update(tensors.keys())
-        if held:
-            _refuse_missing(model, (name for name in model.state_dict() if name not in held))
+                stored.update(tensors.keys())
+        if stored:
+            _refuse_missing(model, (name for name in model.state_dict() if name not in stored))
         return model
 
     def update_expected_keys(self, model: Any, expected_keys: list[str], loaded_keys: list[str]) -> list[str]:
-        # Not update_missing_keys: 4.47 takes two weights of one size for tied and then leaves one out of that list.
+        # Not update_missing_keys: 4.47 treats two weights of equal size as tied and omits one of them from that list.
         _refuse_missing(model, sorted(set(expected_keys) - set(loaded_keys)))
         return expected_keys
 
     def check_quantized_param(self, model: Any, param_value: Any, param_name: str, *args: Any, **kwargs: Any) -> bool:
-        # 4.x converts every float tensor to the model's dtype, but the scales of int8 factors have to stay float32.
+        # 4.x converts every float tensor to the model's dtype, but the scales of int8 factors must stay float32.
         return param_name.endswith(".weight_scale")
 
     def create_quantized_param(
@@ -90,7 +90,7 @@ class NeuronMMQuantizer(HfQuantizer):
     ) -> None:
         from accelerate.utils import set_module_tensor_to_device
 
-        # The file may know the model by a longer name; what comes with it as ``param_value`` is converted already.
+        # The name in the file may have a prefix. ``param_value`` is already converted, so it is the last resort.
         stored = next((tensor for name, tensor in state_dict.items() if name.endswith(param_name)), param_value)
         set_module_tensor_to_device(model, param_name, target_device, stored)
 
@@ -98,15 +98,18 @@ class NeuronMMQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, Int8Linear):
                 module.weight_scale.requires_grad_(False)
-        # The other factors are ordinary floating-point weights: .half(), .to(dtype) and training stay allowed.
+        # The other factors are ordinary floating-point weights: .half(), .to(dtype) and training remain possible.
         model.is_quantized = False
         return model
 
-    def is_serializable(self, safe_serialization: bool | None = None) -> bool:
+    # transformers does not annotate the two that follow; pyright infers None from their empty bodies.
+    def is_serializable(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, safe_serialization: bool | None = None
+    ) -> bool:
         return True
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return True
 
     @property
@@ -115,7 +118,7 @@ class NeuronMMQuantizer(HfQuantizer):
 
 
 def _refuse_missing(model: Any, names: Iterable[str]) -> None:
-    """Raise if a weight of the decoder layers, or a factor anywhere, is among the ``names`` that are not stored."""
+    """Raise if the missing ``names`` include a weight of a decoder layer or a factor."""
     for name in names:
         if LAYERS in name or name.endswith(FACTORS):
             where = f"{model.name_or_path}: config.json and weights disagree"
@@ -123,6 +126,6 @@ def _refuse_missing(model: Any, names: Iterable[str]) -> None:
 
 
 def register() -> None:
-    """Enter the quantizer in transformers' tables; safe to call again."""
+    """Register the quantizer with transformers; repeated calls are harmless."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, NeuronMMConfig)
     auto.AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, NeuronMMQuantizer)

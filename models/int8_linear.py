@@ -44,10 +44,10 @@ class Int8Linear(nn.Module):
         return linear(x, self.int8.dequantise(x.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        kept = self.weight_scale.data
+        scale = self.weight_scale.data
         super()._apply(fn, recurse)
         if self.weight_scale.dtype != torch.float32:
-            self.weight_scale.data = kept.to(self.weight_scale.device)
+            self.weight_scale.data = scale.to(self.weight_scale.device)
         return self
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint folder, dense or compressed, with every disagreement turned into one clear line."""
+"""Load a checkpoint folder, dense or compressed; any inconsistency is a one-line error."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ from neuronmm.models.source import read_config
 from neuronmm.models.spec import CompressionSpec
 from neuronmm.models.tensors import check_finite, check_tensors
 
-# transformers renamed the argument in 4.56 and warns about the old name.
+# transformers 4.56 renamed the argument and warns about the old name.
 DTYPE = "dtype" if tuple(int(n) for n in transformers.__version__.split(".")[:2]) >= (4, 56) else "torch_dtype"
 
 SAFELY = {"local_files_only": True, "trust_remote_code": False}
-"""A checkpoint is data: nothing is fetched for it, and no code that comes with it runs."""
+"""A checkpoint is data: nothing is downloaded for it, and none of its code runs."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Short name, as the command line and the Neuron hosts spell it -> dtype."""
 
 _PLAIN_NAME = re.compile(r"[\w .-]{1,200}\.safetensors", re.ASCII)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' own progress bars and notices; the tool prints its own."""
+    """Silence the progress bars and notices of transformers; this tool prints its own."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -57,10 +60,10 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint folder whose config.json and shards agree.
+    """The contents of a checkpoint folder whose config.json and shards agree.
 
-    ``settings`` is config.json as it stands, ``config`` what this project reads of it, ``spec`` its
-    ``quantization_config`` (None for a dense checkpoint), ``files`` tensor name -> the shard that holds it.
+    ``settings`` is all of config.json and ``config`` the part that this project reads. ``spec`` is the
+    ``quantization_config``, None for a dense checkpoint. ``files`` maps each tensor name to its shard.
     """
 
     settings: dict[str, Any]
@@ -70,7 +73,7 @@ class Contents:
 
 
 def inspect(folder: Path) -> Contents:
-    """What a checkpoint folder holds, read from config.json and the shards' headers; no weight is read.
+    """Return the contents of a checkpoint folder from config.json and the shard headers, without reading a weight.
 
     Raises:
         UserError: unsupported architecture, corrupt shard, or a config.json that disagrees with the weights.
@@ -86,10 +89,10 @@ def inspect(folder: Path) -> Contents:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it. As in transformers, model.safetensors comes before an index.
+    """Map each tensor name to its file. As in transformers, model.safetensors takes precedence over an index.
 
     Raises:
-        UserError: the index is malformed or names a file that is missing or lies elsewhere, or a file is corrupt.
+        UserError: the index is malformed or names a file that is missing or outside the folder, or a file is corrupt.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     names: dict[str, Path] = {}
@@ -99,26 +102,26 @@ def weight_files(folder: Path) -> dict[str, Path]:
             raise UserError(f"{index}: not a safetensors index; download the checkpoint again")
         for name, file in entries.items():
             if not _PLAIN_NAME.fullmatch(file):
-                raise UserError(f"{index}: {file!r} is not the name of a .safetensors file in the folder; mend it")
+                raise UserError(f"{index}: {file!r} is not the name of a .safetensors file in the folder; fix it")
             names[name] = folder / file
     files = [single] if single.is_file() else sorted(set(names.values())) or sorted(folder.glob("*.safetensors"))
-    held: dict[str, Path] = {}
+    stored: dict[str, Path] = {}
     for file in files:
         if not file.is_file():
             raise UserError(f"{file}: named in {index.name} but missing; download the checkpoint again")
         try:
             with safe_open(file, framework="pt") as tensors:
-                held.update(dict.fromkeys(tensors.keys(), file))
+                stored.update(dict.fromkeys(tensors.keys(), file))
         except SafetensorError as error:
             raise UserError(f"{file}: corrupt shard ({error}); download or compress again") from None
-    missing = [name for name in names if name not in held]
+    missing = [name for name in names if name not in stored]
     if missing:
         raise UserError(f"{folder}: tensor {missing[0]} is in the index but in no shard; download the checkpoint again")
-    return held
+    return stored
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """The model of a checkpoint folder in eval mode, compressed or dense, every weight accounted for and finite.
+    """Load the model of a checkpoint folder, compressed or dense, in eval mode; every weight is present and finite.
 
     Raises:
         UserError: unsupported architecture, corrupt shard, a config.json that disagrees with the weights, or weights
@@ -128,21 +131,22 @@ def load_pretrained(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Pr
     inspect(folder)
     kwargs: dict[str, Any] = {DTYPE: dtype, "output_loading_info": True, "use_safetensors": True, **SAFELY}
     with quiet(), reading(f"{folder}: config.json and weights disagree"):
-        model, info = AutoModelForCausalLM.from_pretrained(folder, config=load_config(folder), **kwargs)
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(what):
-            some = ", ".join(sorted(map(str, info[what]))[:3])
-            raise UserError(f"{folder}: config.json and weights disagree: {what.replace('_', ' ')}: {some}")
+        model_and_info: Any = AutoModelForCausalLM.from_pretrained(folder, config=load_config(folder), **kwargs)
+        model, info = model_and_info
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(kind):
+            names = ", ".join(sorted(map(str, info[kind]))[:3])
+            raise UserError(f"{folder}: config.json and weights disagree: {kind.replace('_', ' ')}: {names}")
     for name, parameter in model.named_parameters():
         check_finite(name, parameter, folder)
     return model.to(device).eval()
 
 
 def load_config(folder: Path) -> Any:
-    """transformers' config object of a checkpoint folder of a supported family.
+    """Load the transformers config object of a checkpoint folder of a supported family.
 
     Raises:
-        UserError: config.json is malformed, or its architecture is not supported here or by this transformers.
+        UserError: config.json is malformed, or this project or the installed transformers lacks its architecture.
     """
     where = folder / "config.json"
     family = family_of(read_config(folder), str(where))
@@ -152,17 +156,17 @@ def load_config(folder: Path) -> Any:
         )
     with quiet(), reading(f"{where}: transformers cannot read it"):
         config = AutoConfig.from_pretrained(folder, **SAFELY)
-        config._attn_implementation = "sdpa"  # a config.json may name a kernel of the hub, which is code
+        config._attn_implementation = "sdpa"  # config.json may name a kernel on the hub, which is code
     return config
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint folder.
+    """Load the tokenizer of a checkpoint folder.
 
     Raises:
-        UserError: the folder holds none, or one that does not work.
+        UserError: the folder has no tokenizer, or the tokenizer does not work.
     """
-    with quiet(), reading(f"{folder}: no usable tokenizer there; transformers says so"):
+    with quiet(), reading(f"{folder}: no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **SAFELY)
-        tokenizer.decode(tokenizer("a").input_ids)  # some entries that are wrong show no sooner
+        tokenizer.decode(tokenizer("a").input_ids)  # some wrong entries only fail here
     return tokenizer

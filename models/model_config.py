@@ -1,4 +1,4 @@
-"""The entries of a config.json that this project relies on, checked before anything is built from them."""
+"""The entries of config.json that this project uses, checked before anything is built from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from neuronmm.models.errors import UserError, first_problem
 from neuronmm.models.families import family_of
 
-# No published model comes near these. They keep a config.json whose weights are not read (predict) from taking hours.
+# Far above every published model. The limits keep `predict`, which reads no weights, from running for hours.
 Width = Annotated[int, Field(ge=1, le=1 << 20)]
 Layers = Annotated[int, Field(ge=1, le=1 << 12)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -26,11 +26,11 @@ _ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor"),
 }
-"""The entries without which a kind of RoPE cannot be computed."""
+"""RoPE type -> the entries that it needs."""
 
 
 class Rope(BaseModel):
-    """``rope_scaling`` of older config.json files, ``rope_parameters`` of newer ones."""
+    """The block ``rope_scaling`` of older config.json files, ``rope_parameters`` of newer ones."""
 
     model_config = ConfigDict(strict=True)
 
@@ -64,7 +64,7 @@ class Rope(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """A decoder's sizes, and what else decides how it is built and run. Other entries are transformers' own affair."""
+    """A decoder's sizes, and the other entries that decide how it is built and run."""
 
     model_config = ConfigDict(strict=True)
 
@@ -85,8 +85,8 @@ class ModelConfig(BaseModel):
     rope_theta: Positive | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    num_labels: Labels | None = None  # nobody's affair here, but transformers makes a name for each
-    transformers_weights: None = None  # the name of another file, which would be read unchecked
+    num_labels: Labels | None = None  # unused here, but transformers creates a name for each
+    transformers_weights: None = None  # would name another file, which transformers reads unchecked
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:
@@ -95,24 +95,24 @@ class ModelConfig(BaseModel):
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden size {self.hidden_size} is no multiple of {self.num_attention_heads} heads")
         if self.head % 2:
-            raise ValueError(f"the head size {self.head} is odd, which RoPE cannot rotate")
+            raise ValueError(f"the head size {self.head} is odd; RoPE needs an even one")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
         return self
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values: fewer than attention heads where these are grouped."""
+        """Number of KV heads; less than the number of attention heads with grouped-query attention."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head(self) -> int:
-        """Features of a head."""
+        """Features per head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @classmethod
     def parse(cls, config: dict[str, Any], where: str) -> ModelConfig:
-        """Check config.json's content.
+        """Check the content of a config.json.
 
         Raises:
             UserError: the family is not supported, or an entry is missing, of another type, or out of range.
@@ -122,5 +122,5 @@ class ModelConfig(BaseModel):
             return cls.model_validate(config)
         except ValidationError as error:
             field, problem, value = first_problem(error)
-            found = f" (it is {value})" if value else ""
-            raise UserError(f"{where}: {field}{problem}{found}; mend it or download it again") from None
+            actual = f" (it is {value})" if value else ""
+            raise UserError(f"{where}: {field}{problem}{actual}; fix it or download it again") from None

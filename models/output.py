@@ -1,4 +1,4 @@
-"""Where a command may write: never over, around or inside what it reads."""
+"""The rules for output folders: a run never writes over, around or inside its inputs."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.source import expanded
 
 Inputs = Iterable[str | Path | None]
-"""What a run reads, as the user named it. None and what is not on this disk (a hub id) are passed over."""
+"""The inputs of a run, as the user named them. None and paths that do not exist (a hub id) are ignored."""
 
 
 def output_folder(out: str | Path) -> Path:
-    """The absolute path of the folder that ``out`` names, ``~`` and symlinks resolved; the folder need not exist.
+    """Return the absolute path of ``out`` with ``~`` and symlinks resolved. The folder need not exist.
 
     Raises:
-        UserError: ``out`` names an unknown user's home or is a symlink to nothing.
+        UserError: ``out`` names the home of an unknown user or is a dangling symlink.
     """
-    given = expanded(out)
-    if os.path.islink(given) and not os.path.exists(given):
-        raise UserError(f"{out}: is a symlink to {os.readlink(given)}, which does not exist; remove it or make that")
-    return Path(os.path.realpath(given))
+    path = expanded(out)
+    if os.path.islink(path) and not os.path.exists(path):
+        raise UserError(f"{out}: is a symlink to {os.readlink(path)}, which does not exist; remove it or create that")
+    return Path(os.path.realpath(path))
 
 
 def keep_apart(out: Path, inputs: Inputs, *, may_hold: bool = False) -> None:
-    """Check that the folder ``out`` is none of ``inputs``, lies in none and, but with ``may_hold``, holds none.
+    """Check that the folder ``out`` is not an input, is not inside one and, unless ``may_hold``, contains none.
 
     Raises:
-        UserError: it is, does or holds one.
+        UserError: the output and an input overlap.
     """
-    for given, place in _places(inputs):
+    for name, place in _places(inputs):
         if is_within(out, place):
-            raise UserError(f"{out}: is or lies in {given}, which this run reads; give another folder to write")
+            raise UserError(f"{out}: is or lies in {name}, which this run reads; give another folder to write")
         if not may_hold and is_within(place, out):
-            raise UserError(f"{out}: holds {given}, which this run reads; give another folder to write")
+            raise UserError(f"{out}: holds {name}, which this run reads; give another folder to write")
 
 
 def stranger_in(folder: Path, known: Iterable[str]) -> Path | None:
-    """The first entry of ``folder`` that has none of the ``known`` names, None if all have.
+    """Return the first entry of ``folder`` that matches none of the ``known`` names, or None.
 
-    A name may be a glob pattern; one of a folder ends in ``/``.
+    A name may be a glob pattern; the name of a folder ends in ``/``.
     """
     patterns = tuple(known)
     for path in sorted(folder.iterdir()):
@@ -53,7 +53,7 @@ def stranger_in(folder: Path, known: Iterable[str]) -> Path | None:
 
 
 def is_within(path: Path, folder: Path) -> bool:
-    """Whether ``path`` is ``folder`` or lies in it; both are absolute. Names of one folder count as the same."""
+    """Return whether ``path`` is ``folder`` or inside it. Both are absolute; two names of one folder are equal."""
     return any(_same(each, folder) for each in (path, *path.parents))
 
 
@@ -62,13 +62,13 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _places(inputs: Inputs) -> Iterator[tuple[str | Path, Path]]:
-    """Each input with each place where something of it lies: a symlink lies in two, a folder may be made of them."""
-    for given in inputs:
-        path = None if given is None else expanded(given)
-        if given is None or path is None or not os.path.lexists(path):
+    """Yield each input with each of its locations: the path, the target of a symlink, and the targets of entries."""
+    for name in inputs:
+        path = None if name is None else expanded(name)
+        if name is None or path is None or not os.path.lexists(path):
             continue
-        yield given, Path(os.path.realpath(path.parent)) / path.name
-        yield given, Path(os.path.realpath(path))
+        yield name, Path(os.path.realpath(path.parent)) / path.name
+        yield name, Path(os.path.realpath(path))
         for entry in path.iterdir() if path.is_dir() else ():
             if entry.is_symlink():
-                yield given, Path(os.path.realpath(entry))
+                yield name, Path(os.path.realpath(entry))

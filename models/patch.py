@@ -1,4 +1,4 @@
-"""The two verbs on a model: ``patch`` gives it the shape of a compressed checkpoint, ``fuse`` makes it fast."""
+"""Two verbs on a model: ``patch`` gives it the shape of a compressed checkpoint, ``fuse`` selects the fast kernels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _MLP = tuple(name.removeprefix("mlp.") for name in TARGETS["mlp"])
 
 
 def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
-    """Swap every linear that ``spec.ranks`` names for a :class:`LowRankLinear`, in place.
+    """Replace every linear in ``spec.ranks`` by a :class:`LowRankLinear`, in place.
 
-    The factors hold no meaningful values yet (they are on the linear's device, in its dtype): the checkpoint fills
-    them. A SwiGLU MLP whose three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not
-    change. A linear that ``spec.shared`` names uses the A of its leader; ``spec.factors`` says what the factors are.
+    The factors have the linear's device and dtype but no meaningful values; the checkpoint fills them. A SwiGLU MLP
+    whose three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not change. A linear in
+    ``spec.shared`` uses the A of its leader. ``spec.factors`` selects the class of the factors.
 
     Raises:
-        UserError: a name is no linear of this model, or a rank or a leader does not fit its shape; the model is then
-            untouched.
+        UserError: a name is not a linear of this model, or a rank or a leader does not fit; the model is unchanged.
     """
     sharing = {*spec.shared, *spec.shared.values()}
     linears = {name: _linear(model, name, rank, name in sharing) for name, rank in spec.ranks.items()}
@@ -33,22 +32,22 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
         if linears[name].in_features != linears[leader].in_features:
             widths = f"{linears[name].in_features} and {linears[leader].in_features}"
             raise UserError(f"{name!r} cannot use the A of {leader!r}: their inputs have {widths} features")
-    made: dict[str, LowRankLinear] = {}
+    low_rank: dict[str, LowRankLinear] = {}
     for name in sorted(linears, key=lambda name: name in spec.shared):  # leaders first
         linear = linears[name]
-        made[name] = LowRankLinear(
+        low_rank[name] = LowRankLinear(
             linear.in_features,
             linear.out_features,
             spec.ranks[name],
             linear.bias is not None,
             device=linear.weight.device,
             dtype=linear.weight.dtype,
-            leader=made[spec.shared[name]] if name in spec.shared else None,
+            leader=low_rank[spec.shared[name]] if name in spec.shared else None,
             kind=_KINDS[spec.factors],
         )
-        model.set_submodule(name, made[name].train(linear.training))
+        model.set_submodule(name, low_rank[name].train(linear.training))
     if getattr(getattr(model, "config", None), "hidden_act", "silu") != "silu":
-        return model  # another activation: the MLPs keep their own module around the low-rank linears
+        return model  # other activations: the MLP keeps its module around the low-rank linears
     for name, module in list(model.named_modules()):
         parts = [
             linear for linear in (getattr(module, part, None) for part in _MLP) if isinstance(linear, LowRankLinear)
@@ -59,7 +58,7 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
 
 
 def _linear(model: nn.Module, name: str, rank: int, sharing: bool) -> nn.Linear:
-    """The dense linear ``name``, able to take ``rank``; an A for several linears may have more rows than one has."""
+    """Return the dense linear ``name`` after a check of ``rank``. A shared A may have more rows than the linear."""
     try:
         linear = model.get_submodule(name)
     except AttributeError:
@@ -76,12 +75,12 @@ def _linear(model: nn.Module, name: str, rank: int, sharing: bool) -> nn.Linear:
 def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     """Make every low-rank module of ``model`` call the kernel ``impl``, in place, for inference only.
 
-    The A factors of gate and up, where they are two and not int8, are laid out back to back (no second copy stays),
-    which lets a kernel read them as one matrix. The kernels read the weights themselves, past any hook or adapter on
+    Separate floating-point A factors of gate and up are moved next to each other in memory (no second copy remains), so
+    that a kernel can read them as one matrix. The kernels read the weights directly and bypass hooks and adapters on
     the inner linears.
 
     Raises:
-        UserError: an adapter sits on a factor, or a factor's weights are offloaded; the model is then untouched.
+        UserError: a factor has an adapter or offloaded weights; the model is unchanged.
     """
     for name, module in model.named_modules():
         if isinstance(module, LowRankLinear):

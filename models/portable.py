@@ -1,7 +1,7 @@
-"""Checkpoint folders that read the same on transformers 4.4x (the Trainium hosts) and on 5.x.
+"""Make checkpoint folders load identically on transformers 4.4x (the Trainium hosts) and 5.x.
 
-transformers 5 renamed entries of config.json and of the tokenizer's files; an older version then falls back to its
-defaults without a word (a wrong RoPE base, for one). The functions here write the entries under both names.
+transformers 5 renamed entries of config.json and of the tokenizer files. An older version then silently uses its
+defaults (a wrong RoPE base, for example). The functions here write the entries under both names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from neuronmm.models.documents import read_object, write_json
 
 
 def portable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` (config.json's content) with its RoPE and dtype entries under the old names and the new ones."""
+    """Return config.json's content with its RoPE and dtype entries under both the old and the new names."""
     config = dict(config)
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in rope:
@@ -27,7 +27,7 @@ def portable_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_portable(folder: Path) -> None:
-    """Rewrite ``folder``'s config.json and tokenizer_config.json in place so that old and new versions read them."""
+    """Rewrite the config.json and tokenizer_config.json of ``folder`` so that old and new versions can read them."""
     config = folder / "config.json"
     write_json(config, portable_config(read_object(config)))
     path = folder / "tokenizer_config.json"

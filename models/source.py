@@ -1,6 +1,6 @@
-"""Where a model comes from: a Hugging Face folder, a GGUF file or a hub id, all made into one thing, a folder.
+"""Resolve a model's name - a Hugging Face folder, a GGUF file or a hub id - to a folder.
 
-Only safetensors weights are accepted: a pickle can run code. A GGUF file is unpacked once into a cache folder
+Only safetensors weights are accepted, because a pickle can run code. A GGUF file is unpacked once into a cache folder
 (``$NEURONMM_CACHE``, else ``~/.cache/neuronmm``) as an ordinary bf16 checkpoint, tokenizer included.
 """
 
@@ -20,13 +20,13 @@ _CACHE_FORMAT = 1
 
 
 def resolve(model: str | Path) -> Path:
-    """The folder that holds ``model``'s config.json, safetensors and tokenizer.
+    """Return the folder with the config.json, the safetensors and the tokenizer of ``model``.
 
     Args:
-        model: a folder, a ``.gguf`` file, or a hub id such as ``meta-llama/Llama-3.2-1B`` (needs a connection).
+        model: a folder, a ``.gguf`` file, or a hub id such as ``meta-llama/Llama-3.2-1B`` (needs network access).
 
     Raises:
-        UserError: there is no such model, its weights are not safetensors, or a file beside them is malformed.
+        UserError: the model does not exist, its weights are not safetensors, or another file of it is malformed.
     """
     path = expanded(model)
     if path.is_file():
@@ -46,10 +46,10 @@ def resolve(model: str | Path) -> Path:
 
 
 def expanded(path: str | Path) -> Path:
-    """``path`` with the home folder for a leading ``~``.
+    """Return ``path`` with a leading ``~`` expanded to the home folder.
 
     Raises:
-        UserError: it names a user whom this machine does not have.
+        UserError: the path names a user that this machine does not have.
     """
     try:
         return Path(path).expanduser()
@@ -58,7 +58,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of ``folder``'s config.json.
+    """Return the content of the config.json of ``folder``.
 
     Raises:
         UserError: the file is not valid JSON.
@@ -67,24 +67,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_side_files(folder: Path) -> None:
-    """Check what is read or copied along with the weights.
+    """Check the files that are read or copied along with the weights.
 
-    A link would let a checkpoint from a stranger name any file of this computer. The hub's own cache is made of links,
-    into the folder ``blobs`` two levels up; they are the only ones that may leave the folder.
+    A symlink would let an untrusted checkpoint name any file of this machine. Only the links of the hub's cache, into
+    the folder ``blobs`` two levels up, may leave the folder.
 
     Raises:
-        UserError: a link leads out of the checkpoint, a JSON file is malformed, or the folder holds an adapter.
+        UserError: a symlink leads out of the checkpoint, a JSON file is malformed, or the folder is an adapter.
     """
     home = folder.resolve()
-    homes = (home, home.parents[1] / "blobs" if home.parent.name == "snapshots" else home)
+    allowed = (home, home.parents[1] / "blobs" if home.parent.name == "snapshots" else home)
     for file in sorted(folder.iterdir()):
-        if file.is_symlink() and file.is_file() and not any(file.resolve().is_relative_to(one) for one in homes):
+        if file.is_symlink() and file.is_file() and not any(file.resolve().is_relative_to(root) for root in allowed):
             raise UserError(f"{file}: is a link to a file outside the checkpoint; put the file itself there")
     for name in ("tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
             read_object(folder / name)
     if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{folder}: holds an adapter (adapter_config.json), not a whole model; merge it into its model")
+        raise UserError(f"{folder}: holds an adapter (adapter_config.json), not a model; merge it into its model")
 
 
 def _download(model: str) -> Path:
@@ -98,12 +98,12 @@ def _download(model: str) -> Path:
     except HFValidationError:
         raise UserError(f"{model}: no such file or folder, and not a hub id") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{model}: no such folder, and the hub did not give it ({first})") from None
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{model}: no such folder, and the download from the hub failed ({reason})") from None
 
 
 def _unpack_gguf(file: Path) -> Path:
-    """Dequantise ``file`` into a cached bf16 folder; the folder appears only when it is complete."""
+    """Dequantise ``file`` into a bf16 folder of the cache, which appears only when complete, and return the folder."""
     from neuronmm.models.gguf_file import unpack
 
     stat = file.stat()

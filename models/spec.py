@@ -1,4 +1,4 @@
-"""What a compressed checkpoint says of itself: the ``quantization_config`` block of its config.json."""
+"""The ``quantization_config`` block of config.json, which describes a compressed checkpoint."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ FORMAT: Final = 1
 
 
 class CompressionSpec(BaseModel):
-    """Which linears are factorised and how they came to be.
+    """Which linears are factorised, and the settings of the compression.
 
-    ``ranks`` maps the full name of each factorised linear to its rank; a linear that is not named is dense.
-    ``shared`` maps a factorised linear to its leader, the one whose A it uses instead of one of its own.
-    ``factors`` is the precision the factors are stored in: the model's, or int8 with one float32 scale a row.
-    Ratios are shares of the targeted linears' weights removed, 0 to 1; ``model_ratio`` is the share of all
-    parameters. ``align`` is the tile, in ranks, that every rank is a multiple of.
+    ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
+    factorised linear to its leader, whose A it uses. ``factors`` is the precision of the stored factors: the model's,
+    or int8 with one float32 scale per row. Ratios are the fraction of the targeted linears' weights that is removed,
+    0 to 1; ``model_ratio`` is the fraction of all parameters. Every rank is a multiple of ``align``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -51,13 +50,13 @@ class CompressionSpec(BaseModel):
     @field_validator("shared")
     @classmethod
     def _shares_what_fits(cls, shared: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        ranks = info.data.get("ranks", {})  # empty where the ranks themselves are wrong, which is then the message
+        ranks = info.data.get("ranks", {})  # empty if the ranks are invalid, which has its own message
         for name, leader in shared.items() if ranks else ():
             for needed in (name, leader):
                 if needed not in ranks:
                     raise ValueError(f"{needed} has no rank")
             if leader in shared:
-                raise ValueError(f"{name} uses the A of {leader}, which has none of its own")
+                raise ValueError(f"{name} uses the A of {leader}, which has no A")
             if not same_input(name, leader):
                 raise ValueError(f"{name} does not read the input of {leader}")
             if ranks[name] != ranks[leader]:
@@ -66,17 +65,17 @@ class CompressionSpec(BaseModel):
 
     @classmethod
     def parse(cls, block: Any, where: str) -> CompressionSpec:
-        """Validate a ``quantization_config`` block as it was read from JSON.
+        """Validate a ``quantization_config`` block read from JSON.
 
         Raises:
-            UserError: it is another method's block, its format is newer than this code, or a field is missing, unknown
-                or malformed.
+            UserError: the block belongs to another method, its format is unknown to this version, or a field is
+                missing, unknown or malformed.
         """
         if not isinstance(block, dict):
             raise UserError(f"{where}: quantization_config is not a JSON object; compress the model again")
         method = block.get("quant_method", QUANT_METHOD)
         if method != QUANT_METHOD:
-            raise UserError(f"{where}: the weights are quantised by {method!r}; use the checkpoint they were made from")
+            raise UserError(f"{where}: the weights are quantised by {method!r}; use the original checkpoint")
         if block.get("format", FORMAT) != FORMAT:
             raise UserError(
                 f"{where}: checkpoint format {block['format']} is not format {FORMAT}, the one this neuronmm reads; "

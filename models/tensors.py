@@ -1,7 +1,7 @@
-"""Which tensors a checkpoint holds, of which shape, by its config.json; and the check that the files agree.
+"""The tensors that config.json promises, and the check that the shards contain exactly those.
 
-The check reads the headers of the shards only. It comes before anything is built, so that what a config.json claims
-costs no more time and memory than its weights are worth.
+The check reads only the headers of the shards. It runs before anything is built, so that a false config.json cannot
+cost more time and memory than the weights themselves.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from neuronmm.models.spec import CompressionSpec
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 IGNORED = "rotary_emb.inv_freq"
-"""How the names of the tensors end that old checkpoints hold and nobody reads."""
+"""Name suffix of tensors that old checkpoints contain and nothing reads."""
 
 FLOATS = ("F64", "F32", "BF16", "F16")
-"""safetensors' names of the dtypes that a weight may be stored in."""
+"""The dtypes that a weight may be stored in, as safetensors names them."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What config.json says of one tensor. ``dtypes`` are safetensors' names."""
+    """What config.json promises about one tensor. ``dtypes`` are safetensors' names."""
 
     shape: tuple[int, ...]
     required: bool = True
@@ -37,7 +37,7 @@ class Promise:
 
 
 def promised(config: ModelConfig, spec: CompressionSpec | None) -> Iterator[tuple[str, Promise]]:
-    """The name of every tensor that a checkpoint has to hold or may hold, with what it has to be."""
+    """Yield the name of every required or optional tensor of a checkpoint, with its promise."""
     hidden, wide, head = config.hidden_size, config.intermediate_size, config.head
     queries, keys = config.num_attention_heads * head, config.kv_heads * head
     sizes = {
@@ -65,7 +65,7 @@ def promised(config: ModelConfig, spec: CompressionSpec | None) -> Iterator[tupl
 def _linear(
     name: str, out_features: int, in_features: int, spec: CompressionSpec | None
 ) -> Iterator[tuple[str, Promise]]:
-    """The tensors of one linear, dense or factorised."""
+    """Yield the tensors of one linear, dense or factorised."""
     if spec is None or name not in spec.ranks:
         yield f"{name}.weight", Promise((out_features, in_features))
         yield f"{name}.bias", Promise((out_features,), required=False)
@@ -86,34 +86,34 @@ def check_tensors(folder: Path, files: dict[str, Path], config: ModelConfig, spe
     """Check that the shards hold the tensors that config.json promises and no others.
 
     Args:
-        folder: the checkpoint's, for the messages.
-        files: tensor name -> the shard that holds it.
-        config: its config.json.
-        spec: how it is compressed; None for a dense one.
+        folder: the checkpoint, for messages.
+        files: tensor name -> its shard.
+        config: the content of config.json.
+        spec: the compression; None for a dense checkpoint.
 
     Raises:
-        UserError: a tensor is missing, unknown, or of another shape or dtype.
+        UserError: a tensor is missing or unknown, or has another shape or dtype.
     """
     wrong = f"{folder}: config.json and weights disagree"
     again = "compress the model again" if spec is not None else "download the checkpoint again"
-    left = dict(_headers(files))
+    stored = dict(_headers(files))
     for name, promise in promised(config, spec):
-        if name in left:
-            shape, dtype = left.pop(name)
+        if name in stored:
+            shape, dtype = stored.pop(name)
             if shape != promise.shape:
                 raise UserError(f"{wrong}: {name} has shape {list(shape)}, not {list(promise.shape)}; {again}")
             if dtype not in promise.dtypes:
                 raise UserError(f"{wrong}: {name} is stored as {dtype}, not as {' or '.join(promise.dtypes)}; {again}")
         elif promise.required:
             raise UserError(f"{wrong}: {name} is in no shard; {again}")
-    unknown = [name for name in left if not name.endswith(IGNORED)]
+    unknown = [name for name in stored if not name.endswith(IGNORED)]
     unknown += [name for name in (spec.ranks if spec is not None else ()) if f"{name}.B.weight" not in files]
     if unknown:
         raise UserError(f"{wrong}: {unknown[0]} belongs to no part of the model; {again}")
 
 
 def _headers(files: dict[str, Path]) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-    """Name, shape and dtype of every tensor."""
+    """Yield the name, shape and dtype of every tensor."""
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
@@ -122,24 +122,26 @@ def _headers(files: dict[str, Path]) -> Iterator[tuple[str, tuple[tuple[int, ...
 
 
 def check_finite(name: str, tensor: Tensor, where: Path) -> None:
-    """Refuse a weight of any shape that holds NaN or infinity.
+    """Check that a weight of any shape is finite.
 
     Raises:
-        UserError: it does.
+        UserError: it holds NaN or infinity.
     """
     if tensor.is_floating_point() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
-        raise UserError(f"{where}: {name} holds NaN or infinity; the checkpoint is damaged, download or make it again")
+        raise UserError(
+            f"{where}: {name} holds NaN or infinity; the checkpoint is damaged; download or compress it again"
+        )
 
 
 def check_tokens(ids: Tensor, vocabulary: int) -> None:
-    """Refuse token ids of any shape that the model has no embedding for.
+    """Check that the model has an embedding for every token id in ``ids``, of any shape.
 
     Raises:
-        UserError: there is one.
+        UserError: an id lies outside the vocabulary.
     """
     highest = int(ids.max()) if ids.numel() else 0
     if highest >= vocabulary:
         raise UserError(
-            f"the tokenizer gives token {highest}, and the model's vocabulary has {vocabulary} tokens; they do not "
+            f"the tokenizer gives token {highest}, but the model's vocabulary has {vocabulary} tokens; the two do not "
             "belong together: download the checkpoint again"
         )

@@ -1,19 +1,28 @@
-"""neuronmm: compress Llama and Qwen checkpoints by SVD, run them with fused low-rank kernels, measure honestly.
+"""neuronmm: compress Llama and Qwen checkpoints by SVD, run them with fused low-rank kernels, and measure both.
 
-``import neuronmm`` registers the checkpoint format with transformers, so that afterwards a plain
-``AutoModelForCausalLM.from_pretrained(folder)`` gives the compressed model.
+``import neuronmm`` registers the checkpoint format with transformers. A plain
+``AutoModelForCausalLM.from_pretrained(folder)`` then loads a compressed model.
 """
 
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neuronmm.version import VERSION as __version__
 
+if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ imports them from _MODULES
+    from neuronmm.compression.pipeline import compress
+    from neuronmm.compression.recover import recover
+    from neuronmm.engine.engine import load
+    from neuronmm.measure.benchmark import benchmark
+    from neuronmm.measure.evaluate import evaluate
+    from neuronmm.measure.prediction import predict
+    from neuronmm.models.patch import fuse, patch
+
 __all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict", "recover"]
 
-_HOMES = {
+_MODULES = {
     "benchmark": "neuronmm.measure.benchmark",
     "compress": "neuronmm.compression.pipeline",
     "evaluate": "neuronmm.measure.evaluate",
@@ -25,21 +34,21 @@ _HOMES = {
 }
 
 
-def _in_the_command() -> bool:
-    """Whether this is the ``neuronmm`` command, by its script or as ``python -m neuronmm``.
+def _is_command() -> bool:
+    """Return whether this process is the ``neuronmm`` command, as a script or as ``python -m neuronmm``.
 
-    The command imports transformers itself, where it can say in one line that it was interrupted.
+    The command imports transformers later, where an interruption becomes one line.
     """
     name = sys.argv[0] if sys.argv else ""
     return Path(name).stem == "neuronmm" or (name == "-m" and "neuronmm" in sys.orig_argv)
 
 
-if not _in_the_command():
+if not _is_command():
     import_module("neuronmm.models.hf").register()
 
 
 def __getattr__(name: str) -> Any:
-    """The public verbs are imported when first used: ``import neuronmm`` stays light."""
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    """Import a public verb on first use, so that ``import neuronmm`` stays fast."""
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'neuronmm' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The ``neuronmm`` command: a dispatcher over :mod:`neuronmm.commands`, and the one place errors become lines."""
+"""The ``neuronmm`` command: dispatches to :mod:`neuronmm.commands` and turns errors into one line each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ COMMANDS = ("compress", "recover", "generate", "benchmark", "evaluate", "sweep",
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command line."""
+    """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help shows all options)\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line; each subcommand module adds its own part."""
+    """Build the parser; each command module adds its arguments."""
     root = Parser(
         prog="neuronmm",
         description="Compress a Llama or Qwen checkpoint by SVD, generate, and measure tokens per second.",
@@ -34,12 +34,12 @@ def parser() -> argparse.ArgumentParser:
     for name in COMMANDS:
         module = import_module(f"neuronmm.commands.{name}")
         text = (module.__doc__ or "").strip()
-        summary, _, rest = text.partition("\n")
+        summary, _, details = text.partition("\n")
         command = subparsers.add_parser(
             name,
             help=summary,
             description=summary,
-            epilog=rest.strip(),
+            epilog=details.strip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("--debug", action="store_true", help="show a traceback instead of one line when it fails")
@@ -49,16 +49,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0, 2 for bad input, 1 for a failure, 128 + n where signal n would end it."""
+    """Run one command and return the exit status: 0, 2 for bad input, 1 for a failure, 128 + n for signal n."""
     words = sys.argv[1:] if argv is None else argv
-    if sys.stderr is None:  # closed by the caller; what print sends to None goes to stdout
+    if sys.stderr is None:  # closed by the caller; print(file=None) would write to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
-        problem = _problem(words)
+        problem = _process_problem(words)
         if problem:
             print(f"neuronmm: error: {problem}", file=sys.stderr)
             return 2
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8 shows escapes
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows escapes
             sys.stdout.reconfigure(errors="backslashreplace")
         root = parser()
         args = root.parse_args(words)
@@ -76,21 +76,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _problem(words: Sequence[str]) -> str | None:
-    """What is wrong with the process itself: its output, or words that no command can take."""
+def _process_problem(words: Sequence[str]) -> str | None:
+    """Return what is wrong with stdout or the encoding of the arguments, or None."""
     if sys.stdout is None:
         return "standard output is closed; send it to /dev/null if nobody reads it"
     for word in words:
-        shown = word.encode(errors="backslashreplace").decode()
-        if shown != word:
-            return f"the argument {shown} is not UTF-8"
+        escaped = word.encode(errors="backslashreplace").decode()
+        if escaped != word:
+            return f"the argument {escaped} is not UTF-8"
         if word.endswith("=--"):  # argparse of Python 3.11 drops that value
             return f"the argument {word} is ambiguous; leave a space before --"
     return None
 
 
 def _run(args: argparse.Namespace) -> int:
-    """The chosen command, its errors as one line each. What takes seconds to import is imported here."""
+    """Run the chosen command and turn its errors into one line. Slow imports happen here."""
     from neuronmm.kernels import KernelError
     from neuronmm.models import UserError
     from neuronmm.models.hf import register
@@ -99,31 +99,31 @@ def _run(args: argparse.Namespace) -> int:
     try:
         with _interruptible():
             args.run(args)
-        sys.stdout.flush()  # a reader that is gone is noticed here, not when the interpreter ends
+        sys.stdout.flush()  # detects a closed pipe here instead of at interpreter exit
     except (BrokenPipeError, SystemExit) as error:
         if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _drop_output()
-        return 141  # `| head` has what it wanted; rich makes a SystemExit of that
+        return 141  # a closed pipe (`| head`), which rich turns into a SystemExit
     except (UserError, KernelError, OSError, MemoryError, RuntimeError) as error:
-        mended_by_user, memory = isinstance(error, (UserError, KernelError)), _lacks_memory(error)
-        if args.debug or not (mended_by_user or memory or isinstance(error, OSError)):
+        user_error, memory = isinstance(error, (UserError, KernelError)), _lacks_memory(error)
+        if args.debug or not (user_error or memory or isinstance(error, OSError)):
             raise
         message = "not enough memory" if memory else str(error) or type(error).__name__
         print(f"neuronmm {args.command}: error: {message}", file=sys.stderr)
         try:
             sys.stdout.flush()
-        except OSError:  # a full disk: not once more when the interpreter ends
+        except OSError:  # a full disk, which would fail again at interpreter exit
             _drop_output()
-        return 2 if mended_by_user else 1
+        return 2 if user_error else 1
     return 0
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let an interruption of the block end it as one where C code turns it into another error, as torch does.
+    """Raise KeyboardInterrupt if the block is interrupted, even if C code such as torch's raises another error instead.
 
-    A handler that the caller has set, or that ignores the signal, stays in force.
+    A handler that the caller has set remains active.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -147,15 +147,15 @@ def _interruptible() -> Iterator[None]:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, Python's own or torch's, which has no type for it."""
-    torchs = ("can't allocate memory", "out of memory")
+    """Return whether an allocation failed, in Python or in torch, which raises a plain RuntimeError."""
+    messages = ("can't allocate memory", "out of memory")
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in torchs)
+        isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
     )
 
 
 def _drop_output() -> None:
-    """Let what is still in stdout's buffer go nowhere."""
+    """Discard the content of stdout's buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,3 +1,3 @@
-"""The version of neuronmm, read from here by the packaging too: a plain checkout carries no metadata."""
+"""The version of neuronmm, in a file because a plain checkout has no metadata; the packaging reads it too."""
 
 VERSION = "0.1.0"

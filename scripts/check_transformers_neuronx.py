@@ -83,7 +83,7 @@ def prompts_of(model: str) -> list[Tensor]:
 
 def of_hf(model: str, prompt: Tensor, new: int) -> list[int]:
     """The greedy tokens of transformers' own ``generate``; low-rank linears are two products in torch."""
-    hf = neuronmm.load(model, backend="cpu", dtype="fp32", impl="naive").host.model
+    hf = neuronmm.load(model, backend="cpu", dtype="fp32", impl="naive").runner.model
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     ids = hf.generate(prompt[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.long), **options)
     return list(ids[0, len(prompt) :].tolist())
@@ -96,7 +96,7 @@ def of_host(
     for rows in ([0], [1], [0, 1]):
         sizes = {"tp_degree": tp, "batch_size": len(rows), "n_positions": POSITIONS, "amp": "fp32"}
         engine = neuronmm.load(model, backend="neuron", emulate=True, impl=impl, **sizes)
-        host: Any = engine.host
+        host: Any = engine.runner
         if host.adapter.NAME != NAME or not host.adapter.VERSION.startswith(VERSION):
             raise UserError(f"the host is {host.adapter.NAME} {host.adapter.VERSION}, not {NAME} {VERSION}x")
         longest = max(len(prompts[row]) for row in rows)

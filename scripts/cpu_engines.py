@@ -94,13 +94,13 @@ def prepare_ours(model: str, variant: str) -> Prepared:
     """Our engine."""
     import torch
 
-    from neuronmm.engine.backends.cpu import CpuHost
+    from neuronmm.engine.backends.cpu import CpuRunner
     from neuronmm.engine.cpu_decoder import CpuDecoder, describe
     from neuronmm.kernels.cpu import arena
     from neuronmm.kernels.cpu.int8 import quantise_model
     from neuronmm.measure.bandwidth import weight_bytes_per_step
 
-    host = CpuHost(torch_model(model, variant), "naive" if variant.endswith("naive") else "auto")
+    host = CpuRunner(torch_model(model, variant), "naive" if variant.endswith("naive") else "auto")
     arena.gather(host.model.parameters())
     nbytes, path, weights = weight_bytes_per_step(host.model), host.path, None
     if variant.endswith("int8"):

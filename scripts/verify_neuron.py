@@ -146,7 +146,7 @@ def check_generation(dense: str, low: str, emulate: bool, tp: int, new: int) -> 
         engine = neuronmm.load(
             model, backend="neuron", tp_degree=tp, batch_size=2, n_positions=128, amp="fp32", emulate=emulate
         )
-        print(f"{name}: {engine.host.path}")
+        print(f"{name}: {engine.runner.path}")
         got = engine.generate(PROMPTS, params)
         for prompt, a, b in zip(PROMPTS, got, want, strict=True):
             same = next((i for i, (s, t) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if s != t), new)

@@ -129,7 +129,8 @@ def reduced_mask(data: Tile, axis: Any, mask: Mask, shape: tuple[int, ...]) -> M
     """Which elements of a reduction's result, of ``shape``, any element under ``mask`` contributes to."""
     if mask is None:
         return None
-    return np.broadcast_to(mask, data.shape).any(axis=free_axes(data, axis)).reshape(shape)
+    reduced: Any = np.broadcast_to(mask, data.shape).any(axis=free_axes(data, axis))
+    return reduced.reshape(shape)
 
 
 def reduces_part(data: Tile, axis: Any, mask: np.ndarray) -> bool:

@@ -120,6 +120,7 @@ def run(
         machine.body = getattr(inspect.unwrap(own.function), "__code__", None)
     if 0 in own.grid:
         machine.fail("launch grid", f"the launch grid {own.grid} of {own.__name__} has no programs", ">= 1", 0)
+    result = None
     machines.push(machine)
     collecting = gc.isenabled()
     gc.disable()  # a long trace is many live objects and no garbage: collecting would take most of the time

@@ -7,6 +7,8 @@ names up and the emulated runtime reads shapes from the module.
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from neuronmm.emulator.pyhlo.protobuf import build
@@ -145,8 +147,8 @@ _xla = build(
 )
 
 _file = _xla["HloModuleProto"].DESCRIPTOR.file
-PrimitiveType = EnumTypeWrapper(_file.enum_types_by_name["PrimitiveType"])
-Kind = EnumTypeWrapper(_file.enum_types_by_name["Kind"])
+PrimitiveType: Any = EnumTypeWrapper(_file.enum_types_by_name["PrimitiveType"])
+Kind: Any = EnumTypeWrapper(_file.enum_types_by_name["Kind"])
 XLA_DATA = {
     name: _xla[name]
     for name in (

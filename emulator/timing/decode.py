@@ -7,6 +7,8 @@ The KV cache is read once, by token. Norms, rotary embedding and softmax are ele
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm.emulator.nki.trace import Buffer, Engine, Region, Space, Trace
 from neuronmm.emulator.timing.sketch import Sketch, part
 
@@ -63,6 +65,8 @@ class _Step:
             deep, wide = -(-rows // 128), -(-columns // 128)
             chunks = -(-deep * wide // CHUNK)
             row = -(-rows * columns // (128 * chunks))  # elements of one transfer's row: tails cost what they are
+            chunk: Any = None
+            psum: Any = None
             for tile in range(deep * wide):
                 if tile % CHUNK == 0:
                     chunk = self._load(row)

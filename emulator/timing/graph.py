@@ -208,6 +208,8 @@ class _Schedule:
         row = -(-rows * columns // (128 * chunks))  # elements of one transfer's row: tails cost what they are
         for strip in range(0, tokens, STRIP):
             moving = _cut(min(STRIP, tokens - strip))
+            chunk: Any = None
+            sums: list[Any] = []
             for tile in range(deep * wide):
                 if tile % CHUNK == 0:
                     chunk = self._tile(f"weights {self.ring % RINGS}", row, work.dtype)

@@ -8,16 +8,17 @@ from typing import Any, Protocol
 
 import torch
 
-from neuronmm.engine.backends import cpu, cuda, neuron
+from neuronmm.engine.backends import cpu, neuron
+from neuronmm.engine.backends.torch_runner import load_cuda, missing_cuda
 from neuronmm.engine.decoder import Decoder
 from neuronmm.models.errors import UserError
 
 
-class Host(Protocol):
+class Runner(Protocol):
     """A model loaded on a backend. It creates decoders.
 
-    ``max_batch`` is the number of rows that can run at once. ``max_len`` is the number of positions of a sequence, None
-    for as many as the model has. ``continuous`` says whether its decoders also are
+    ``max_batch`` is the number of rows that can run at once. ``max_len`` is the largest number of positions of a
+    sequence, None if only the model limits it. ``continuous`` says whether its decoders also are
     :class:`~neuronmm.engine.continuous.Slots`.
     """
 
@@ -43,19 +44,19 @@ class Backend:
     """One backend.
 
     ``missing(**options)`` returns None if the backend can run here, otherwise the reason and what to do. ``load(folder,
-    dtype, impl, **options)`` returns the host. ``options`` are the names of the backend's own options.
+    dtype, impl, **options)`` returns the runner. ``options`` are the names of the backend's own options.
     """
 
     name: str
     missing: Callable[..., str | None]
-    load: Callable[..., Host]
+    load: Callable[..., Runner]
     options: frozenset[str] = frozenset()
 
 
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("cuda", cuda.missing, cuda.load),
+        Backend("cuda", missing_cuda, load_cuda),
         Backend("cpu", cpu.missing, cpu.load),
         Backend("neuron", neuron.missing, neuron.load, frozenset(f.name for f in fields(neuron.NeuronOptions))),
     )

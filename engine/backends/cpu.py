@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
+from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.engine.decoder import Decoder, TorchDecoder
-from neuronmm.engine.host import TorchHost
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, isa
 from neuronmm.models.load import load_pretrained
 
 
-class CpuHost(TorchHost):
+class CpuRunner(TorchRunner):
     """A model in main memory. ``auto`` and ``cpu`` decode in the C++ core, all other implementations in torch.
 
     Raises:
@@ -48,8 +48,8 @@ def missing() -> str | None:
     return None
 
 
-def load(folder: Path, dtype: torch.dtype, impl: str) -> CpuHost:
+def load(folder: Path, dtype: torch.dtype, impl: str) -> CpuRunner:
     """Load the model of ``folder`` into main memory, with all weights in one arena."""
-    host = CpuHost(load_pretrained(folder, dtype, "cpu"), impl)
-    arena.gather(host.model.parameters())
-    return host
+    runner = CpuRunner(load_pretrained(folder, dtype, "cpu"), impl)
+    arena.gather(runner.model.parameters())
+    return runner

@@ -1,4 +1,4 @@
-"""The emulated Neuron runtime, shared by all engines that run on it: started by the first, stopped by the last.
+"""The emulated Neuron runtime, shared by all engines on it: the first engine starts it, the last one stops it.
 
 Engines may close in any order, which nested context managers do not allow; hence the reference count.
 """
@@ -16,16 +16,16 @@ Kernels = Literal["nki", "reference"]
 
 
 @dataclass
-class _Held:
+class _Emulation:
     stack: ExitStack
     session: Any
     users: int = 0
 
 
-_held: list[_Held] = []
+_open: list[_Emulation] = []
 
 
-def hold(kernels: Kernels) -> tuple[Any, Callable[[], None]]:
+def acquire(kernels: Kernels) -> tuple[Any, Callable[[], None]]:
     """Return the emulation session and the function that releases it, to be called once.
 
     Raises:
@@ -33,18 +33,19 @@ def hold(kernels: Kernels) -> tuple[Any, Callable[[], None]]:
     """
     from neuronmm.emulator.runtime import neuron_emulation
 
-    if not _held:
+    if not _open:
         stack = ExitStack()
-        _held.append(_Held(stack, stack.enter_context(neuron_emulation(kernels=kernels))))
-    held = _held[0]
-    if held.session.kernels != kernels:
-        raise UserError(f"an engine that emulates with kernels {held.session.kernels!r} is still open; close it first")
-    held.users += 1
+        _open.append(_Emulation(stack, stack.enter_context(neuron_emulation(kernels=kernels))))
+    emulation = _open[0]
+    session = emulation.session
+    if session.kernels != kernels:
+        raise UserError(f"an engine that emulates with kernels {session.kernels!r} is still open; close it first")
+    emulation.users += 1
 
-    def let_go() -> None:
-        held.users -= 1
-        if not held.users:
-            _held.remove(held)
-            held.stack.close()
+    def release() -> None:
+        emulation.users -= 1
+        if not emulation.users:
+            _open.remove(emulation)
+            emulation.stack.close()
 
-    return held.session, let_go
+    return session, release

@@ -1,4 +1,4 @@
-"""The Neuron backend: a Neuron host on NeuronCores, or the same host on a CPU with the runtime below it emulated."""
+"""The Neuron backend: a Neuron host on NeuronCores, or the same host on a CPU with an emulated runtime."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import Shards
 
 N_POSITIONS = 512
-"""Sequence length where none is asked for and the model has room for it."""
+"""Default sequence length, unless the model's context is shorter."""
 
 KERNELS: dict[str, emulation.Kernels] = {"auto": "nki", "nki": "nki", "reference": "reference"}
-"""Kernel name -> what an emulated custom call runs: the NKI function, or its sum in plain torch."""
+"""Kernel name -> what an emulated custom call runs: the NKI function, or its reference in torch."""
 
 
 @dataclass(frozen=True)
 class NeuronOptions:
-    """What ``load`` takes for this backend, beside the model.
+    """The options of ``load`` for this backend.
 
     ``tp_degree``: NeuronCores that share the model. ``batch_size``: rows of a compiled step. ``n_positions``: longest
-    sequence, prompt and answer together (default: 512, or the model's context if that is less). ``layout``: HSB or BSH.
-    ``continuous``: rows are slots, which a sequence joins and leaves while others run. ``emulate``: run the host on
-    this machine's CPU.
+    sequence, prompt and answer together (default: 512, or the model's context if that is shorter). ``layout``: HSB or
+    BSH. ``continuous``: rows are slots that sequences join and leave while others run. ``emulate``: run the host on the
+    CPU of this machine.
     """
 
     tp_degree: int = 1
@@ -47,16 +47,16 @@ class NeuronOptions:
     continuous: bool = False
     emulate: bool = False
 
-    def settings(self, dtype: torch.dtype, most: int) -> Settings:
-        """The build these options ask for, of a model with a context of ``most`` positions."""
-        positions = min(N_POSITIONS, most) if self.n_positions is None else self.n_positions
+    def settings(self, dtype: torch.dtype, context: int) -> Settings:
+        """Return the build settings for a model with a context of ``context`` positions."""
+        positions = min(N_POSITIONS, context) if self.n_positions is None else self.n_positions
         return Settings(dtype, self.tp_degree, self.batch_size, positions, self.layout, self.continuous)
 
 
-class NeuronHost:
-    """A checkpoint in a Neuron host. It compiles, or takes a compiled graph from the cache, when first used."""
+class NeuronRunner:
+    """A checkpoint in a Neuron host. It compiles, or reads a compiled graph from the cache, on first use."""
 
-    def __init__(self, shards: Shards, settings: Settings, adapter: Any, session: Any, leave: ExitStack) -> None:
+    def __init__(self, shards: Shards, settings: Settings, adapter: Any, session: Any, resources: ExitStack) -> None:
         self.shards, self.settings, self.adapter, self.session = shards, settings, adapter, session
         self.device, self.dtype, self.backend = torch.device("cpu"), settings.dtype, "neuron"
         self.max_batch = settings.batch_size
@@ -65,37 +65,37 @@ class NeuronHost:
         self.cached: bool | None = None
         self.ready_seconds = 0.0
         self._model: Any = None
-        self.close = weakref.finalize(self, leave.close)
-        """Gives the cores back, or ends the emulation; the host cannot be used after it."""
+        self.close = weakref.finalize(self, resources.close)
+        """Release the cores, or end the emulation; the runner cannot be used afterwards."""
 
     @property
     def model(self) -> Any:
-        """The host's model, on its cores."""
+        """The host's model, loaded onto its cores."""
         if self._model is None:
             start = time.perf_counter()
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # hosts compile in forks, tokenizers warn of those
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # avoids a warning when a host forks to compile
             model = self.adapter.Model(self.shards, self.settings)
-            name = cache.key(self.shards, self.settings, f"{self.adapter.NAME} {self.adapter.VERSION}")
-            self.cached = cache.to_cores(model, name)
+            key = cache.key(self.shards, self.settings, f"{self.adapter.NAME} {self.adapter.VERSION}")
+            self.cached = cache.to_cores(model, key)
             self.ready_seconds = time.perf_counter() - start
             self._model = model
         return self._model
 
     @property
     def path(self) -> str:
-        """One line: which host, where, which kernels, and whether it had to compile."""
-        made = self.model and ("compile cache hit" if self.cached else "compile cache miss")
+        """One line that names the kernels, the host, its device and whether it had to compile."""
+        compiled = self.model and ("compile cache hit" if self.cached else "compile cache miss")
         where = "emulated on this CPU" if self.session else "NeuronCores"
         kernels = "dense" if not self.shards.checkpoint.ranks else "low-rank NKI"
         batch = f"{'continuous ' if self.continuous else ''}batch {self.max_batch}"
         sizes = f"tp {self.settings.tp_degree}, {batch}, {self.max_len} positions"
-        return f"{kernels}; {self.adapter.NAME} {self.adapter.VERSION}, {where}, {sizes}; {made}"
+        return f"{kernels}; {self.adapter.NAME} {self.adapter.VERSION}, {where}, {sizes}; {compiled}"
 
     def decoder(self, batch: int, max_len: int) -> Decoder:
-        """A decoder for ``batch`` rows of at most ``max_len`` positions.
+        """Create a decoder for ``batch`` rows of at most ``max_len`` positions.
 
         Raises:
-            UserError: the compiled graphs are smaller than that.
+            UserError: the compiled graphs are smaller.
         """
         sizes = self.settings
         if batch > sizes.batch_size or max_len > sizes.n_positions:
@@ -106,7 +106,7 @@ class NeuronHost:
         return (NeuronSlots if self.continuous else NeuronDecoder)(self, batch, max_len)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The host's own ``generate``, transformers' interface. Dimensions: both [batch, prompt], left-padded."""
+        """Call the host's ``generate``, with transformers' interface. Dimensions: both [batch, prompt], left-padded."""
         config = load_config(self.shards.checkpoint.folder)
         return self.adapter.Generation(self.model, config, self.settings).generate(
             input_ids=input_ids, attention_mask=attention_mask, **kwargs
@@ -114,32 +114,34 @@ class NeuronHost:
 
 
 def missing(*, emulate: bool = False, **options: Any) -> str | None:
-    """None where a real host is here, or is not needed; else what is missing and the ways out."""
+    """Return None if a host can run here or the run is emulated, otherwise what is missing and what to do."""
     if emulate:
         return None
     reason = sdk.missing()
     return reason and f"{reason}; or run it emulated on this CPU: --emulate"
 
 
-def load(folder: Path, dtype: torch.dtype, impl: str, **options: Any) -> NeuronHost:
-    """The model of ``folder`` in the host that is here; everything that can be refused is refused before it compiles.
+def load(folder: Path, dtype: torch.dtype, impl: str, **options: Any) -> NeuronRunner:
+    """Load the model of ``folder`` into the installed host, with every check done before it compiles.
 
     Raises:
-        UserError: an option out of range, a model that does not fit, or an SDK that does not.
+        UserError: an option is out of range, the model does not fit, or the SDK is not supported.
     """
-    asked = NeuronOptions(**options)
-    if impl not in KERNELS or (impl == "reference" and not asked.emulate):
-        raise UserError(f"kernel {impl!r} is not for backend neuron; there are: auto, nki, and, emulated, reference")
+    chosen = NeuronOptions(**options)
+    if impl not in KERNELS or (impl == "reference" and not chosen.emulate):
+        raise UserError(
+            f"kernel {impl!r} is not for backend neuron; there are: auto, nki and, with --emulate, reference"
+        )
     checkpoint = Checkpoint(folder, dtype)
-    settings = asked.settings(dtype, checkpoint.architecture.positions)
+    settings = chosen.settings(dtype, checkpoint.architecture.positions)
     settings.check(checkpoint.architecture)
     shards = Shards(checkpoint, settings.tp_degree)
     with ExitStack() as stack:
         session = None
-        if asked.emulate:
-            session, let_go = emulation.hold(KERNELS[impl])
-            stack.callback(let_go)
+        if chosen.emulate:
+            session, release = emulation.acquire(KERNELS[impl])
+            stack.callback(release)
         else:
             sdk.check_cores(settings.tp_degree)
         adapter = sdk.host()
-        return NeuronHost(shards, settings, adapter, session, stack.pop_all())
+        return NeuronRunner(shards, settings, adapter, session, stack.pop_all())

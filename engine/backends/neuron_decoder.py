@@ -1,4 +1,4 @@
-"""Decoding over a Neuron host's model, whose graphs have a fixed batch: rows that start together, or slots."""
+"""Decoders on a Neuron host's model, whose graphs have a fixed batch: rows that start together, or slots."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from neuronmm.engine.backends.neuron import NeuronHost
+    from neuronmm.engine.backends.neuron import NeuronRunner
 
 
-class _OnHost:
-    def __init__(self, host: NeuronHost, batch: int, max_len: int) -> None:
+class _FixedBatch:
+    """The state that both decoders share: the runner, its model and the size of the KV cache."""
+
+    def __init__(self, runner: NeuronRunner, batch: int, max_len: int) -> None:
         self.batch, self.max_len = batch, max_len
-        self._host, self._model, self._rows = host, host.model, host.max_batch  # the host has to outlive the decoder
-        found, tp = host.shards.checkpoint.architecture, host.settings.tp_degree
-        keys = host.shards.heads.keys_per_rank * tp * found.head
-        positions = host.settings.n_positions * self._rows
-        self.state_bytes = 2 * found.layers * positions * keys * host.dtype.itemsize
+        self._runner = runner  # must outlive the decoder
+        self._model, self._rows = runner.model, runner.max_batch
+        sizes, tp = runner.shards.checkpoint.architecture, runner.settings.tp_degree
+        keys = runner.shards.heads.keys_per_rank * tp * sizes.head
+        positions = runner.settings.n_positions * self._rows
+        self.state_bytes = 2 * sizes.layers * positions * keys * runner.dtype.itemsize
 
     def _check(self, end: int, rows: int) -> None:
         if end > self.max_len or rows != self.batch:
             raise ValueError(f"{rows} rows of {end} positions do not fit [{self.batch}, {self.max_len}]")
 
 
-class NeuronDecoder(_OnHost):
-    """The decoder of a static batch. Missing rows repeat the first."""
+class NeuronDecoder(_FixedBatch):
+    """The decoder of a static batch. Unused rows of the graph repeat the first row."""
 
     _start, _position = torch.zeros(0), 0
 
@@ -50,11 +53,11 @@ class NeuronDecoder(_OnHost):
         return torch.cat([rows, rows[:1].expand(self._rows - len(rows), *rows.shape[1:])])
 
 
-class NeuronSlots(_OnHost):
-    """The decoder of a continuous batch, and its slots: every row has a sequence of its own, without padding."""
+class NeuronSlots(_FixedBatch):
+    """The decoder of a continuous batch, and its slots: each row holds an independent sequence without padding."""
 
-    def __init__(self, host: NeuronHost, batch: int, max_len: int) -> None:
-        super().__init__(host, batch, max_len)
+    def __init__(self, runner: NeuronRunner, batch: int, max_len: int) -> None:
+        super().__init__(runner, batch, max_len)
         self._lengths = [0] * batch
 
     @torch.inference_mode()
@@ -64,8 +67,9 @@ class NeuronSlots(_OnHost):
         self._lengths[slot] = len(input_ids)
         at = torch.arange(len(input_ids))
         if len(input_ids) == 1:
-            # The hosts take one token for a step of every slot. A second one, which the next step overwrites before
-            # anything sees it, makes it a prompt; the last position is the highest that they are told.
+            # The hosts treat a single token as a decode step of every slot. A second copy makes it a prompt. The
+            # copy has the same position, since the hosts return the logits of the highest one, and the next step
+            # overwrites it in the cache before anything reads it.
             input_ids, at = input_ids.repeat(2), at.repeat(2)
         return self._model(input_ids[None], at[None], torch.tensor([slot]))[0]
 
@@ -79,7 +83,7 @@ class NeuronSlots(_OnHost):
         return self._model(token_ids[:, None], torch.tensor(at)[:, None], torch.tensor(slots))
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """See :class:`~neuronmm.engine.decoder.Decoder`: every row joins, its padding left out."""
+        """See :class:`~neuronmm.engine.decoder.Decoder`: every row joins its slot without its padding."""
         rows = zip(input_ids, attention_mask.bool(), strict=True)
         return torch.stack([self.join(slot, row[mask]) for slot, (row, mask) in enumerate(rows)])
 

@@ -4,6 +4,7 @@ The kernels call these and nothing else, so they never see a dialect. :mod:`.dia
 Importing this needs the Neuron SDK or the emulator.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from dataclasses import dataclass

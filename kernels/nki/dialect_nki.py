@@ -3,6 +3,7 @@
 The same methods as :mod:`.dialect_neuronxcc`. Importing this needs the Neuron SDK or the emulator.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from dataclasses import dataclass

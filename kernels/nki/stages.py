@@ -286,5 +286,5 @@ def second_factor(
                 j, m, wide = chunks
                 at = j - first
                 d.add(d.at(out, ((0, wide), (at, at + m), (0, tokens))), out[0:wide, at : at + m, 0:tokens],
-                      extra[0:wide, at : at + m, 0:tokens])  # fmt: skip
+                      extra[0:wide, at : at + m, 0:tokens])  # pyright: ignore[reportPossiblyUnboundVariable]  # fmt: skip
         store_rows(d, y, out, cut, first, last, start, tokens, first_tokens)

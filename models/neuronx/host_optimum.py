@@ -1,5 +1,6 @@
 """The adapter to optimum-neuron's HLO backend (0.2.0). It needs that package, and the SDK or its emulation."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from functools import partial

@@ -1,11 +1,11 @@
 """The adapter to transformers-neuronx (0.13). It needs that package, and the SDK or its emulation."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 from transformers_neuronx import NeuronConfig, __version__, activations, hlo, ops
@@ -23,7 +23,6 @@ from neuronmm.models.neuronx.weights import Shards, fill, names
 
 NAME = "transformers-neuronx"
 VERSION = __version__
-AMPS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def graphs(model: Model, length: int) -> tuple[Any, Any]:
@@ -84,7 +83,7 @@ class Model(LlamaForSampling):
             n_positions=settings.buckets,
             context_length_estimate=settings.buckets,
             batch_size=settings.batch_size,
-            amp=AMPS[settings.dtype],
+            amp=settings.amp.replace("fp", "f"),
             tp_degree=settings.tp_degree,
             neuron_config=neuron_config,
         )

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import torch
 
 from neuronmm.models.errors import UserError
+from neuronmm.models.load import DTYPES
 from neuronmm.models.neuronx.architecture import Architecture
 
-AMPS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+AMPS = {dtype: name for name, dtype in DTYPES.items()}
 LAYOUTS = ("HSB", "BSH")
 SMALLEST_BUCKET = 128
 

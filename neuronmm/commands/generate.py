@@ -1,4 +1,4 @@
-"""Generate text from a model, compressed or dense, streaming it to the terminal.
+"""Generate text from a model, compressed or dense, and stream it to the terminal.
 
 examples:
   neuronmm generate OUT --prompt "The capital of France is"
@@ -8,10 +8,10 @@ examples:
   neuronmm generate OUT --prompt "The sky is" --backend neuron --tp 2            (on Trainium)
   neuronmm generate OUT --prompt "The sky is" --backend neuron --tp 2 --emulate  (the same on this CPU, slowly)
 
-The text goes to stdout; which backend and kernels ran, TTFT (time to the first token) and decode tokens/s (prompt
-tokens and the first token not counted) go to stderr. A batch file holds one prompt a line, or, when its name ends in
-.jsonl, one object with a "prompt" a line; its results are JSON lines in the same order. Greedy unless --temperature is
-above 0.
+The text goes to stdout. The backend, the kernels, TTFT (time to the first token) and decode tokens/s (without prompt
+tokens and the first token) go to stderr. A batch file has one prompt per line or, if its name ends in .jsonl, one
+object with a "prompt" per line; the results are JSON lines in the same order. Decoding is greedy unless --temperature
+is above 0.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own options."""
+    """Add the options of the command."""
     parser.add_argument("model", metavar="OUT", help="a model folder (compressed or dense), a GGUF file or a hub id")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the text to continue")
-    source.add_argument("--batch-file", type=Path, metavar="FILE", help="many prompts; results as JSON lines")
+    source.add_argument("--batch-file", type=Path, metavar="FILE", help="file of prompts; results are JSON lines")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 (default) all"
+        "--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 (default) keeps all"
     )
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; 1 (default) is off")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 (default) is off")
@@ -47,29 +47,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``--backend neuron``; what is not given keeps the backend's default."""
+    """Add the options of ``--backend neuron``."""
     group = parser.add_argument_group("with --backend neuron")
     group.add_argument("--tp", type=int, metavar="N", help="NeuronCores that share the model; default 1")
     group.add_argument("--positions", type=int, metavar="N", help="longest prompt and answer together; default 512")
-    group.add_argument("--continuous", action="store_true", help="a prompt joins when another has ended")
-    group.add_argument("--emulate", action="store_true", help="run the Neuron host on this CPU, its runtime emulated")
+    group.add_argument("--continuous", action="store_true", help="start a prompt when another one ends")
+    group.add_argument(
+        "--emulate", action="store_true", help="run the Neuron host on this CPU with an emulated runtime"
+    )
 
 
 def neuron_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The backend options that were given, as ``load`` takes them."""
-    given = {
+    """Return the backend options on the command line, as ``load`` takes them."""
+    options = {
         "tp_degree": args.tp,
         "n_positions": args.positions,
         "continuous": args.continuous or None,
         "emulate": args.emulate or None,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load, generate, report."""
+    """Load the model, generate, and report the speed."""
+    from neuronmm.engine.backends.torch_runner import MAX_BATCH
     from neuronmm.engine.engine import load
-    from neuronmm.engine.host import MAX_BATCH
     from neuronmm.engine.sampling import SamplingParams
 
     params = SamplingParams(
@@ -87,9 +89,9 @@ def run(args: argparse.Namespace) -> None:
         options["batch_size"] = min(len(prompts), MAX_BATCH)
     engine = load(args.model, backend=args.backend, dtype=args.dtype, impl=args.impl, **options)
     for prompt in prompts:
-        engine.encode(prompt, args.chat)  # one that does not fit is said before anything is compiled
-    dtype = str(engine.host.dtype).removeprefix("torch.")
-    print(f"backend {engine.host.backend}, {dtype}, kernels: {engine.host.path}", file=sys.stderr)
+        engine.encode(prompt, args.chat)  # refuses a prompt that does not fit before anything is compiled
+    dtype = str(engine.runner.dtype).removeprefix("torch.")
+    print(f"backend {engine.runner.backend}, {dtype}, kernels: {engine.runner.path}", file=sys.stderr)
     if args.batch_file or args.json:
         results = engine.generate(prompts, params, chat=args.chat)
         for result in results:
@@ -109,10 +111,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a batch file; blank lines are skipped.
+    """Return the prompts of a batch file without blank lines.
 
     Raises:
-        UserError: the file is missing, empty, not UTF-8, or a line of a .jsonl file is no object with a "prompt".
+        UserError: the file is missing, empty or not UTF-8, or a line of a .jsonl file is not an object with a "prompt".
     """
     from pydantic import BaseModel
 

@@ -1,7 +1,7 @@
 """choose and explain the block sizes of a low-rank kernel on Trainium
 
-A linear is M,K,R,N: tokens, input features, rank, output features. A whole MLP is M,H,I,R: tokens, hidden size,
-intermediate size, rank, or three ranks for gate, up and down. Times are modelled, not measured.
+A linear is M,K,R,N: tokens, input features, rank, output features. An MLP is M,H,I,R: tokens, hidden size,
+intermediate size, rank, or three ranks for gate, up and down. Times are predicted, not measured.
 
 examples:
   neuronmm tiling --shape 4096,7168,4096,18432 --device trn1

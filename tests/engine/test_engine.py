@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from neuronmm.engine.backends import BACKENDS, choose
+from neuronmm.engine.backends.torch_runner import MAX_BATCH
 from neuronmm.engine.engine import load, pick_dtype
-from neuronmm.engine.host import MAX_BATCH
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models import UserError
 

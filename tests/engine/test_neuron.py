@@ -98,7 +98,7 @@ def assert_near_float32(folder: Path, engine: Engine, tokens: Tensor) -> None:
     plain, exact = (load(folder, backend="cpu", dtype=dtype, impl="naive") for dtype in ("bf16", "fp32"))
 
     def logits(engine: Engine) -> Tensor:
-        decoder = engine.host.decoder(*tokens.shape)
+        decoder = engine.runner.decoder(*tokens.shape)
         steps = [decoder.prefill(tokens[:, :5], torch.ones(len(tokens), 5, dtype=torch.long))]
         steps += [decoder.decode(token) for token in tokens[:, 5:].T]
         return torch.stack(steps).to(torch.bfloat16 if engine is not exact else torch.float32)
@@ -177,7 +177,7 @@ def test_too_long_is_refused_before_anything_compiles(
     with pytest.raises(UserError, match="80 tokens, but prompt and answer have to fit the model's context of 80"):
         engine.generate([" ".join(["w9"] * 80)], PARAMS)
     with pytest.raises(UserError, match="2 rows of 90 positions do not fit graphs of batch_size 1 and n_positions 80"):
-        engine.host.decoder(2, 90)
+        engine.runner.decoder(2, 90)
 
 
 def test_a_missing_weight_is_refused_before_anything_compiles(

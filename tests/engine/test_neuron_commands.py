@@ -76,7 +76,7 @@ def test_compiled_graphs_are_kept(
 
     def cached(**options: Any) -> bool:
         engine = neuron(folder, **options)
-        said = engine.host.path
+        said = engine.runner.path
         hit = neuron_host(engine).cached
         assert ("compile cache hit" in said) == hit and ("compile cache miss" in said) == (not hit)
         assert engine.generate(PROMPTS[:1], PARAMS)[0].token_ids == tokens

@@ -31,7 +31,7 @@ def test_requests_that_join_at_different_times_give_what_they_give_alone(
     """Two slots; the second prompt joins at step 9, the third takes the first's place at step 20; all greedy."""
     folder = neuron_checkpoint(model_type, kind)
     engine = neuron(folder, tp_degree=tp_degree, batch_size=2, layout=layout, continuous=True)
-    slots, session = engine.host.decoder(2, 80), neuron_host(engine).session
+    slots, session = engine.runner.decoder(2, 80), neuron_host(engine).session
     assert isinstance(slots, NeuronSlots)
     prompts = [PROMPTS[0], PROMPTS[1], ONE_TOKEN]
     want = [cpu_tokens(folder, [prompt])[0] for prompt in prompts]
@@ -106,7 +106,7 @@ def test_rows_of_a_decoder(host: str, neuron_checkpoint: Callable[..., Path], ne
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     logits = []
     for continuous in (False, True):
-        decoder = neuron(folder, batch_size=2, continuous=continuous).host.decoder(2, 20)
+        decoder = neuron(folder, batch_size=2, continuous=continuous).runner.decoder(2, 20)
         logits.append([decoder.prefill(ids, mask), decoder.decode(torch.tensor([3, 4]))])
     torch.testing.assert_close(logits[0], logits[1])
 

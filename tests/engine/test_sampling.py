@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from neuronmm.engine.engine import load
-from neuronmm.engine.sampling import LEAST, Sampler, SamplingParams
+from neuronmm.engine.sampling import MIN_DIVISOR, Sampler, SamplingParams
 from neuronmm.models import UserError
 from tiny_models import load_plain
 
@@ -61,8 +61,8 @@ def test_repetition_penalty_equals_transformers_and_ignores_padding(checkpoint: 
 
 def test_the_least_temperature_and_penalty_draw_from_large_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 9e3, 0.0]])
-    for penalty in (LEAST, 1 / LEAST):
-        sampler = Sampler(SamplingParams(temperature=LEAST, repetition_penalty=penalty), [3], torch.device("cpu"))
+    for penalty in (MIN_DIVISOR, 1 / MIN_DIVISOR):
+        sampler = Sampler(SamplingParams(temperature=MIN_DIVISOR, repetition_penalty=penalty), [3], torch.device("cpu"))
         assert int(sampler(torch.tensor([[0]]), logits)) == (0 if penalty < 1 else 2)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from word_tokenizer import word_tokenizer
 
-from neuronmm.engine.backends.neuron import NeuronHost
+from neuronmm.engine.backends.neuron import NeuronRunner
 from neuronmm.engine.engine import Engine, load
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models.families import LAYERS
@@ -27,9 +27,9 @@ NORMS = {"dense": 2 * 2 + 1, "mlp": 2 + 1, "shared": 1, "mixed": 2 + 1}
 """Norms of the hidden state in that graph that no kernel applies, the final one included."""
 
 
-def neuron_host(engine: Engine) -> NeuronHost:
-    assert isinstance(engine.host, NeuronHost)
-    return engine.host
+def neuron_host(engine: Engine) -> NeuronRunner:
+    assert isinstance(engine.runner, NeuronRunner)
+    return engine.runner
 
 
 def cpu_tokens(folder: Path, prompts: list[str]) -> list[list[int]]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from neuronmm.engine.backends.cpu import CpuHost
-from neuronmm.engine.host import TorchHost
+from neuronmm.engine.backends.cpu import CpuRunner
+from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.kernels.cpu import core
 from neuronmm.measure.bandwidth import BandwidthProbe, weight_bytes, weight_bytes_per_step
 from neuronmm.measure.benchmark import Run, benchmark
@@ -102,12 +102,12 @@ def test_bytes_per_token_are_exact(checkpoint: Callable[..., Path], tied: bool) 
     folder = checkpoint("qwen3", tied=tied, spec=shared_spec())
     qk_norms = 4 * 2 * 2 * 8
     assert weight_bytes_per_step(load_pretrained(folder, torch.float32)) == shared + qk_norms
-    assert weight_bytes_per_step(CpuHost(load_pretrained(folder, torch.float32)).model) == shared + qk_norms
+    assert weight_bytes_per_step(CpuRunner(load_pretrained(folder, torch.float32)).model) == shared + qk_norms
 
 
 @pytest.mark.parametrize("spec", [None, shared_spec()], ids=["own A", "shared A"])
 def test_siblings_share_weights_but_not_kernels(checkpoint: Callable[..., Path], spec: CompressionSpec | None) -> None:
-    host = TorchHost(load_pretrained(checkpoint(spec=spec), torch.float32), "auto")
+    host = TorchRunner(load_pretrained(checkpoint(spec=spec), torch.float32), "auto")
     naive = host.sibling("naive")
     assert weight_bytes(naive.model) == weight_bytes(host.model)
     pairs = list(zip(host.model.parameters(), naive.model.parameters(), strict=True))

@@ -33,7 +33,7 @@ def test_a_missing_path_is_one_clear_line(name: str) -> None:
 
 
 def test_an_unreachable_hub_id_is_one_clear_line() -> None:
-    with pytest.raises(UserError, match="the hub did not give it") as caught:
+    with pytest.raises(UserError, match="the download from the hub failed") as caught:
         resolve("nobody/nothing-of-the-sort")
     assert "\n" not in str(caught.value)
 

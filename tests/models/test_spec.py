@@ -73,7 +73,7 @@ def test_a_bad_block_is_one_clear_line(change: dict[str, Any], message: str) -> 
         ("1.self_attn.k_proj", "0.self_attn.q_proj", "does not read the input of"),
         ("0.mlp.up_proj", "0.mlp.gate_proj", "up_proj has no rank"),
         ("0.mlp.gate_proj", "0.mlp.up_proj", "up_proj has no rank"),
-        ("0.mlp.gate_proj", "0.mlp.gate_proj", "has none of its own"),
+        ("0.mlp.gate_proj", "0.mlp.gate_proj", "has no A"),
     ],
 )
 def test_only_linears_of_one_input_and_rank_share(name: str, leader: str, message: str | None) -> None:
@@ -88,7 +88,7 @@ def test_only_linears_of_one_input_and_rank_share(name: str, leader: str, messag
 
 def test_a_follower_does_not_lead() -> None:
     q, k, v = (f"layers.0.self_attn.{name}_proj" for name in "qkv")
-    with pytest.raises(UserError, match=f"{v} uses the A of {k}, which has none of its own"):
+    with pytest.raises(UserError, match=f"{v} uses the A of {k}, which has no A"):
         make_spec({q: 8, k: 8, v: 8}, shared={v: k, k: q})
 
 

@@ -1,8 +1,9 @@
-"""A transformers model on a torch device, prepared for decoding."""
+"""A transformers model on a torch device, prepared for decoding; and the CUDA backend, which needs nothing else."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from neuronmm.engine.decoder import Decoder, TorchDecoder
 from neuronmm.kernels.ops import Op, choose, implementations
 from neuronmm.models.errors import UserError
+from neuronmm.models.load import load_pretrained
 from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.patch import fuse
 
@@ -17,7 +19,7 @@ MAX_BATCH = 8
 """Rows that run at once; more prompts run in groups of similar length."""
 
 
-class TorchHost:
+class TorchRunner:
     """A loaded model whose low-rank modules run the implementation ``impl`` (``auto``: the fastest for each call).
 
     Raises:
@@ -37,11 +39,6 @@ class TorchHost:
         self.max_batch = MAX_BATCH
         self.max_len: int | None = None
         self.continuous = False
-
-    @property
-    def compressed(self) -> bool:
-        """Whether any linear is factorised."""
-        return any(isinstance(module, LowRankLinear) for module in self.model.modules())
 
     @property
     @torch.inference_mode()
@@ -64,8 +61,8 @@ class TorchHost:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return TorchDecoder(self.model, batch, max_len)
 
-    def sibling(self, impl: str) -> TorchHost:
-        """Return a host with the same weights, not copied, and another implementation."""
+    def sibling(self, impl: str) -> TorchRunner:
+        """Return a runner with the same weights, not copied, and another implementation."""
         shared = (*self.model.parameters(), *self.model.buffers())
         twin = copy.copy(self)
         twin.impl = impl
@@ -74,3 +71,15 @@ class TorchHost:
             if isinstance(module, (LowRankLinear, LowRankSwiGLU)):
                 module.impl = impl
         return twin
+
+
+def missing_cuda() -> str | None:
+    """Return None if torch sees a GPU, otherwise what to do."""
+    if torch.cuda.is_available():
+        return None
+    return "torch sees no CUDA GPU; install a CUDA build of torch and a driver, or use --backend cpu"
+
+
+def load_cuda(folder: Path, dtype: torch.dtype, impl: str) -> TorchRunner:
+    """Load the model of ``folder`` into the memory of the first visible GPU."""
+    return TorchRunner(load_pretrained(folder, dtype, "cuda"), impl)
