@@ -1,11 +1,10 @@
-"""Memory and disk space: what a run needs, checked before it begins, and the memory that it took."""
+"""Memory and disk space: what a run needs, checked before it begins, and the peak memory of this process."""
 
 from __future__ import annotations
 
 import resource
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,17 +14,26 @@ from rich.filesize import decimal
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.models.errors import UserError
 
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
 
 def peak_rss() -> int:
-    """Return the peak resident memory of this process in bytes, since :func:`forget_peak` or else since its start."""
+    """Return the peak resident memory of this process in bytes, since its start or the last :func:`forget_peak`."""
+    if _STATUS.exists():  # getrusage would also count the peak of the process that started this one
+        for line in _STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def forget_peak() -> None:
-    """Reset the peak of :func:`peak_rss`, because one process may make several runs. Linux only (proc(5))."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+def forget_peak() -> bool:
+    """Reset the peak of :func:`peak_rss`; False if the system cannot, which only Linux can (proc(5))."""
+    try:
+        _CLEAR_REFS.write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
 
 
 def check_room(out: Path, before: int, size: int, parameters: int, factors: int, config: CompressionConfig) -> None:

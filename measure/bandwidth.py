@@ -47,13 +47,13 @@ def weight_bytes(model: Any) -> int:
 
 def factor_bytes(model: Any) -> dict[str, int]:
     """Return the bytes of the low-rank factors by dtype, with their scales; a shared factor counts once."""
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for module in model.modules():
         for factor in module.children() if isinstance(module, LowRankLinear) else ():
             precision = str(factor.weight.dtype).removeprefix("torch.")
-            stored = sum(p.nbytes for name, p in factor.named_parameters() if name != "bias")
-            found[precision] = found.get(precision, 0) + stored
-    return found
+            size = sum(p.nbytes for name, p in factor.named_parameters() if name != "bias")
+            totals[precision] = totals.get(precision, 0) + size
+    return totals
 
 
 def weight_bytes_per_step(model: Any) -> int:

@@ -1,47 +1,50 @@
-"""The benchmark: dense, naive two-GEMM and fused decoding, alternating in one process, with the bandwidth beside them.
+"""The benchmark: dense, naive two-GEMM and fused decoding, alternating in one process, with the read bandwidth.
 
-A *point* is a batch size and a prompt length. At each point every variant first warms up (timed apart), then runs once
-a *round*; a bandwidth probe stands before and after each round. Rounds that look disturbed are flagged, never dropped.
+A *point* is a batch size and a prompt length. At each point every variant runs once to warm up, which is reported
+apart, and then once per *round*. A bandwidth probe runs before and after each round. Rounds that look disturbed are
+flagged and stay in the figures.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress, TaskID
 
 from neuronmm.engine.backends import choose
 from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.engine.decoder import Decoder
 from neuronmm.engine.engine import pick_dtype
 from neuronmm.measure.bandwidth import BandwidthProbe, factor_bytes, weight_bytes, weight_bytes_per_step
-from neuronmm.measure.machine import describe_machine
-from neuronmm.measure.memory import measure_growth
-from neuronmm.measure.statistics import summarise, summarise_point
+from neuronmm.measure.benchmark_result import (
+    BenchmarkResult,
+    Point,
+    Round,
+    Run,
+    Variant,
+    VariantRuns,
+    probes,
+    summarise_point,
+)
+from neuronmm.measure.config import BenchmarkConfig
+from neuronmm.measure.machine import describe_machine, measure_growth
+from neuronmm.measure.statistics import summarise
 from neuronmm.models.errors import UserError
+from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
-MOST_ROWS, MOST_RUNS = 4096, 10_000
-"""Bounds against a slip of the finger: rows at once, rounds."""
+if TYPE_CHECKING:
+    from neuronmm.measure.neuron_benchmark import NeuronBenchmarkResult
 
-
-@dataclass
-class Run:
-    """One generation of one variant. Times in seconds: until the first token, and of each later token."""
-
-    ttft: float
-    steps: list[float]
+_COMPRESSION_FIELDS = {"method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align", "factors"}
 
 
 def benchmark(
@@ -55,87 +58,86 @@ def benchmark(
     dtype: str = "auto",
     threads: int | None = None,
     backend: str = "auto",
-    progress: bool = False,
+    progress: Progress = no_progress,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure every variant of ``model`` at every point; the result is plain values, ready for JSON.
+    """Measure every variant of ``model`` at every point and return the JSON document.
 
-    A compressed ``model`` gives the variants ``naive`` (two GEMMs a linear) and ``fused`` (the fastest kernels that
-    serve), which share one copy of the weights, and ``dense`` when there is a ``baseline``. A dense one gives
-    ``dense``.
-    Prompts are random tokens, the same for all variants; end-of-sequence tokens are ignored. ``options`` are the
-    backend's own, as ``load`` takes them; :mod:`.neuron_benchmark` is what backend ``neuron`` runs.
+    The arguments are those of :class:`.BenchmarkConfig`, ``options`` the backend's own. See :func:`run_benchmark`.
+    """
+    config = BenchmarkConfig(
+        model, baseline, prompt_lengths, new_tokens, batches, runs, dtype, threads, backend, options
+    )
+    return run_benchmark(config, progress).to_json()
+
+
+def run_benchmark(config: BenchmarkConfig, progress: Progress = no_progress) -> BenchmarkResult | NeuronBenchmarkResult:
+    """Measure every variant of ``config.model`` at every point.
+
+    A compressed model has the variants ``naive`` (two GEMMs per linear) and ``fused`` (the fastest kernels for this
+    machine), which share one copy of the weights, and ``dense`` if there is a baseline. A dense model has ``dense``.
+    Prompts are random tokens, the same for all variants; end-of-sequence tokens are ignored. ``progress`` is called
+    only between measurements.
 
     Raises:
-        UserError: a number out of range, a context overflow, or models that cannot be compared.
+        UserError: the context is too short, or the models cannot be compared.
     """
-    _check(prompt_lengths, new_tokens, batches, runs, threads)
-    if backend == "neuron":
-        from neuronmm.measure.neuron_benchmark import benchmark_neuron
+    with _threads(config.threads):
+        if config.backend == "neuron":
+            from neuronmm.measure.neuron_benchmark import benchmark_neuron
 
-        with _threads(threads):
-            return benchmark_neuron(
-                model, baseline, prompt_lengths, new_tokens, batches, runs, dtype, progress, options
-            )
-    choose(backend, options)
-    with _threads(threads):
-        return _benchmark(model, baseline, prompt_lengths, new_tokens, batches, runs, dtype, backend, progress)
+            return benchmark_neuron(config, progress)
+        choose(config.backend, config.options)
+        return _benchmark(config, progress)
 
 
-def _benchmark(
-    model: str | Path,
-    baseline: str | Path | None,
-    prompt_lengths: Sequence[int],
-    new_tokens: int,
-    batches: Sequence[int],
-    runs: int,
-    dtype: str,
-    backend: str,
-    progress: bool,
-) -> dict[str, Any]:
-    """:func:`benchmark` once its numbers are known to be sane and the threads are set."""
-    hosts, loading, facts = _load(model, baseline, dtype, backend)
-    first = next(iter(hosts.values()))
-    context = first.model.config.max_position_embeddings
-    if max(prompt_lengths) + new_tokens > context:
+@dataclass(frozen=True)
+class _Loaded:
+    """A variant in memory."""
+
+    host: TorchRunner
+    load_seconds: float
+    step_bytes: int
+
+    def describe(self) -> Variant:
+        model = self.host.model
+        sizes = weight_bytes(model), self.step_bytes, factor_bytes(model)
+        return Variant(self.host.path, self.load_seconds, *sizes)
+
+
+def _benchmark(config: BenchmarkConfig, progress: Progress) -> BenchmarkResult:
+    compression = _compression(resolve(config.model))
+    variants = _load(config)
+    host = next(iter(variants.values())).host
+    context = host.model.config.max_position_embeddings
+    if config.longest > context:
         raise UserError(
-            f"{max(prompt_lengths)} prompt tokens and {new_tokens} new tokens exceed the model's context of {context}; "
-            "lower --prompt-lengths or --new-tokens"
+            f"{max(config.prompt_lengths)} prompt tokens and {config.new_tokens} new tokens exceed the model's context "
+            f"of {context}; lower --prompt-lengths or --new-tokens"
         )
-    step_bytes = {name: weight_bytes_per_step(host.model) for name, host in hosts.items()}
-    probe = BandwidthProbe(max(step_bytes.values()), first.device)
+    probe = BandwidthProbe(max(variant.step_bytes for variant in variants.values()), host.device)
     points = []
-    total = len(batches) * len(prompt_lengths) * len(hosts) * (runs + 1)
-    # No refresh of its own: a thread that draws would run beside what is measured.
-    with Progress(console=Console(stderr=True), disable=not progress, auto_refresh=False) as bar:
-        task = bar.add_task("benchmark", total=total)
-        for batch in batches:
-            for length in prompt_lengths:
-                bar.update(task, description=f"batch {batch}, prompt {length}")
-                points.append(_point(hosts, step_bytes, probe, batch, length, new_tokens, runs, bar, task))
-    bandwidths = [r[when] for p in points for r in p["rounds"] for when in ("probe_before", "probe_after")]
-    return {
-        "kind": "measured",
-        "what": "benchmark",
-        **facts,
-        "machine": describe_machine(first.device),
-        "dtype": str(first.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "runs": runs,
-        "new_tokens": new_tokens,
-        "read_bandwidth": {"unit": "bytes/s", "buffer_bytes": probe.nbytes, **summarise(bandwidths)},
-        "variants": {
-            name: {
-                "kernels": host.path,
-                "load_seconds": loading[name],
-                "weight_bytes": weight_bytes(host.model),
-                "weight_bytes_per_token": step_bytes[name],
-                "factor_bytes": factor_bytes(host.model),
-            }
-            for name, host in hosts.items()
-        },
-        "points": points,
-    }
+    for batch in config.batches:
+        for length in config.prompt_lengths:
+            advance = partial(progress, f"batch {batch}, prompt {length}")
+            advance(0.0)
+            prompt = _prompt(host, batch, length)
+            points.append(_measure_point(variants, probe, prompt, config, advance))
+    return BenchmarkResult(
+        model=str(config.model),
+        baseline=str(config.baseline) if config.baseline else None,
+        backend=choose(config.backend).name,
+        compression=compression,
+        machine=describe_machine(host.device),
+        dtype=str(host.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        runs=config.runs,
+        new_tokens=config.new_tokens,
+        probe_bytes=probe.nbytes,
+        read_bandwidth=summarise([bandwidth for point in points for bandwidth in probes(point.rounds)]),
+        variants={name: variant.describe() for name, variant in variants.items()},
+        points=points,
+    )
 
 
 @contextmanager
@@ -148,108 +150,91 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check(
-    prompt_lengths: Sequence[int], new_tokens: int, batches: Sequence[int], runs: int, threads: int | None
-) -> None:
-    processors = os.cpu_count() or 1
-    checks = (
-        (bool(prompt_lengths) and min(prompt_lengths) >= 1, "--prompt-lengths has to be one or more numbers above 0"),
-        (bool(batches) and min(batches) >= 1 and max(batches) <= MOST_ROWS, f"--batch has to be 1 to {MOST_ROWS}"),
-        (new_tokens >= 2, "--new-tokens has to be 2 or more: the first token is TTFT's, TPOT needs a second"),
-        (1 <= runs <= MOST_RUNS, f"--runs has to be 1 to {MOST_RUNS}"),
-        (threads is None or 1 <= threads <= processors, f"--threads has to be 1 to {processors}, the processors here"),
-    )
-    for good, message in checks:
-        if not good:
-            raise UserError(message)
+def checkpoints(config: BenchmarkConfig) -> dict[str, Path]:
+    """Return the checkpoint folders by variant: ``fused`` for a compressed model, ``dense`` for a dense one.
+
+    Raises:
+        UserError: a model cannot be read, the baseline is compressed, or a dense model has a baseline.
+    """
+    folder = resolve(config.model)
+    if "quantization_config" not in read_config(folder):
+        if config.baseline is not None:
+            raise UserError(f"{config.model} is a dense model; --baseline is for a compressed one")
+        return {"dense": folder}
+    if config.baseline is None:
+        return {"fused": folder}
+    baseline = resolve(config.baseline)
+    if "quantization_config" in read_config(baseline):
+        raise UserError(f"{config.baseline} is a compressed model itself; --baseline has to be the dense one")
+    return {"dense": baseline, "fused": folder}
 
 
-def _load(
-    model: str | Path, baseline: str | Path | None, dtype: str, backend: str
-) -> tuple[dict[str, TorchRunner], dict[str, float], dict[str, Any]]:
-    """The variants by name, in the order they are shown, their loading times, and the report's words on the models."""
-    chosen = choose(backend)
-    folder = resolve(model)
-    torch_dtype = pick_dtype(folder, dtype)
-
-    hosts: dict[str, TorchRunner] = {}
-    loading: dict[str, float] = {}
-
-    def load(name: str, where: Path) -> TorchRunner:
+def _load(config: BenchmarkConfig) -> dict[str, _Loaded]:
+    """Load the variants, in the order in which they are reported."""
+    backend, dtype = choose(config.backend), pick_dtype(resolve(config.model), config.dtype)
+    variants: dict[str, _Loaded] = {}
+    for name, folder in checkpoints(config).items():
         start = time.perf_counter()
-        host = chosen.load(where, torch_dtype, "auto")
-        loading[name] = time.perf_counter() - start
+        host = backend.load(folder, dtype, "auto")
+        seconds = time.perf_counter() - start
         if not isinstance(host, TorchRunner):
-            raise UserError(f"the benchmark does not run on backend {chosen.name}; use cpu or cuda")
-        return host
+            raise UserError(f"the benchmark does not run on backend {backend.name}; use cpu or cuda")
+        step_bytes = weight_bytes_per_step(host.model)
+        if name == "fused":
+            variants["naive"] = _Loaded(host.sibling("naive"), seconds, step_bytes)  # the same weights
+        variants[name] = _Loaded(host, seconds, step_bytes)
+    if len({variant.host.model.config.vocab_size for variant in variants.values()}) > 1:
+        raise UserError(
+            f"{config.model} and {config.baseline} have different vocabularies; they are not the same model"
+        )
+    return variants
 
+
+def _compression(folder: Path) -> dict[str, Any] | None:
+    """Return the fields of a compressed checkpoint that the report shows, None for a dense one."""
     block = read_config(folder).get("quantization_config")
-    facts: dict[str, Any] = {
-        "model": str(model),
-        "baseline": str(baseline) if baseline else None,
-        "backend": chosen.name,
-    }
     if block is None:
-        if baseline is not None:
-            raise UserError(f"{model} is a dense model; --baseline is for a compressed one")
-        return {"dense": load("dense", folder)}, loading, {**facts, "compression": None}
-    kept = {"method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align", "factors"}
-    facts["compression"] = CompressionSpec.parse(block, str(folder / "config.json")).model_dump(include=kept)
-    if baseline is not None:
-        dense = resolve(baseline)
-        if "quantization_config" in read_config(dense):
-            raise UserError(f"{baseline} is a compressed model itself; --baseline has to be the dense one")
-        hosts["dense"] = load("dense", dense)
-    fused = load("fused", folder)
-    hosts.update(naive=fused.sibling("naive"), fused=fused)
-    loading["naive"] = loading["fused"]  # the very same weights
-    if len({host.model.config.vocab_size for host in hosts.values()}) > 1:
-        raise UserError(f"{model} and {baseline} have different vocabularies; they are not the same model")
-    return hosts, loading, facts
+        return None
+    return CompressionSpec.parse(block, str(folder / "config.json")).model_dump(include=_COMPRESSION_FIELDS)
 
 
-def _point(
-    hosts: dict[str, TorchRunner],
-    step_bytes: dict[str, int],
-    probe: BandwidthProbe,
-    batch: int,
-    length: int,
-    new_tokens: int,
-    runs: int,
-    bar: Progress,
-    task: TaskID,
-) -> dict[str, Any]:
-    """One batch size and prompt length: warm up, measure ``runs`` rounds, summarise."""
-    first = next(iter(hosts.values()))
+def _prompt(host: TorchRunner, batch: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    vocabulary = first.model.config.vocab_size
-    prompt = torch.randint(vocabulary, (batch, length), generator=generator).to(first.device)
-    decoders, warm_ups, memory = {}, {}, {}
-    for name, host in hosts.items():
+    return torch.randint(host.model.config.vocab_size, (batch, length), generator=generator).to(host.device)
+
+
+def _measure_point(
+    variants: dict[str, _Loaded],
+    probe: BandwidthProbe,
+    prompt: torch.Tensor,
+    config: BenchmarkConfig,
+    advance: Callable[[float], None],
+) -> Point:
+    """Warm every variant up, measure the rounds of one point and summarise them."""
+    batch, length = prompt.shape
+    share = 1 / (len(variants) * (config.runs + 1))
+    decoders: dict[str, Decoder] = {}
+    measured: dict[str, VariantRuns] = {}
+    for name, variant in variants.items():
         start = time.perf_counter()
-        decoders[name] = host.decoder(batch, length + new_tokens)
-        measure(decoders[name], prompt, new_tokens)
-        warm_ups[name] = time.perf_counter() - start
-        # Two tokens reach the peak, and what a first call sets up for good is no longer in the growth.
-        growth = measure_growth(partial(measure, decoders[name], prompt, 2), first.device)
-        fixed = weight_bytes(host.model) + decoders[name].state_bytes
-        memory[name] = None if growth is None else fixed + growth
-        _advance(bar, task)
-    rounds: list[dict[str, Any]] = []
-    measured: dict[str, list[Run]] = {name: [] for name in hosts}
-    order = list(hosts)
-    for index in range(runs):
+        decoder = decoders[name] = variant.host.decoder(batch, length + config.new_tokens)
+        measure(decoder, prompt, config.new_tokens)
+        warm_up = time.perf_counter() - start
+        # Two tokens reach the peak. The growth does not count what the first call allocates for good.
+        growth = measure_growth(partial(measure, decoder, prompt, 2), prompt.device)
+        peak = None if growth is None else weight_bytes(variant.host.model) + decoder.state_bytes + growth
+        measured[name] = VariantRuns([], warm_up, peak, variant.step_bytes)
+        advance(share)
+    rounds: list[Round] = []
+    names = list(variants)
+    for index in range(config.runs):
         before = probe()
-        for name in order[index % len(order) :] + order[: index % len(order)]:
-            measured[name].append(measure(decoders[name], prompt, new_tokens))
-            _advance(bar, task)
-        rounds.append({"probe_before": before, "probe_after": probe()})
-    return summarise_point(batch, length, rounds, measured, warm_ups, memory, step_bytes)
-
-
-def _advance(bar: Progress, task: TaskID) -> None:
-    bar.advance(task)
-    bar.refresh()
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            measured[name].runs.append(measure(decoders[name], prompt, config.new_tokens))
+            advance(share)
+        rounds.append(Round(before, probe()))
+    return summarise_point(batch, length, rounds, measured)
 
 
 def measure(decoder: Decoder, prompt: torch.Tensor, new_tokens: int) -> Run:

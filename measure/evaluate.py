@@ -4,34 +4,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from neuronmm.engine.backends.torch_runner import TorchRunner
-from neuronmm.engine.engine import Engine, load
+from neuronmm.engine.engine import load
 from neuronmm.measure.bandwidth import factor_bytes
-from neuronmm.measure.perplexity import Windows, cut, mean_and_error, read_text, window_nlls
+from neuronmm.measure.config import EvaluationConfig
+from neuronmm.measure.perplexity import Windows, cut, read_text, window_nlls
+from neuronmm.measure.statistics import Estimate, estimate
 from neuronmm.measure.tasks import Question, answer, encode, guessing, read_task, score
 from neuronmm.models.errors import UserError
+from neuronmm.models.progress import Progress, no_progress
 
 
-@dataclass
-class Scores:
-    """What one model scored: nats a token by window, and 1 or 0 by question for each task's metrics.
-
-    ``dtype`` says in words when the factors are stored in another one.
-    """
+@dataclass(frozen=True)
+class ModelFacts:
+    """An evaluated model. ``dtype`` also names the dtype of the factors if that is another one."""
 
     path: str
     dtype: str
-    windows: Windows | None
-    nlls: list[float]
-    correct: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure of every model by name, and the paired difference ``model`` minus ``baseline`` if there are two."""
+
+    measure: str
+    models: dict[str, Estimate]
+    difference: Estimate | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, without a difference that does not exist."""
+        values = asdict(self)
+        if self.difference is None:
+            del values["difference"]
+        return values
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """All that ``neuronmm evaluate`` reports.
+
+    Attributes:
+        models: the models by name, ``model`` and ``baseline``.
+        text: the file of the perplexity and the sizes of its windows.
+        tasks: the number of questions of each task.
+        guessing: the expected accuracy of random choices for each task.
+        results: the measures.
+        notes: sentences below the table.
+    """
+
+    models: dict[str, ModelFacts]
+    text: dict[str, Any] | None
+    tasks: dict[str, int]
+    guessing: dict[str, float]
+    results: list[Measure]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        results = [measure.to_json() for measure in self.results]
+        return {"kind": "measured", "what": "evaluation", **asdict(self), "results": results}
+
+    def of_model(self) -> dict[str, Estimate]:
+        """Return the estimates of ``model`` by measure."""
+        return {measure.measure: measure.models["model"] for measure in self.results}
 
 
 def evaluate(
@@ -45,140 +85,126 @@ def evaluate(
     limit: int | None = None,
     dtype: str = "auto",
     backend: str = "auto",
-    progress: bool = False,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Evaluate ``model``, and ``baseline`` beside it; the result is plain values, ready for JSON.
+    """Evaluate ``model``, and ``baseline`` beside it, and return the JSON document.
 
-    The models run one after the other through the same kernels that generate. Each measure has a value and a standard
-    error: of a perplexity by propagating that of the mean over windows (the tokens of a window depend on each other,
-    windows far less), of an accuracy over questions. The difference is ``model`` minus ``baseline``, paired by window
-    or question.
+    The arguments are those of :class:`.EvaluationConfig`. See :func:`run_evaluation`.
+    """
+    config = EvaluationConfig(model, baseline, text, context, stride, tasks, limit, dtype, backend)
+    return run_evaluation(config, progress).to_json()
+
+
+def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -> EvaluationResult:
+    """Evaluate the models one after the other, through the kernels that generate.
+
+    The standard error of an accuracy is over questions. That of a perplexity follows from the mean over windows:
+    tokens of one window depend on each other, windows far less. The difference is paired by window or question.
 
     Raises:
-        UserError: nothing to measure, an unreadable file, a value out of range, or models that tokenise differently.
+        UserError: a file is unreadable, a value is out of range, or the models tokenise differently.
     """
-    if text is None and not tasks:
-        raise UserError("nothing to measure: give --text, --tasks or both")
-    if limit is not None and limit < 1:
-        raise UserError(f"--limit is {limit}; it has to be 1 or more")
-    content = None if text is None else read_text(Path(text))
-    questions = {Path(path).stem: read_task(Path(path), limit) for path in tasks}
-    names = {"model": model} if baseline is None else {"baseline": baseline, "model": model}
-    scores = {}
-    with Progress(console=Console(stderr=True), disable=not progress) as bar:
-        for name, path in names.items():
-            engine = load(path, backend=backend, dtype=dtype)
-            scores[name] = _score(engine, str(path), name, content, context, stride, limit, questions, bar)
-            del engine  # before the next one is loaded
+    content = None if config.text is None else read_text(Path(config.text))
+    questions = {Path(path).stem: read_task(Path(path), config.limit) for path in config.tasks}
+    names = {"model": config.model} if config.baseline is None else {"baseline": config.baseline, "model": config.model}
+    scores = {
+        name: _score(path, config, content, questions, partial(_of_model, progress, name))
+        for name, path in names.items()
+    }
     results, notes = [], []
     windows = scores["model"].windows
     if windows is not None:
-        if any(not _same(windows, other.windows) for other in scores.values()):
-            raise UserError(f"{model} and {baseline} tokenise the text differently; their perplexities do not compare")
-        results += _perplexities(scores)
-        notes.append(_describe(windows))
-    for key in next(iter(scores.values())).correct:
-        results.append(_measure(key, {name: entry.correct[key] for name, entry in scores.items()}))
-    blind = {name: guessing(rows) for name, rows in questions.items()}
+        if any(entry.windows is None or not windows.same_as(entry.windows) for entry in scores.values()):
+            raise UserError(
+                f"{config.model} and {config.baseline} tokenise the text differently; their perplexities do not compare"
+            )
+        results += _perplexities({name: entry.nlls for name, entry in scores.items()})
+        notes.append(windows.describe())
+    for label in scores["model"].correct:
+        results.append(_measure(label, {name: entry.correct[label] for name, entry in scores.items()}))
+    chance = {name: guessing(rows) for name, rows in questions.items()}
     if questions:
         notes.append("acc: likeliest choice; acc_norm: log-likelihood divided by the choice's length in characters")
-        notes.append("guessing gives " + ", ".join(f"{name} {share:.1%}" for name, share in blind.items()))
-    return {
-        "kind": "measured",
-        "what": "evaluation",
-        "models": {name: {"path": entry.path, "dtype": entry.dtype} for name, entry in scores.items()},
-        "text": None if windows is None else {"file": str(text), **_facts(windows)},
-        "tasks": {name: len(rows) for name, rows in questions.items()},
-        "guessing": blind,
-        "results": results,
-        "notes": notes,
-    }
+        notes.append("guessing gives " + ", ".join(f"{name} {share:.1%}" for name, share in chance.items()))
+    return EvaluationResult(
+        models={name: entry.facts for name, entry in scores.items()},
+        text=None if windows is None else {"file": str(config.text), **windows.to_json()},
+        tasks={name: len(rows) for name, rows in questions.items()},
+        guessing=chance,
+        results=results,
+        notes=notes,
+    )
+
+
+def _of_model(progress: Progress, model: str, stage: str, fraction: float) -> None:
+    progress(f"{model}: {stage}", fraction)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """The scores of one model: nats per token by window, and for each task's metrics 1 or 0 per question."""
+
+    facts: ModelFacts
+    windows: Windows | None
+    nlls: list[float]
+    correct: dict[str, list[float]]
 
 
 def _score(
-    engine: Engine,
-    path: str,
-    name: str,
+    path: str | Path,
+    config: EvaluationConfig,
     content: str | None,
-    context: int | None,
-    stride: int | None,
-    limit: int | None,
     questions: dict[str, list[Question]],
-    bar: Progress,
-) -> Scores:
-    """Everything that is measured of one model."""
+    progress: Progress,
+) -> _Scores:
+    """Load one model and score the text and the questions with it."""
+    engine = load(path, backend=config.backend, dtype=config.dtype)
     host = engine.runner
     if not isinstance(host, TorchRunner):
         raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
     dtype = str(host.dtype).removeprefix("torch.")
     for precision in factor_bytes(host.model).keys() - {dtype}:
         dtype += f", {precision} factors"
-    result = Scores(path, dtype, None, [], {})
+    windows, nlls = None, []
     if content is not None:
-        windows = cut(engine.tokenizer, content, engine.context, context, stride, limit)
-        task = bar.add_task(f"{name}: perplexity", total=len(windows.starts))
-        result.windows = windows
-        result.nlls = window_nlls(host.model, windows, partial(bar.advance, task))
+        sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}
+        windows = cut(engine.tokenizer, content, engine.context, **sizes)
+        nlls = window_nlls(host.model, windows, partial(progress, "perplexity"))
+    correct: dict[str, list[float]] = {}
     for label, rows in questions.items():
         groups = [[encode(engine.tokenizer, *pair, engine.context) for pair in row.pairs] for row in rows]
-        task = bar.add_task(f"{name}: {label}", total=sum(map(len, groups)))
-        scores = score(host.model, groups, partial(bar.advance, task))
-        for metric, correct in answer(rows, scores).items():
-            result.correct[f"{label} {metric}"] = correct
-    return result
+        scores = score(host.model, groups, partial(progress, label))
+        correct |= {f"{label} {metric}": values for metric, values in answer(rows, scores).items()}
+    return _Scores(ModelFacts(str(path), dtype), windows, nlls, correct)
 
 
-def _same(one: Windows, other: Windows | None) -> bool:
-    return other is not None and one.starts == other.starts and one.ids.tolist() == other.ids.tolist()
+def _measure(label: str, values: dict[str, list[float]]) -> Measure:
+    """Return the estimate of each model's values, and of their paired difference."""
+    models = {name: estimate(own) for name, own in values.items()}
+    if "baseline" not in values:
+        return Measure(label, models)
+    paired = zip(values["model"], values["baseline"], strict=True)
+    return Measure(label, models, estimate([model - baseline for model, baseline in paired]))
 
 
-def _measure(label: str, values: dict[str, list[float]]) -> dict[str, Any]:
-    """Mean and standard error of each model's values, and of their paired difference."""
-    entry: dict[str, Any] = {"measure": label, "models": {name: _estimate(v) for name, v in values.items()}}
-    if len(values) > 1:
-        entry["difference"] = _estimate([a - b for a, b in zip(values["model"], values["baseline"], strict=True)])
-    return entry
+def _perplexities(nlls: dict[str, list[float]]) -> list[Measure]:
+    """Return the perplexity exp(mean nats) with its errors to first order, and the mean itself.
 
-
-def _estimate(values: list[float]) -> dict[str, Any]:
-    mean, error = mean_and_error(values)
-    return {"value": mean, "standard_error": error}
-
-
-def _perplexities(scores: dict[str, Scores]) -> list[dict[str, Any]]:
-    """Perplexity exp(mean nats), its errors to first order, and the mean itself.
-
-    d exp(m) = exp(m) dm, so a window's share in the perplexity's deviation is exp(m) times its nats; the difference of
-    two perplexities is that of the two shares, window by window. All windows score the same number of tokens.
+    d exp(m) = exp(m) dm, so a window contributes exp(m) times its nats to the deviation of the perplexity. The
+    difference of two perplexities has the difference of their contributions, window by window. All windows score the
+    same number of tokens.
     """
-    nats = _measure("nats per token", {name: entry.nlls for name, entry in scores.items()})
+    nats = _measure("nats per token", nlls)
     try:
-        factors = {name: math.exp(nats["models"][name]["value"]) for name in scores}
+        values = {name: math.exp(mean.value) for name, mean in nats.models.items()}
     except OverflowError:
-        worst = max(nats["models"][name]["value"] for name in scores)
-        raise UserError(f"{worst:.0f} nats a token is a perplexity beyond all numbers; the model is damaged") from None
-    shares = {name: [factors[name] * value for value in entry.nlls] for name, entry in scores.items()}
-    perplexity = _measure("perplexity", shares)
-    for name, factor in factors.items():
-        perplexity["models"][name]["value"] = factor
-    if "difference" in perplexity:
-        perplexity["difference"]["value"] = factors["model"] - factors["baseline"]
-    return [perplexity, nats]
-
-
-def _facts(windows: Windows) -> dict[str, int]:
-    return {
-        "context": windows.context,
-        "stride": windows.stride,
-        "windows": len(windows.starts),
-        "scored_tokens": windows.scored_tokens,
-        "text_tokens": len(windows.ids),
-    }
-
-
-def _describe(windows: Windows) -> str:
-    return (
-        f"perplexity: {len(windows.starts)} windows of {windows.context} tokens, stride {windows.stride}, "
-        f"{windows.scored_tokens} of {len(windows.ids)} tokens scored; special tokens only where the tokenizer "
-        "puts them, at the start of the text; standard error over windows"
-    )
+        worst = max(mean.value for mean in nats.models.values())
+        raise UserError(
+            f"{worst:.0f} nats per token give a perplexity too large for a float; the model is damaged"
+        ) from None
+    errors = _measure("perplexity", {name: [values[name] * nll for nll in own] for name, own in nlls.items()})
+    models = {name: Estimate(values[name], error.standard_error) for name, error in errors.models.items()}
+    if errors.difference is None:
+        return [Measure("perplexity", models), nats]
+    difference = Estimate(values["model"] - values["baseline"], errors.difference.standard_error)
+    return [Measure("perplexity", models, difference), nats]

@@ -1,153 +1,207 @@
-"""The benchmark on the Neuron backend: measured on a device; emulated, predicted times and the emulation's own, apart.
+"""The benchmark on the Neuron backend: measured on a device; under emulation, predicted.
 
-An emulation says how long this CPU takes to imitate a device, which says nothing about the device: its times carry that
-name, and the figures for the device are the timing model's.
+The time of an emulated run says how fast this CPU imitates a device, and nothing about the device. It is therefore
+reported apart, as ``emulation``; the figures for the device are predictions of the timing model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from neuronmm.engine.backends import choose, neuron
 from neuronmm.engine.backends.neuron import NeuronRunner
 from neuronmm.engine.engine import pick_dtype
 from neuronmm.kernels.hardware import TRN1
-from neuronmm.measure.benchmark import Run, measure
-from neuronmm.measure.statistics import summarise
-from neuronmm.models.errors import UserError
-from neuronmm.models.source import read_config, resolve
+from neuronmm.measure.benchmark import checkpoints, measure
+from neuronmm.measure.benchmark_result import Run
+from neuronmm.measure.config import BenchmarkConfig
+from neuronmm.measure.statistics import Spread, summarise
+from neuronmm.models.progress import Progress, no_progress
 
 EMULATED_TOKENS = 4
-"""New tokens of an emulated run, and it is one: enough to see the emulation's speed."""
+"""Tokens generated in the single emulated run."""
 
 
-def benchmark_neuron(
-    model: str | Path,
-    baseline: str | Path | None,
-    prompt_lengths: Sequence[int],
-    new_tokens: int,
-    batches: Sequence[int],
-    runs: int,
-    dtype: str,
-    progress: bool,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    """The result of :func:`.benchmark.benchmark` for this backend, ready for JSON.
+@dataclass
+class NeuronTimes:
+    """Seconds of the runs, and of compiling and loading the model. ``what`` says whose seconds they are."""
 
-    A compressed ``model`` is ``fused``, a dense one and the ``baseline`` are ``dense``: the compiler's own dense path.
+    what: str
+    ttft: Spread
+    tpot: Spread
+    ready_seconds: float
+
+
+@dataclass
+class NeuronPrediction:
+    """Seconds that the timing model predicts, and what they consist of, for TTFT and TPOT."""
+
+    ttft: float
+    tpot: float
+    decode_tokens_per_second: float
+    kernel_seconds: dict[str, float]
+    collective_seconds: dict[str, float]
+    hbm_bytes_read: dict[str, float]
+
+
+@dataclass
+class NeuronFigures:
+    """One variant at one point: times of the device, or a prediction and the times of the emulation."""
+
+    times: NeuronTimes
+    predicted: NeuronPrediction | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, in which every figure says whether it is measured, predicted or emulated."""
+        if self.predicted is None:
+            return {"measured": asdict(self.times)}
+        return {"predicted": asdict(self.predicted), "emulation": asdict(self.times)}
+
+
+@dataclass
+class NeuronPoint:
+    """One batch size and prompt length."""
+
+    batch: int
+    prompt_length: int
+    variants: dict[str, NeuronFigures]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {**vars(self), "variants": {name: figures.to_json() for name, figures in self.variants.items()}}
+
+
+@dataclass
+class NeuronBenchmarkResult:
+    """All that ``neuronmm benchmark --backend neuron`` reports. ``kernels``: what each variant ran, by name."""
+
+    model: str
+    baseline: str | None
+    emulated: bool
+    cores: int
+    runs: int
+    new_tokens: int
+    kernels: dict[str, str]
+    points: list[NeuronPoint]
+    validation: dict[str, Any] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return {
+            "kind": "predicted" if self.emulated else "measured",
+            "what": "benchmark",
+            "model": self.model,
+            "baseline": self.baseline,
+            "backend": "neuron",
+            "emulated": self.emulated,
+            "device": TRN1.device,
+            "cores": self.cores,
+            "runs": self.runs,
+            "new_tokens": self.new_tokens,
+            "variants": {name: {"kernels": kernels} for name, kernels in self.kernels.items()},
+            "points": [point.to_json() for point in self.points],
+            "validation": self.validation,
+        }
+
+
+def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) -> NeuronBenchmarkResult:
+    """Run :func:`.run_benchmark` on this backend.
+
+    A compressed model is ``fused``. A dense model and the baseline are ``dense``, the compiler's own dense path.
 
     Raises:
-        UserError: models that cannot be compared, or an option out of range.
+        UserError: the models cannot be compared, or an option is out of range.
     """
-    choose("neuron", options)
-    folders = _folders(model, baseline)
-    emulated = bool(options.get("emulate"))
-    tokens, rounds = (min(new_tokens, EMULATED_TOKENS), 1) if emulated else (new_tokens, runs)
-    longest = max(prompt_lengths) + new_tokens
-    points: list[dict[str, Any]] = []
-    paths: dict[str, str] = {}
-    with Progress(console=Console(stderr=True), disable=not progress, auto_refresh=False) as bar:
-        task = bar.add_task("benchmark", total=len(batches) * len(prompt_lengths))
-        for batch in batches:
-            asked = {"n_positions": longest, **options, "batch_size": batch}
-            hosts = {
-                name: neuron.load(folder, pick_dtype(folder, dtype), "auto", **asked)
-                for name, folder in folders.items()
-            }
-            for length in prompt_lengths:
-                points.append(_point(hosts, batch, length, tokens, rounds, emulated))
-                bar.advance(task)
-                bar.refresh()
-            paths = {name: host.path for name, host in hosts.items()}
-            for host in hosts.values():
-                host.close()
-    return {
-        "kind": "predicted" if emulated else "measured",
-        "what": "benchmark",
-        "model": str(model),
-        "baseline": str(baseline) if baseline else None,
-        "backend": "neuron",
-        "emulated": emulated,
-        "device": TRN1.device,
-        "cores": options.get("tp_degree", 1),
-        "runs": rounds,
-        "new_tokens": tokens,
-        "variants": {name: {"kernels": path} for name, path in paths.items()},
-        "points": points,
-        "validation": _validation() if emulated else None,
-    }
+    choose("neuron", config.options)
+    folders = checkpoints(config)
+    emulated = bool(config.options.get("emulate"))
+    tokens, runs = (min(config.new_tokens, EMULATED_TOKENS), 1) if emulated else (config.new_tokens, config.runs)
+    points: list[NeuronPoint] = []
+    for batch in config.batches:
+        options = {"n_positions": config.longest, **config.options, "batch_size": batch}
+        hosts = {
+            name: neuron.load(folder, pick_dtype(folder, config.dtype), "auto", **options)
+            for name, folder in folders.items()
+        }
+        for length in config.prompt_lengths:
+            advance = partial(progress, f"batch {batch}, prompt {length}")
+            advance(0.0)
+            measured = _measure_point(hosts, _prompt(hosts, batch, length), tokens, runs, advance, not emulated)
+            variants = {name: _figures(host, batch, length, measured[name], emulated) for name, host in hosts.items()}
+            points.append(NeuronPoint(batch, length, variants))
+        kernels = {name: host.path for name, host in hosts.items()}
+        for host in hosts.values():
+            host.close()
+    return NeuronBenchmarkResult(
+        model=str(config.model),
+        baseline=str(config.baseline) if config.baseline else None,
+        emulated=emulated,
+        cores=config.options.get("tp_degree", 1),
+        runs=runs,
+        new_tokens=tokens,
+        kernels=kernels,
+        points=points,
+        validation=_validation() if emulated else None,
+    )
 
 
-def _folders(model: str | Path, baseline: str | Path | None) -> dict[str, Path]:
-    """The variants' checkpoints by name."""
-    folder = resolve(model)
-    if "quantization_config" not in read_config(folder):
-        if baseline is not None:
-            raise UserError(f"{model} is a dense model; --baseline is for a compressed one")
-        return {"dense": folder}
-    if baseline is None:
-        return {"fused": folder}
-    dense = resolve(baseline)
-    if "quantization_config" in read_config(dense):
-        raise UserError(f"{baseline} is a compressed model itself; --baseline has to be the dense one")
-    return {"dense": dense, "fused": folder}
-
-
-def _point(
-    hosts: dict[str, NeuronRunner], batch: int, length: int, tokens: int, rounds: int, emulated: bool
-) -> dict[str, Any]:
-    """One batch size and prompt length; on a device the variants alternate, after a run each to warm up."""
+def _prompt(hosts: dict[str, NeuronRunner], batch: int, length: int) -> torch.Tensor:
     vocabulary = min(host.shards.checkpoint.architecture.vocabulary for host in hosts.values())
-    prompt = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def _measure_point(
+    hosts: dict[str, NeuronRunner],
+    prompt: torch.Tensor,
+    tokens: int,
+    runs: int,
+    advance: Callable[[float], None],
+    warm_up: bool,
+) -> dict[str, list[Run]]:
+    """Run the variants in turn, ``runs`` times each and, with ``warm_up``, once before."""
+    batch, length = prompt.shape
     decoders = {name: host.decoder(batch, length + tokens) for name, host in hosts.items()}
     measured: dict[str, list[Run]] = {name: [] for name in hosts}
-    for index in range(rounds if emulated else rounds + 1):
+    for _ in range(runs + warm_up):
         for name, decoder in decoders.items():
-            run = measure(decoder, prompt, tokens)
-            if emulated or index:
-                measured[name].append(run)
-    variants = {}
-    for name, host in hosts.items():
-        times = {
-            "ttft": summarise([run.ttft for run in measured[name]]),
-            "tpot": summarise([sum(run.steps) / len(run.steps) for run in measured[name]]),
-            "ready_seconds": host.ready_seconds,
-        }
-        variants[name] = (
-            {"predicted": _predict(host, batch, length), "emulation": {"what": "seconds of this CPU", **times}}
-            if emulated
-            else {"measured": {"what": "seconds of the device", **times}}
-        )
-    return {"batch": batch, "prompt_length": length, "variants": variants}
+            measured[name].append(measure(decoder, prompt, tokens))
+            advance(1 / (len(hosts) * (runs + warm_up)))
+    return {name: own[warm_up:] for name, own in measured.items()}
 
 
-def _predict(host: NeuronRunner, batch: int, length: int) -> dict[str, Any]:
-    """Predicted seconds on trn1, from the graphs the host runs: a prompt is padded to the size of its graph.
+def _figures(host: NeuronRunner, batch: int, length: int, runs: list[Run], emulated: bool) -> NeuronFigures:
+    what = "seconds of this CPU" if emulated else "seconds of the device"
+    ttft, tpot = summarise([run.ttft for run in runs]), summarise([run.tpot for run in runs])
+    times = NeuronTimes(what, ttft, tpot, host.ready_seconds)
+    return NeuronFigures(times, _predict(host, batch, length) if emulated else None)
 
-    In a continuous batch prompts are read one after the other.
+
+def _predict(host: NeuronRunner, batch: int, length: int) -> NeuronPrediction:
+    """Predict the seconds on trn1 from the graphs that the host runs.
+
+    A prompt is padded to the size of its graph. A continuous batch reads its prompts one after another.
     """
     from neuronmm.emulator.timing.graph import predict_graph
 
     prompt, token = (predict_graph(graph, TRN1) for graph in host.adapter.graphs(host.model, length))
     reads = batch if host.continuous else 1
-    return {
-        "ttft": reads * prompt.seconds,
-        "tpot": token.seconds,
-        "decode_tokens_per_second": batch / token.seconds,
-        "kernel_seconds": {"ttft": reads * prompt.kernels, "tpot": token.kernels},
-        "collective_seconds": {"ttft": reads * prompt.collectives, "tpot": token.collectives},
-        "hbm_bytes_read": {"ttft": reads * prompt.hbm_read, "tpot": token.hbm_read},
-    }
+    return NeuronPrediction(
+        ttft=reads * prompt.seconds,
+        tpot=token.seconds,
+        decode_tokens_per_second=batch / token.seconds,
+        kernel_seconds={"ttft": reads * prompt.kernels, "tpot": token.kernels},
+        collective_seconds={"ttft": reads * prompt.collectives, "tpot": token.collectives},
+        hbm_bytes_read={"ttft": reads * prompt.hbm_read, "tpot": token.hbm_read},
+    )
 
 
 def _validation() -> dict[str, Any]:
-    """How far the timing model is from what is published, and what it leaves out."""
+    """Return the timing model's errors against published measurements, and what it leaves out."""
     from neuronmm.emulator.timing.measured import VALIDATION
 
     return {**VALIDATION, "left_out": "fusion of elementwise instructions: a long prefill comes out too slow"}

@@ -1,14 +1,13 @@
-"""Perplexity the way the literature reports it, with the standard error it usually leaves out.
+"""Perplexity as the literature reports it, with the standard error that it usually leaves out.
 
-The whole text is tokenised at once (GPTQ, arXiv 2210.17323, and SVD-LLM, arXiv 2403.07378, do the same), with whatever
-special tokens the tokenizer adds at its start and nowhere else. It is cut into windows of ``context`` tokens; a rest
-that fills no window is left out. With ``stride`` below ``context`` windows overlap and each scores its last ``stride``
-tokens only, so that every scored token has at least ``context - stride`` tokens before it.
+The text is tokenised in one piece, as GPTQ (arXiv 2210.17323) and SVD-LLM (arXiv 2403.07378) do, so that special tokens
+appear only where the tokenizer adds them, at the start. The tokens are cut into windows of ``context`` tokens; a
+remainder shorter than a window is dropped. With ``stride`` below ``context`` the windows overlap and each scores only
+its last ``stride`` tokens, so that every scored token has at least ``context - stride`` tokens before it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.load import quiet
 
 MAX_CONTEXT = 2048
-"""The literature's window; a model with a smaller context takes its own."""
+"""Window size in the literature; a model with a smaller context uses its own."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,35 @@ class Windows:
 
     @property
     def first_scored(self) -> int:
-        """Where scoring begins within a window; its very first token has nothing before it to be predicted from."""
+        """The index in a window of the first scored token; the first token of all has no context to predict it."""
         return max(self.context - self.stride, 1)
 
     @property
     def scored_tokens(self) -> int:
-        """How many tokens are scored in all."""
+        """The number of scored tokens in all windows."""
         return len(self.starts) * (self.context - self.first_scored)
+
+    def same_as(self, other: Windows) -> bool:
+        """Return whether ``other`` has the same tokens and windows."""
+        return self.starts == other.starts and self.ids.tolist() == other.ids.tolist()
+
+    def to_json(self) -> dict[str, int]:
+        """Return the sizes for the report."""
+        return {
+            "context": self.context,
+            "stride": self.stride,
+            "windows": len(self.starts),
+            "scored_tokens": self.scored_tokens,
+            "text_tokens": len(self.ids),
+        }
+
+    def describe(self) -> str:
+        """Return the note for the table."""
+        return (
+            f"perplexity: {len(self.starts)} windows of {self.context} tokens, stride {self.stride}, "
+            f"{self.scored_tokens} of {len(self.ids)} tokens scored; special tokens only where the tokenizer "
+            "puts them, at the start of the text; standard error over windows"
+        )
 
 
 class _Document(BaseModel):
@@ -54,10 +75,10 @@ class _Document(BaseModel):
 
 
 def read_text(path: Path) -> str:
-    """The content of a raw text file, or the "text" fields of a .jsonl file joined by blank lines.
+    """Return the content of a raw text file, or the "text" fields of a .jsonl file joined by blank lines.
 
     Raises:
-        UserError: the file is missing, empty, not UTF-8, or a line has no "text".
+        UserError: the file is missing, empty or not UTF-8, or a line has no "text".
     """
     if path.suffix == ".jsonl":
         text = "\n\n".join(row.text for _, row in documents.read_rows(path, _Document, '{"text": "..."}'))
@@ -72,14 +93,23 @@ def cut(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     maximum: int,
-    context: int | None,
-    stride: int | None,
-    limit: int | None,
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    limit: int | None = None,
 ) -> Windows:
-    """Tokenise ``text`` and lay the windows; a text shorter than one window is a window of its own length.
+    """Tokenise ``text`` and cut it into windows. A text shorter than one window is one window.
+
+    Args:
+        tokenizer: the model's.
+        text: the text to score.
+        maximum: the model's context.
+        context: tokens per window; by default 2048, or ``maximum`` if that is less.
+        stride: tokens from window to window; by default the context.
+        limit: keep only the first windows.
 
     Raises:
-        UserError: context or stride is out of range, or there is too little text.
+        UserError: context or stride is out of range, or the text has fewer than two tokens.
     """
     context = min(MAX_CONTEXT, maximum) if context is None else context
     stride = context if stride is None else stride
@@ -87,7 +117,7 @@ def cut(
         raise UserError(f"--context is {context}; it has to be between 2 and the model's maximum of {maximum} tokens")
     if not 1 <= stride <= context:
         raise UserError(f"--stride is {stride}; it has to be between 1 and the context of {context} tokens")
-    with quiet():  # tokenizers warn of texts longer than the model's context
+    with quiet():  # tokenizers warn about texts longer than the model's context
         ids = torch.tensor(tokenizer(text).input_ids)
     if len(ids) < 2:
         raise UserError("the text has fewer than two tokens; there is nothing to predict")
@@ -95,8 +125,11 @@ def cut(
     return Windows(ids, size, min(stride, size), list(range(0, len(ids) - size + 1, stride))[:limit])
 
 
-def window_nlls(model: Any, windows: Windows, advance: Callable[[], None]) -> list[float]:
-    """The mean negative log-likelihood of each window's scored tokens, nats a token."""
+def window_nlls(model: Any, windows: Windows, advance: Callable[[float], None]) -> list[float]:
+    """Return the mean negative log-likelihood of each window's scored tokens, in nats per token.
+
+    ``advance`` receives the fraction of the windows that each one is.
+    """
     device = model.get_input_embeddings().weight.device
     first = windows.first_scored
     means = []
@@ -105,15 +138,5 @@ def window_nlls(model: Any, windows: Windows, advance: Callable[[], None]) -> li
         hidden = hidden_states(model, ids[None])[0]
         nll = negative_log_likelihood(model, hidden[first - 1 : -1], ids[first:])
         means.append(nll.double().mean().item())
-        advance()
+        advance(1 / len(windows.starts))
     return means
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float | None]:
-    """Mean and its standard error, which a single value does not have."""
-    count = len(values)
-    mean = math.fsum(values) / count
-    if count < 2:
-        return mean, None
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return mean, math.sqrt(variance / count)

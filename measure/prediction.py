@@ -1,24 +1,65 @@
-"""Whole-model predictions for Trainium from a config.json: what ``neuronmm predict`` prints."""
+"""Predict the speed of a model on Trainium from its config.json: what ``neuronmm predict`` prints."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from neuronmm.compression.ranks import Linear, auto_align, balance, realised
 from neuronmm.emulator.timing.inference import Decoder
+from neuronmm.emulator.timing.inference import Prediction as Times
 from neuronmm.emulator.timing.inference import predict as simulate
 from neuronmm.emulator.timing.measured import VALIDATION
 from neuronmm.kernels.hardware import CORES
+from neuronmm.measure.config import PredictionConfig
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, LINEARS, TARGETS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import expanded, read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
-LONGEST_STREAM = 128
-"""Largest batch: the decode kernels take up to 128 tokens."""
+DEFAULT_RATIO = 0.2
+"""Share of the MLP weights to remove if neither the request nor the config.json says."""
+
+
+@dataclass(frozen=True)
+class ModelPrediction:
+    """The predicted times of one model, and whether its weights and cache fit into the HBM."""
+
+    times: Times
+    fits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {**asdict(self.times), "fits": self.fits}
+
+
+@dataclass(frozen=True)
+class PredictionResult:
+    """All that ``neuronmm predict`` reports. ``targets``: the factorised linears."""
+
+    config: PredictionConfig
+    targets: str
+    realised_ratio: float
+    dense: ModelPrediction
+    compressed: ModelPrediction
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON document. ``validation`` holds the errors against published measurements."""
+        return {
+            "kind": "predicted",
+            "model": str(self.config.model),
+            "device": self.config.device,
+            "cores": self.config.parallel,
+            "batch": self.config.batch,
+            "prompt_length": self.config.prompt_length,
+            "targets": self.targets,
+            "realised_ratio": self.realised_ratio,
+            "dense": self.dense.to_json(),
+            "compressed": self.compressed.to_json(),
+            "validation": VALIDATION,
+        }
 
 
 def predict(
@@ -30,83 +71,65 @@ def predict(
     batch: int = 1,
     prompt_length: int = 128,
 ) -> dict[str, Any]:
-    """Predicted TTFT, TPOT (seconds) and tokens/s of a model on Trainium, dense and compressed.
+    """Predict TTFT, TPOT (seconds) and tokens/s on Trainium, dense and compressed, and return the JSON document.
 
-    ``validation`` in the result says how far the model is from published measurements. TTFT is not validated.
+    The arguments are those of :class:`.PredictionConfig`. TTFT is not validated.
+    """
+    return run_prediction(PredictionConfig(model, ratio, device, parallel, batch, prompt_length)).to_json()
 
-    Args:
-        model: a folder with a config.json, or that file.
-        ratio: share of the MLP weights to remove; None: the ranks the config carries, else 0.2.
+
+def run_prediction(config: PredictionConfig) -> PredictionResult:
+    """Predict TTFT, TPOT (seconds) and tokens/s on Trainium, dense and compressed. TTFT is not validated.
 
     Raises:
-        UserError: the model cannot be read or is not supported, or an option is out of range.
+        UserError: the model cannot be read or is not supported, or the ratio is out of range.
     """
-    if device not in CORES:
-        raise UserError(f"device {device}: must be one of {', '.join(CORES)}")
-    core = CORES[device]
-    limits = (("tp", parallel, 64), ("batch", batch, LONGEST_STREAM), ("prompt-length", prompt_length, 1 << 20))
-    for name, value, most in limits:
-        if not 1 <= value <= most:
-            raise UserError(f"--{name} {value}: must lie between 1 and {most}")
-    dense, low_rank, targets, removed = _decoders(expanded(model), ratio)
-    predictions = {}
-    for name, decoder in (("dense", dense), ("compressed", low_rank)):
-        found = simulate(decoder, core, batch, prompt_length, parallel)
-        predictions[name] = {**asdict(found), "fits": found.fits(core)}
-    return {
-        "kind": "predicted",
-        "model": str(model),
-        "device": device,
-        "cores": parallel,
-        "batch": batch,
-        "prompt_length": prompt_length,
-        "targets": targets,
-        "realised_ratio": removed,
-        **predictions,
-        "validation": VALIDATION,
-    }
+    dense, compressed, targets, realised_ratio = _decoders(expanded(config.model), config.ratio)
+    return PredictionResult(config, targets, realised_ratio, _simulate(dense, config), _simulate(compressed, config))
+
+
+def _simulate(decoder: Decoder, config: PredictionConfig) -> ModelPrediction:
+    core = CORES[config.device]
+    times = simulate(decoder, core, config.batch, config.prompt_length, config.parallel)
+    return ModelPrediction(times, times.fits(core))
 
 
 def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, str, float]:
-    """The decoder dense and compressed, which linears are targeted, and the realised ratio."""
+    """Return the dense and the compressed decoder, the targets, and the realised ratio."""
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         raise UserError(f"{path}: no config.json there; give the folder of a Hugging Face checkpoint or the file")
-    config = read_config(folder)
-    found = ModelConfig.parse(config, str(folder / "config.json"))
+    where, document = str(folder / "config.json"), read_config(folder)
+    dimensions = ModelConfig.parse(document, where)
     dense = Decoder(
-        hidden=found.hidden_size,
-        intermediate=found.intermediate_size,
-        layers=found.num_hidden_layers,
-        heads=found.num_attention_heads,
-        kv_heads=found.kv_heads,
-        head=found.head,
-        vocabulary=found.vocab_size,
+        hidden=dimensions.hidden_size,
+        intermediate=dimensions.intermediate_size,
+        layers=dimensions.num_hidden_layers,
+        heads=dimensions.num_attention_heads,
+        kv_heads=dimensions.kv_heads,
+        head=dimensions.head,
+        vocabulary=dimensions.vocab_size,
     )
-    carried = config.get("quantization_config")
     names = {f"{LAYERS}.{i}.{long}": (i, short) for i in range(dense.layers) for short, long in LINEARS.items()}
-    sizes = dense.linears()
-    targets = [n for n in names if n.split(".", 3)[3] in TARGETS["mlp"]]
-
-    def linears(which: list[str]) -> list[Linear]:
-        return [Linear(n, sizes[names[n][1]][1], sizes[names[n][1]][0]) for n in which]
-
-    if isinstance(carried, dict) and carried.get("quant_method") == QUANT_METHOD and ratio is None:
-        spec = CompressionSpec.parse(carried, str(folder / "config.json"))
+    block = document.get("quantization_config")
+    if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and ratio is None:
+        spec = CompressionSpec.parse(block, where)
         followers = tuple(tuple(name for name, _ in layer) for layer in _by_layer(dense, names, spec.shared))
-        return (
-            dense,
-            replace(dense, ranks=_by_layer(dense, names, spec.ranks), followers=followers),
-            spec.targets,
-            spec.realised_ratio,
-        )
-    ranks = balance(linears(targets), 0.2 if ratio is None else ratio, auto_align(linears(targets)))
-    kept = {name: rank for name, rank in ranks.items() if rank is not None}
-    return dense, replace(dense, ranks=_by_layer(dense, names, kept)), "mlp", realised(linears(targets), ranks)
+        compressed = replace(dense, ranks=_by_layer(dense, names, spec.ranks), followers=followers)
+        return dense, compressed, spec.targets, spec.realised_ratio
+    sizes = dense.linears()
+    linears = [
+        Linear(name, sizes[short][1], sizes[short][0])
+        for name, (_, short) in names.items()
+        if LINEARS[short] in TARGETS["mlp"]
+    ]
+    ranks = balance(linears, DEFAULT_RATIO if ratio is None else ratio, auto_align(linears))
+    factorised = {name: rank for name, rank in ranks.items() if rank is not None}
+    return dense, replace(dense, ranks=_by_layer(dense, names, factorised)), "mlp", realised(linears, ranks)
 
 
 def _by_layer(dense: Decoder, names: dict[str, tuple[int, str]], values: dict[str, Any]) -> tuple[Any, ...]:
-    """Full name -> value, as one tuple of (short name, value) a layer."""
+    """Return ``values``, which are keyed by full name, as one tuple of (short name, value) per layer."""
     layers: list[list[tuple[str, Any]]] = [[] for _ in range(dense.layers)]
     for name, (layer, short) in names.items():
         if name in values:

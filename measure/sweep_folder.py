@@ -1,4 +1,4 @@
-"""A sweep's folder: of one process at a time, begun anew or gone on with, and told from anybody else's."""
+"""The folder of a sweep: locked by one process, new or resumed, and never the folder of something else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from neuronmm.compression.claim import MARK, Claim
 from neuronmm.compression.config import renamed
 from neuronmm.kernels.durable import WRITING
+from neuronmm.measure.sweep_config import SweepConfig
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.output import stranger_in
@@ -20,17 +22,61 @@ RUN = "run.json"
 """The file with the settings of a sweep."""
 
 
-@contextmanager
-def claimed(out: Path, resume: bool) -> Iterator[None]:
-    """Make the folder ``out``, or take up the one of an earlier sweep, and lock it for the duration of the block.
+@dataclass(frozen=True)
+class SweepSettings:
+    """The dense ``model``, what a sweep measures of every point, and the settings that all points share."""
+
+    model: str
+    texts: dict[str, str]
+    context: int | None
+    limit: int | None
+    tasks: dict[str, str]
+    questions: int | None
+    speed: bool
+    base: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: SweepConfig, dense: Path) -> SweepSettings:
+        """Return the settings of ``config`` for the model in the folder ``dense``."""
+        return cls(
+            model=str(dense),
+            texts={name: str(file) for name, file in config.text_files.items()},
+            context=config.context,
+            limit=config.limit,
+            tasks={name: str(file) for name, file in config.task_files.items()},
+            questions=config.questions,
+            speed=config.speed,
+            base=config.base.model_dump(exclude={"ratio", "method"}),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return asdict(self)
+
+
+def read_settings(out: Path) -> SweepSettings:
+    """Return the settings of the sweep in ``out``.
 
     Raises:
-        UserError: another process is at work there, it exists and is not to be resumed, or it is no sweep's.
+        UserError: ``out`` is not the folder of a sweep.
+    """
+    document, names = read_own(out / RUN), {field.name for field in fields(SweepSettings)}
+    if document is None or not names <= document.keys():
+        raise UserError(f"{out}: is not the folder of a sweep ({RUN} is unreadable)")
+    return SweepSettings(**{name: document[name] for name in names})
+
+
+@contextmanager
+def claimed(out: Path, resume: bool) -> Iterator[None]:
+    """Lock the folder ``out`` for the duration of the block: a new folder, or with ``resume`` an earlier sweep's.
+
+    Raises:
+        UserError: another process works there, the folder exists without ``resume``, or it is not a sweep's.
     """
     _check(out, resume)
     claim = Claim(out)
     try:
-        _check(out, resume)  # another sweep may have been there before this one had the lock
+        _check(out, resume)  # another sweep may have used the folder before this one had the lock
         yield
     finally:
         if claim.empty():
@@ -39,15 +85,14 @@ def claimed(out: Path, resume: bool) -> Iterator[None]:
             claim.unmark()
 
 
-def describe(out: Path, run: dict[str, Any]) -> None:
-    """Write down the settings ``run`` of the sweep in ``out``.
+def write_settings(out: Path, settings: SweepSettings) -> None:
+    """Write ``settings`` to the folder of the sweep in ``out``.
 
     Raises:
-        UserError: the sweep was begun with others; only measures may have been added to them.
+        UserError: the sweep started with other settings; a resumed sweep may only add measures.
     """
-    plan = out / RUN
-    run = json.loads(json.dumps(run))
-    before = read_own(plan) or run
+    run = json.loads(json.dumps(settings.to_json()))
+    before = read_own(out / RUN) or run
     if isinstance(before.get("base"), dict):
         before = {**before, "base": renamed(before["base"], notice=False)}
     texts = before.get("texts")
@@ -60,17 +105,20 @@ def describe(out: Path, run: dict[str, Any]) -> None:
     for key, value in comparable.items():
         if before.get(key) != value:
             raise UserError(f"{out}: was started with another {key} ({before.get(key)!r}, now {run[key]!r})")
-    if run != read_own(plan):
-        write_json(plan, run)
+    if run != read_own(out / RUN):
+        write_json(out / RUN, run)
 
 
 def _check(out: Path, resume: bool) -> None:
-    """Check that a sweep may begin in ``out``, or go on in it. One that was killed at once has left only its mark."""
+    """Check that a sweep may start in ``out``, or with ``resume`` continue there.
+
+    A sweep that was killed at once has left only its mark; another one may start there.
+    """
     if not os.path.lexists(out):
         return
     if (out / MARK).is_file() and stranger_in(out, (MARK, RUN + WRITING)) is None:
         return
     if not resume:
         raise UserError(f"{out}: exists already; --resume continues the sweep in it, or give another -o")
-    if "texts" not in (read_own(out / RUN) or {}):  # the folder of another command's work has a file of that name too
+    if "texts" not in (read_own(out / RUN) or {}):  # other commands' work folders also have a run.json
         raise UserError(f"{out}: is not the folder of a sweep ({RUN} is not a sweep's); give another -o")

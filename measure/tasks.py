@@ -1,8 +1,8 @@
-"""Multiple choice by log-likelihood: the choice the model finds likeliest counts as its answer.
+"""Multiple choice by log-likelihood: the most likely choice counts as the model's answer.
 
-Scores follow lm-evaluation-harness: ``acc`` compares the summed log-likelihood of each choice, ``acc_norm`` divides it
-by the choice's length in characters first. A query with one lone ``_`` (WinoGrande) is filled with each choice, and
-what follows the blank is scored, which is the same text for every choice. Queries are used as they stand.
+Scores follow lm-evaluation-harness: ``acc`` compares the summed log-likelihoods of the choices, ``acc_norm`` first
+divides each by the choice's length in characters. In a query with exactly one ``_`` (WinoGrande) each choice replaces
+the blank, and the text after it, the same for every choice, is scored. Queries are used unchanged.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import torch
 from pydantic import BaseModel, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from neuronmm.measure.packing import Pack, lay_out, pack
-from neuronmm.measure.scoring import hidden_states, negative_log_likelihood
+from neuronmm.measure.scoring import Pack, hidden_states, lay_out, negative_log_likelihood, pack
 from neuronmm.models.documents import read_rows
 from neuronmm.models.errors import UserError
 
 _BLANK = re.compile(r"(?<![\w])_(?![\w])")
-_BATCH_TOKENS = 2048  # padded tokens that run through the model at once
+_BATCH_TOKENS = 2048  # padded tokens per forward pass
 
 
 @dataclass(frozen=True)
 class Question:
-    """One row of a task: for each choice the text before and the text that is scored, and its length in characters."""
+    """One row of a task: for each choice a pair (text before, scored text) and the length in characters."""
 
     pairs: list[tuple[str, str]]
     lengths: list[int]
@@ -38,14 +37,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice as tokens: the last ``scored`` of ``ids`` are what is scored."""
+    """One choice as tokens; the last ``scored`` of ``ids`` are scored."""
 
     ids: list[int]
     scored: int
 
 
 class _Row(BaseModel):
-    """A line of a task's file, as :mod:`.tasks` describes it."""
+    """A line of a task's file."""
 
     query: str
     choices: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2)
@@ -59,10 +58,10 @@ class _Row(BaseModel):
 
 
 def read_task(path: Path, limit: int | None) -> list[Question]:
-    """The first ``limit`` rows {"id", "query", "choices", "gold"} of a .jsonl file.
+    """Return the first ``limit`` rows {"id", "query", "choices", "gold"} of a .jsonl file.
 
     Raises:
-        UserError: the file is missing or empty, or a row is malformed (its line is named).
+        UserError: the file is missing or empty, or a row is malformed; the message names its line.
     """
     rows = read_rows(path, _Row, '{"query": text, "choices": [text, text, ...], "gold": index}')
     if not rows:
@@ -71,7 +70,7 @@ def read_task(path: Path, limit: int | None) -> list[Question]:
 
 
 def guessing(questions: list[Question]) -> float:
-    """The share of ``questions`` that choosing blindly answers right, on average: what accuracies begin from."""
+    """Return the expected accuracy of random choices."""
     return sum(1 / len(question.pairs) for question in questions) / len(questions)
 
 
@@ -89,22 +88,24 @@ def _question(row: _Row) -> Question:
 def encode(tokenizer: PreTrainedTokenizerBase, before: str, after: str, context: int) -> Choice:
     """Tokenise both texts as one; the tokens beyond those of ``before`` alone are scored.
 
-    A sequence longer than ``context`` loses its beginning.
+    A sequence longer than ``context`` loses its first tokens.
+
+    Raises:
+        UserError: nothing precedes the scored tokens, or they fill the context.
     """
-    kept = before.rstrip()
-    whole = tokenizer(before + after).input_ids
-    prefix = tokenizer(kept).input_ids
-    scored = max(len(whole) - len(prefix), 1)
-    if len(whole) < 2 or scored >= context:
-        raise UserError(f"a row cannot be scored: {len(whole)} tokens, {scored} of them scored, context {context}")
-    return Choice(whole[-context:], min(scored, len(whole) - 1))
+    ids = tokenizer(before + after).input_ids
+    prefix = tokenizer(before.rstrip()).input_ids
+    scored = max(len(ids) - len(prefix), 1)
+    if len(ids) < 2 or scored >= context:
+        raise UserError(f"a row cannot be scored: {len(ids)} tokens, {scored} of them scored, context {context}")
+    return Choice(ids[-context:], min(scored, len(ids) - 1))
 
 
-def score(model: Any, groups: list[list[Choice]], advance: Callable[[int], None]) -> list[float]:
-    """Summed log-likelihood (nats) of the scored tokens of every choice, group after group.
+def score(model: Any, groups: list[list[Choice]], advance: Callable[[float], None]) -> list[float]:
+    """Return the summed log-likelihood (nats) of the scored tokens of every choice, group after group.
 
-    What the choices of a group have in common at their beginning runs through the model once; rows of similar length
-    share a batch.
+    The common prefix of a group's choices runs through the model once. Rows of similar length share a batch.
+    ``advance`` receives the fraction of the choices that each batch holds.
     """
     weight = model.get_input_embeddings().weight
     choices = [choice for group in groups for choice in group]
@@ -123,12 +124,12 @@ def score(model: Any, groups: list[list[Choice]], advance: Callable[[int], None]
         nll = negative_log_likelihood(model, torch.cat(states), torch.tensor(targets, device=weight.device)).double()
         for index, part in zip(counts, nll.split(list(counts.values())), strict=True):
             result[index] = -part.sum().item()
-        advance(len(counts))
+        advance(len(counts) / len(choices))
     return result
 
 
 def _batches(rows: list[Pack]) -> Iterator[list[int]]:
-    """Indices, longest rows first, in groups whose padded size stays within the token budget."""
+    """Yield the indices of ``rows``, longest first, in batches whose padded size stays within the token budget."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     while order:
         size = max(1, _BATCH_TOKENS // len(rows[order[0]].ids))
@@ -137,13 +138,13 @@ def _batches(rows: list[Pack]) -> Iterator[list[int]]:
 
 
 def answer(questions: list[Question], scores: list[float]) -> dict[str, list[float]]:
-    """For each metric, 1.0 or 0.0 a question: is the likeliest choice the gold one?"""
+    """Return for each metric 1.0 or 0.0 per question: whether the most likely choice is the gold one."""
     correct: dict[str, list[float]] = {"acc": [], "acc_norm": []}
     position = 0
     for question in questions:
-        own = scores[position : position + len(question.pairs)]
-        position += len(own)
-        normed = [score / length for score, length in zip(own, question.lengths, strict=True)]
-        correct["acc"].append(float(own.index(max(own)) == question.gold))
-        correct["acc_norm"].append(float(normed.index(max(normed)) == question.gold))
+        sums = scores[position : position + len(question.pairs)]
+        position += len(sums)
+        means = [score / length for score, length in zip(sums, question.lengths, strict=True)]
+        correct["acc"].append(float(sums.index(max(sums)) == question.gold))
+        correct["acc_norm"].append(float(means.index(max(means)) == question.gold))
     return correct

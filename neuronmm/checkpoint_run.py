@@ -34,10 +34,10 @@ def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]
 
     from neuronmm.compression.report import summary
     from neuronmm.compression.workspace import work_folder
-    from neuronmm.progress import stage_bars
+    from neuronmm.progress import stage_progress
 
     try:
-        with stage_bars() as progress:
+        with stage_progress() as progress:
             report = verb(resume=args.resume, force=args.force, device=args.device, progress=progress)
     except KeyboardInterrupt:
         work = work_folder(args.out)

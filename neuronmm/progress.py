@@ -1,36 +1,82 @@
-"""Progress of a long command on stderr: one bar a stage, with the time left."""
+"""Draw the progress of a command on stderr: bars on a terminal, lines elsewhere, with the time left of each stage."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from neuronmm.models.progress import Progress
+
+_INTERVAL = 60.0  # seconds between two lines about one stage
+_ROUNDING = 1e-6  # by which the fractions of a finished stage may miss 1
 
 
 @contextmanager
-def stage_bars(live: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Gives a function of a stage's name and the further share of it that is done, which draws from its first call on.
+def stage_progress(live: bool = True) -> Iterator[Progress]:
+    """Yield ``progress(stage, fraction)``, which updates one progress bar per stage.
 
-    With ``live`` False nothing is drawn between two calls: no thread runs beside what is being timed.
+    Where stderr is not a terminal, each stage prints a line when it begins and at most one line per minute after that.
+
+    Args:
+        live: redraw the bars from a thread. Without it they change only when ``progress`` is called, so that nothing
+            runs beside a measurement.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield StageLines()
+        return
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description:>14}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     stages: dict[str, TaskID] = {}
-    bar = Progress(*columns, *times, console=Console(file=sys.stderr), auto_refresh=live)
+    bars = Bars(*columns, *times, console=console, auto_refresh=live)
 
-    def progress(stage: str, share: float) -> None:
+    def progress(stage: str, fraction: float) -> None:
         if not stages:
-            bar.start()
+            bars.start()
         if stage not in stages:
-            stages[stage] = bar.add_task(stage, total=1 - 1e-6)  # the shares are rounded
-        bar.advance(stages[stage], share)
-        bar.refresh()
+            stages[stage] = bars.add_task(stage, total=1 - _ROUNDING)
+        bars.advance(stages[stage], fraction)
+        bars.refresh()
 
     try:
         yield progress
     finally:
-        if stages:  # else rich would leave an empty line above the error
-            bar.stop()
+        if stages:  # without a stage rich would leave an empty line above an error
+            bars.stop()
+
+
+class StageLines:
+    """Print progress as lines: stage, per cent done, time left."""
+
+    def __init__(self) -> None:
+        self._done: dict[str, float] = {}
+        self._begun: dict[str, float] = {}
+        self._printed: dict[str, float] = {}
+        self._last_call = time.monotonic()
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """Add ``fraction`` to ``stage``, and print a line if it is due."""
+        now = time.monotonic()
+        self._begun.setdefault(stage, self._last_call)  # a first fraction is reported when it is done
+        self._last_call = now
+        done = self._done[stage] = min(self._done.get(stage, 0.0) + fraction, 1.0)
+        if stage in self._printed and now - self._printed[stage] < _INTERVAL:
+            return
+        self._printed[stage] = now
+        left = ""
+        if 0 < done < 1 - _ROUNDING:
+            left = f", {_minutes((now - self._begun[stage]) * (1 - done) / done)} left"
+        print(f"{stage}: {100 * done:.0f} %{left}", file=sys.stderr, flush=True)
+
+
+def _minutes(seconds: float) -> str:
+    """Return ``h:mm:ss``, as the bars show it."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -11,8 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from neuronmm.measure.figures import with_range
-from neuronmm.measure.statistics import summarise
+from neuronmm.measure.statistics import summarise, with_range
 
 Line = dict[str, Any]
 

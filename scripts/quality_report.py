@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from neuronmm.measure.figures import with_error
 from neuronmm.measure.pareto import draw_sweep, mark_fronts, method_of
+from neuronmm.measure.statistics import with_error
 from neuronmm.measure.sweep_points import read_points
 from neuronmm.measure.sweep_table import SPEED_COLUMNS, speed_cells
 from neuronmm.models.documents import write_json
@@ -122,7 +122,8 @@ def main(folder: Path, sweeps: list[Path]) -> None:
     document.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
     shown = [point for point in result["points"] if method_of(point) in PICTURED]
     mark_fronts(shown, result["costs"], list(result["texts"]))
-    draw_sweep({**result, "points": shown}, folder / "quality.png")
+    title = Path(result["model"]).name
+    draw_sweep(shown, result["costs"], list(result["texts"]), title, folder / "quality.png")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ examples:
   neuronmm benchmark OUT --baseline MODEL --backend neuron --tp 2 --emulate   (predicted times, and the emulation's)
 
 Prompts are random tokens, the same for every variant, and end-of-sequence tokens are ignored. TTFT is the time to the
-first token (prefill), TPOT the time of each later one; tokens/s never counts prompt tokens. The table goes to stdout
-and the last line of stdout is one JSON document; --output also writes benchmark.json and benchmark.png there.
+first token (prefill), TPOT the time per later token; tokens/s never counts prompt tokens. The table goes to stdout, and
+the last line of stdout is one JSON document. --output also writes benchmark.json and benchmark.png to a folder.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from neuronmm.commands.generate import add_neuron_arguments, neuron_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own options."""
+    """Add the command's options."""
     parser.add_argument("model", metavar="OUT", help="a compressed model folder, or a dense model alone")
     parser.add_argument("--baseline", metavar="MODEL", help="the dense model to compare with; default: none")
     lengths, rows = listed(int, "32,512"), listed(int, "1,4")
     parser.add_argument("--prompt-lengths", type=lengths, default=(32, 512), metavar="N,N", help="default 32,512")
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens a run; default 32")
-    parser.add_argument("--batch", type=rows, default=(1,), metavar="N,N", help="rows at once; default 1")
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens per run; default 32")
+    parser.add_argument("--batch", type=rows, default=(1,), metavar="N,N", help="batch sizes; default 1")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured rounds; default 5")
-    parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
-    parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: as torch chooses")
+    parser.add_argument("--dtype", default="auto", help="auto (default: the checkpoint's), bf16, fp16 or fp32")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: torch's own choice")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
     add_neuron_arguments(parser)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="also write benchmark.json and benchmark.png")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="also write benchmark.json and benchmark.png to DIR")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, print, write."""
-    from neuronmm.measure.benchmark import benchmark
+    """Measure, write and print."""
+    from neuronmm.measure.benchmark import run_benchmark
+    from neuronmm.measure.config import BenchmarkConfig
     from neuronmm.measure.report import print_benchmark, results_folder, write_benchmark
+    from neuronmm.progress import stage_progress
 
     inputs = (args.model, args.baseline)
-    output = results_folder(args.output, inputs) if args.output else None  # a bad path should not cost minutes
-    result = benchmark(
-        args.model,
-        args.baseline,
+    output = results_folder(args.output, inputs) if args.output else None  # reported before minutes of measuring
+    config = BenchmarkConfig(
+        model=args.model,
+        baseline=args.baseline,
         prompt_lengths=args.prompt_lengths,
         new_tokens=args.new_tokens,
         batches=args.batch,
@@ -56,11 +58,12 @@ def run(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         threads=args.threads,
         backend=args.backend,
-        progress=True,
-        **neuron_options(args),
+        options=neuron_options(args),
     )
+    with stage_progress(live=False) as progress:
+        result = run_benchmark(config, progress)
     if output:
         write_benchmark(result, output)
     if not args.json:
         print_benchmark(result)
-    print(json.dumps(result))
+    print(json.dumps(result.to_json()))

@@ -5,11 +5,11 @@ examples:
   neuronmm evaluate OUT --baseline MODEL --text wikitext2.txt --context 2048
   neuronmm evaluate OUT --baseline MODEL --tasks hellaswag.jsonl piqa.jsonl --limit 200
 
---text is raw text, or, when its name ends in .jsonl, one object with a "text" a line, joined by blank lines. The
+--text is raw text, or a .jsonl file with one {"text": ...} object per line; the texts are joined by blank lines. The
 tokens are cut into windows of --context tokens (default: 2048, or the model's maximum if that is less), as in the
-literature. --tasks are JSON lines {"id", "query", "choices", "gold"}; a `_` in a query is filled with each choice and
-what follows it is scored. With --baseline both models are shown, and their paired difference. The last line of stdout
-is one JSON document.
+literature. --tasks are JSON lines {"id", "query", "choices", "gold"}; each choice replaces a `_` in a query, and the
+text after it is scored. --baseline adds a second model and the paired difference of both. The last line of stdout is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -20,27 +20,33 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own options."""
+    """Add the command's options."""
     parser.add_argument("model", metavar="OUT", help="a model folder (compressed or dense), a GGUF file or a hub id")
     parser.add_argument("--baseline", metavar="MODEL", help="a second model to compare with, usually the dense one")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text for the perplexity")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens a window; default min(2048, model's maximum)")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens per window; default min(2048, model's maximum)"
+    )
     parser.add_argument("--stride", type=int, metavar="N", help="tokens from window to window; default: the context")
     parser.add_argument("--tasks", type=Path, nargs="+", default=[], metavar="FILE", help="multiple-choice files")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N windows, and the first N rows a task")
-    parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N windows, and the first N rows per task"
+    )
+    parser.add_argument("--dtype", default="auto", help="auto (default: the checkpoint's), bf16, fp16 or fp32")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
 
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate and print."""
-    from neuronmm.measure.evaluate import evaluate
+    from neuronmm.measure.config import EvaluationConfig
+    from neuronmm.measure.evaluate import run_evaluation
     from neuronmm.measure.report import print_evaluation
+    from neuronmm.progress import stage_progress
 
-    result = evaluate(
-        args.model,
-        args.baseline,
+    config = EvaluationConfig(
+        model=args.model,
+        baseline=args.baseline,
         text=args.text,
         context=args.context,
         stride=args.stride,
@@ -48,8 +54,9 @@ def run(args: argparse.Namespace) -> None:
         limit=args.limit,
         dtype=args.dtype,
         backend=args.backend,
-        progress=True,
     )
+    with stage_progress() as progress:
+        result = run_evaluation(config, progress)
     if not args.json:
         print_evaluation(result)
-    print(json.dumps(result))
+    print(json.dumps(result.to_json()))

@@ -1,8 +1,8 @@
 """predict TTFT, TPOT and tokens/s on Trainium from a config.json, dense and compressed
 
-Nothing runs: the figures come from the timing model of the emulator, whose errors against published measurements are
-printed with them. TTFT is not validated: the one published context encoding took five times as long as predicted.
-A config.json that a compressed checkpoint carries brings its own ranks.
+Nothing runs: the figures come from the emulator's timing model. Its errors against published measurements are printed
+with them. TTFT is not validated: the one published context encoding took five times as long as predicted. The
+config.json of a compressed checkpoint supplies its own ranks.
 
 examples:
   neuronmm predict ./Llama-3.2-1B --ratio 0.2 --device trn1
@@ -14,64 +14,69 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from neuronmm.measure.prediction import PredictionResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own options."""
+    """Add the command's options."""
     parser.add_argument("model", metavar="MODEL", help="a model folder or a config.json; weights are not read")
     parser.add_argument("--ratio", type=float, help="share of the MLP weights to remove, 0.05 to 0.6 (default 0.2)")
     parser.add_argument("--device", default="trn1", choices=("trn1", "trn2", "trn3"), help="default trn1")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="cores that share the model; default 1")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once; default 1")
-    parser.add_argument("--prompt-length", type=int, default=128, metavar="N", help="tokens a prompt; default 128")
+    parser.add_argument("--prompt-length", type=int, default=128, metavar="N", help="tokens per prompt; default 128")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
 
 
 def run(args: argparse.Namespace) -> None:
     """Predict and print."""
-    from neuronmm.measure.prediction import predict
+    from neuronmm.measure.config import PredictionConfig
+    from neuronmm.measure.prediction import run_prediction
 
-    result = predict(
-        args.model,
+    config = PredictionConfig(
+        model=args.model,
         ratio=args.ratio,
         device=args.device,
         parallel=args.tp,
         batch=args.batch,
         prompt_length=args.prompt_length,
     )
+    result = run_prediction(config)
     if not args.json:
         _print(result)
-    print(json.dumps(result))
+    print(json.dumps(result.to_json()))
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print(result: PredictionResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from neuronmm.emulator.timing.measured import CAVEAT
 
-    cores = f"{result['cores']} {result['device']} core" + "s" * (result["cores"] > 1)
-    title = f"predicted, not measured: {result['model']} on {cores}, batch {result['batch']}, "
-    table = Table(title=title + f"{result['prompt_length']} prompt tokens", title_justify="left")
-    for column in ("", "dense", f"compressed ({result['realised_ratio']:.1%} of {result['targets']} removed)", "gain"):
+    config = result.config
+    cores = f"{config.parallel} {config.device} core" + "s" * (config.parallel > 1)
+    title = f"predicted, not measured: {config.model} on {cores}, batch {config.batch}, "
+    table = Table(title=title + f"{config.prompt_length} prompt tokens", title_justify="left")
+    for column in ("", "dense", f"compressed ({result.realised_ratio:.1%} of {result.targets} removed)", "gain"):
         table.add_column(column, justify="left" if not column else "right")
-    dense, low = result["dense"], result["compressed"]
+    dense, compressed = result.dense.times, result.compressed.times
     rows = (
-        ("TTFT ms (not validated)", "ttft", 1e3),
-        ("TPOT ms", "tpot", 1e3),
-        ("weights GB a core", "weight_bytes", 1e-9),
+        ("TTFT ms (not validated)", dense.ttft, compressed.ttft, 1e3),
+        ("TPOT ms", dense.tpot, compressed.tpot, 1e3),
+        ("weights GB per core", dense.weight_bytes, compressed.weight_bytes, 1e-9),
     )
-    for label, key, scale in rows:
-        values = [f"{d[key] * scale:.2f}" for d in (dense, low)]
-        table.add_row(label, *values, f"{dense[key] / low[key]:.2f}x")
-    speeds = [f"{d['tokens_per_second']:.1f}" for d in (dense, low)]
-    table.add_row("tokens/s", *speeds, f"{low['tokens_per_second'] / dense['tokens_per_second']:.2f}x")
+    for label, before, after, scale in rows:
+        table.add_row(label, f"{before * scale:.2f}", f"{after * scale:.2f}", f"{before / after:.2f}x")
+    speeds = (dense.tokens_per_second, compressed.tokens_per_second)
+    table.add_row("tokens/s", *(f"{speed:.1f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}x")
     console = Console()
     console.print(table)
     console.print(f"{CAVEAT} Nothing is published for trn2, trn3 or several cores.", highlight=False)
-    for name in ("dense", "compressed"):
-        if not result[name]["fits"]:
+    for name, model in (("dense", result.dense), ("compressed", result.compressed)):
+        if not model.fits:
             console.print(
                 f"The {name} model does not fit: weights and cache exceed a core's share of the HBM; raise --tp."
             )

@@ -64,7 +64,7 @@ def test_benchmark_ends_with_one_json_document(
 def test_benchmark_writes_over_its_own_files_alone_and_not_into_a_model(
     checkpoint: Callable[..., Path], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuronmm.measure.benchmark.benchmark", lambda *a, **b: pytest.fail("it was measured"))
+    monkeypatch.setattr("neuronmm.measure.benchmark.run_benchmark", lambda *a, **b: pytest.fail("it was measured"))
     model = checkpoint()
     for name, file, content in (
         ("a", "benchmark.json", "[]"),

@@ -33,6 +33,13 @@ def test_generate_command(
     assert "backend cpu has no option tp_degree" in capsys.readouterr().err
 
 
+KEYS = [
+    *("kind", "what", "model", "baseline", "backend", "emulated", "device", "cores", "runs", "new_tokens"),
+    *("variants", "points", "validation"),
+]
+PREDICTED = [
+    *("ttft", "tpot", "decode_tokens_per_second", "kernel_seconds", "collective_seconds", "hbm_bytes_read"),
+]
 BENCHMARK = ["--backend", "neuron", "--prompt-lengths", "8,16", "--new-tokens", "6", "--batch", "1", "--runs", "2"]
 
 
@@ -45,12 +52,15 @@ def test_an_emulated_benchmark_keeps_prediction_and_emulation_apart(
     assert "predicted for 1 trn1 core(s), not measured" in out and "not of a device" in out
     assert "TTFT ms (not validated)" in out and "TTFT is not validated" in " ".join(out.split())
     result = json.loads(out.splitlines()[-1])
+    assert list(result) == KEYS and list(result["variants"]["fused"]) == ["kernels"]
     assert result["validation"]["ttft"] == "not validated"
     assert (result["kind"], result["emulated"], len(result["points"])) == ("predicted", True, 2)
     for point in result["points"]:
         assert list(point["variants"]) == ["dense", "fused"]
         for figures in point["variants"].values():
-            assert set(figures) == {"predicted", "emulation"}
+            assert list(figures) == ["predicted", "emulation"]
+            assert list(figures["emulation"]) == ["what", "ttft", "tpot", "ready_seconds"]
+            assert list(figures["predicted"]) == PREDICTED
             assert 0 < figures["predicted"]["tpot"] < 1e-3 < figures["emulation"]["tpot"]["median"]
 
 

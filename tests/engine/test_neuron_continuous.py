@@ -17,6 +17,7 @@ from neuronmm import cli
 from neuronmm.engine.backends.neuron_decoder import NeuronSlots
 from neuronmm.engine.engine import Engine, load
 from neuronmm.engine.sampling import SamplingParams
+from neuronmm.measure.config import BenchmarkConfig
 from neuronmm.measure.neuron_benchmark import benchmark_neuron
 
 ONE_TOKEN = "w20"
@@ -115,9 +116,10 @@ def test_a_benchmark_reads_one_prompt_after_another(host: str, neuron_checkpoint
     folder = neuron_checkpoint()
 
     def predicted(batch: int) -> dict[str, float]:
+        sizes: dict[str, Any] = {"prompt_lengths": [8], "new_tokens": 4, "batches": [batch], "runs": 1}
         options = {"emulate": True, "continuous": True}
-        (point,) = benchmark_neuron(folder, None, [8], 4, [batch], 1, "fp32", False, options)["points"]
-        return dict(point["variants"]["dense"]["predicted"])
+        (point,) = benchmark_neuron(BenchmarkConfig(folder, dtype="fp32", options=options, **sizes)).points
+        return dict(point.to_json()["variants"]["dense"]["predicted"])
 
     one, two = predicted(1), predicted(2)
     assert two["ttft"] > 1.9 * one["ttft"]

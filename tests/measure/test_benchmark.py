@@ -1,8 +1,10 @@
-"""The benchmark: what it counts is exact, its document is complete, its flags and refusals work."""
+"""The benchmark: exact byte counts, a complete document, flags and errors."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from neuronmm.engine.backends.cpu import CpuRunner
 from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.kernels.cpu import core
 from neuronmm.measure.bandwidth import BandwidthProbe, weight_bytes, weight_bytes_per_step
-from neuronmm.measure.benchmark import Run, benchmark
-from neuronmm.measure.memory import measure_growth
+from neuronmm.measure.benchmark import benchmark, run_benchmark
+from neuronmm.measure.benchmark_result import Round, Run, VariantRuns, summarise_point
+from neuronmm.measure.config import BenchmarkConfig
+from neuronmm.measure.machine import measure_growth
 from neuronmm.measure.report import print_benchmark, write_benchmark
-from neuronmm.measure.statistics import summarise_point
 from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.load import load_pretrained
 from tiny_models import make_tiny, shared_spec
@@ -26,7 +29,9 @@ SMALL: dict[str, Any] = {"prompt_lengths": (4, 9), "new_tokens": 4, "batches": (
 
 
 def test_document(checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = benchmark(checkpoint(compressed=True), checkpoint(compressed=False), **SMALL)
+    config = BenchmarkConfig(checkpoint(compressed=True), checkpoint(compressed=False), **SMALL)
+    measured = run_benchmark(config)
+    result = measured.to_json()
     assert result["kind"] == "measured"
     assert list(result["variants"]) == ["dense", "naive", "fused"]
     assert "naive" in result["variants"]["naive"]["kernels"]
@@ -46,18 +51,20 @@ def test_document(checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytes
             assert limit < point["batch"] * result["read_bandwidth"]["max"] / step_bytes * 1.001
             assert figures["warm_up_seconds"] > 0
             assert len(figures["runs"]) == SMALL["runs"]
-    write_benchmark(result, tmp_path)
+    write_benchmark(measured, tmp_path)
     assert json.loads((tmp_path / "benchmark.json").read_text()) == result
     assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
-    print_benchmark(result)
+    print_benchmark(measured)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("measured", "TTFT ms", "TPOT ms", "naive", "fused", "read bandwidth"))
 
 
-def test_int8_factors_are_told_apart(checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand, for two layers: one A [8, 32] for q, k, v, one [12, 32] for gate and up; a byte an element, 4 a row."""
+def test_int8_factors_are_reported(checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts for two layers: A [8, 32] for q, k, v, A [12, 32] for gate, up; 1 byte per element, 4 per row."""
     folder = checkpoint(spec=shared_spec(factors="int8"))
-    result = benchmark(folder, checkpoint(compressed=False), **{**SMALL, "batches": (1,), "prompt_lengths": (4,)})
+    small = {**SMALL, "batches": (1,), "prompt_lengths": (4,)}
+    measured = run_benchmark(BenchmarkConfig(folder, checkpoint(compressed=False), **small))
+    result = measured.to_json()
     elements = 8 * 32 + (32 + 16 + 16) * 8 + 12 * 32 + 2 * 48 * 12 + 8 * (32 + 48)
     rows = 8 + (32 + 16 + 16) + 12 + 2 * 48 + 8 + 32
     factors = 2 * (elements + 4 * rows)
@@ -68,7 +75,7 @@ def test_int8_factors_are_told_apart(checkpoint: Callable[..., Path], capsys: py
     assert fused["weight_bytes_per_token"] == factors + 4 * (norms + o_proj + head)
     if core() is not None:
         assert "whole step in C++" in fused["kernels"]
-    print_benchmark(result)
+    print_benchmark(measured)
     printed = capsys.readouterr().out
     assert "of them int8 factors; kernels: " in printed
     rows = [line.split("│")[3:5] for line in printed.splitlines() if line.startswith("│")]
@@ -83,7 +90,7 @@ def test_a_dense_model_alone(checkpoint: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_bytes_per_token_are_exact(checkpoint: Callable[..., Path], tied: bool) -> None:
-    """By hand, for hidden 32, intermediate 48, 4 query and 2 KV heads of 8, vocabulary 64, two layers."""
+    """Counts for hidden 32, intermediate 48, 4 query and 2 KV heads of 8, vocabulary 64, two layers."""
     attention = 32 * 32 + 16 * 32 + 16 * 32 + 32 * 32
     norms = 2 * 32
     dense_layer = attention + norms + 3 * 32 * 48
@@ -117,21 +124,41 @@ def test_siblings_share_weights_but_not_kernels(checkpoint: Callable[..., Path],
 
 
 def test_disturbed_rounds_are_flagged_and_kept() -> None:
-    rounds = [{"probe_before": 10e9, "probe_after": 10e9} for _ in range(4)]
-    rounds[1]["probe_after"] = 5e9
+    rounds = [Round(10e9, 10e9) for _ in range(4)]
+    rounds[1].probe_after = 5e9
     runs = [Run(0.1, [0.01] * 3) for _ in range(4)]
     runs[3] = Run(0.1, [0.1] * 3)
-    point = summarise_point(1, 4, rounds, {"dense": runs}, {"dense": 1.0}, {"dense": None}, {"dense": 100})
-    assert [entry["stalled"] for entry in point["rounds"]] == [False, True, False, True]
-    assert point["variants"]["dense"]["tpot"]["max"] == pytest.approx(0.1)
-    assert len(point["variants"]["dense"]["runs"]) == 4
+    point = summarise_point(1, 4, rounds, {"dense": VariantRuns(runs, 1.0, None, 100)})
+    assert [entry.stalled for entry in point.rounds] == [False, True, False, True]
+    assert point.variants["dense"].tpot.max == pytest.approx(0.1)
+    assert len(point.variants["dense"].runs) == 4
 
 
-def test_memory_growth_sees_a_large_allocation() -> None:
+def test_progress_has_one_stage_per_point(checkpoint: Callable[..., Path]) -> None:
+    fractions: dict[str, float] = {}
+
+    def progress(stage: str, fraction: float) -> None:
+        fractions[stage] = fractions.get(stage, 0) + fraction
+
+    benchmark(checkpoint(), progress=progress, **{**SMALL, "batches": (1,)})
+    assert list(fractions) == ["batch 1, prompt 4", "batch 1, prompt 9"]
+    assert list(fractions.values()) == pytest.approx([1, 1])
+
+
+def test_memory_growth_counts_a_large_allocation() -> None:
     growth = measure_growth(lambda: torch.ones(32 * 2**20).sum(), torch.device("cpu"))
     if growth is None:
         pytest.skip("this system cannot reset the peak of resident memory")
     assert 0.9 * 2**27 < growth < 2**28
+
+
+def test_memory_growth_does_not_count_the_peak_of_the_parent_process() -> None:
+    large = torch.ones(64 * 2**20)  # 256 MiB in this process, the parent
+    code = "import torch; from neuronmm.measure.machine import measure_growth as m; print(m(int, torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    if done.stdout.strip() == "None":
+        pytest.skip("this system cannot reset the peak of resident memory")
+    assert int(done.stdout) < 2**26 < large.nbytes
 
 
 def test_probe_reads_its_buffer() -> None:
@@ -157,7 +184,7 @@ def test_values_out_of_range(checkpoint: Callable[..., Path], changes: dict[str,
         benchmark(checkpoint(compressed=False), **{**SMALL, **changes})
 
 
-def test_models_that_do_not_compare(checkpoint: Callable[..., Path]) -> None:
+def test_models_that_cannot_be_compared(checkpoint: Callable[..., Path]) -> None:
     dense, compressed = checkpoint(compressed=False), checkpoint()
     with pytest.raises(UserError, match="is a dense model"):
         benchmark(dense, dense, **SMALL)

@@ -1,4 +1,4 @@
-"""Perplexity and multiple choice against a computation by hand on plain transformers logits."""
+"""Perplexity and multiple choice against a plain computation on transformers' logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from neuronmm.measure.evaluate import evaluate
-from neuronmm.measure.perplexity import cut, mean_and_error, read_text
+from neuronmm.measure.perplexity import cut, read_text
+from neuronmm.measure.statistics import estimate
 from neuronmm.measure.tasks import encode, read_task
 from neuronmm.models import UserError
 from tiny_models import load_plain, shared_spec
@@ -23,14 +24,14 @@ TEXT = " ".join(f"w{3 + (i * i + 5 * i) % 61}" for i in range(150))
 
 
 def nats(model: Any, ids: list[int], first: int) -> list[float]:
-    """-log p of ``ids[first:]``, each given all tokens before it, by one plain forward pass."""
+    """Return -log p of each of ``ids[first:]`` given all tokens before it, from one plain forward pass."""
     with torch.no_grad():
         logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     return [-logs[i - 1, ids[i]].item() for i in range(first, len(ids))]
 
 
 def value(result: dict[str, Any], measure: str, model: str = "model") -> dict[str, float]:
-    """One model's entry for one measure."""
+    """Return the estimate of one measure for one model."""
     (row,) = [row for row in result["results"] if row["measure"] == measure]
     return row["difference"] if model == "difference" else row["models"][model]
 
@@ -61,8 +62,8 @@ def test_perplexity(
 def test_default_window_is_the_models_maximum_and_short_texts_are_one_window(
     checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    assert cut(tokenizer, TEXT, 128, None, None, None).context == 128
-    assert cut(tokenizer, TEXT * 30, 8192, None, None, None).context == 2048
+    assert cut(tokenizer, TEXT, 128).context == 128
+    assert cut(tokenizer, TEXT * 30, 8192).context == 2048
     file = tmp_path / "text.txt"
     file.write_text("w3 w4 w5 w6")
     result = evaluate(checkpoint(), text=file, dtype="fp32")
@@ -87,17 +88,17 @@ def test_paired_difference(checkpoint: Callable[..., Path], tmp_path: Path) -> N
     ours, theirs = (
         [math.fsum(nats(m, window, 1)) / 15 for window in windows] for m in (load_plain(model), load_plain(baseline))
     )
-    mean, error = mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)])
+    expected = estimate([a - b for a, b in zip(ours, theirs, strict=True)])
     entry = value(result, "nats per token", "difference")
-    assert entry["value"] == pytest.approx(mean, rel=1e-3, abs=1e-5)
-    assert entry["standard_error"] == pytest.approx(error, rel=1e-3)
+    assert entry["value"] == pytest.approx(expected.value, rel=1e-3, abs=1e-5)
+    assert entry["standard_error"] == pytest.approx(expected.standard_error, rel=1e-3)
     difference = value(result, "perplexity")["value"] - value(result, "perplexity", "baseline")["value"]
     assert value(result, "perplexity", "difference")["value"] == pytest.approx(difference)
     itself = evaluate(model, model, text=file, context=16, dtype="fp32")
     assert value(itself, "perplexity", "difference") == {"value": 0.0, "standard_error": 0.0}
 
 
-def test_int8_factors_are_named_beside_the_dtype(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_dtype_names_int8_factors(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     int8, dense = checkpoint(spec=shared_spec(factors="int8")), checkpoint(compressed=False)
@@ -132,7 +133,7 @@ def test_multiple_choice(checkpoint: Callable[..., Path], tmp_path: Path) -> Non
         plain.append(scores.index(max(scores)) == row["gold"])
         by_length = [score / len(choice) for score, choice in zip(scores, row["choices"], strict=True)]
         normed.append(by_length.index(max(by_length)) == row["gold"])
-    assert plain != normed, "the rows do not tell the metrics apart"
+    assert plain != normed, "the rows do not distinguish the metrics"
     for metric, correct in (("acc", plain), ("acc_norm", normed)):
         share = sum(correct) / 12
         assert value(result, f"task {metric}")["value"] == pytest.approx(share)
@@ -140,7 +141,9 @@ def test_multiple_choice(checkpoint: Callable[..., Path], tmp_path: Path) -> Non
     assert evaluate(folder, tasks=[file], limit=5, dtype="fp32")["tasks"] == {"task": 5}
 
 
-def test_what_guessing_gives_is_said_of_each_task(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_result_states_the_accuracy_of_guessing_for_each_task(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     rows = [
         {"query": "w3", "choices": ["w4", "w5"], "gold": 0},
         {"query": "w6", "choices": ["w7", "w8", "w9", "w10"], "gold": 1},
@@ -153,7 +156,9 @@ def test_what_guessing_gives_is_said_of_each_task(checkpoint: Callable[..., Path
     assert "guessing gives mixed 37.5%, four 25.0%" in result["notes"]
 
 
-def test_a_blank_is_filled_and_what_follows_is_scored(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_each_choice_replaces_a_blank_and_the_text_after_it_is_scored(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     file = tmp_path / "task.jsonl"
     rows = [
         {"query": "w3 _ w4 w5", "choices": ["w6", "w7"], "gold": 0},
@@ -167,6 +172,20 @@ def test_a_blank_is_filled_and_what_follows_is_scored(tokenizer: PreTrainedToken
     choice = encode(tokenizer, *blank.pairs[1], context=128)
     assert (choice.ids, choice.scored) == ([3, 7, 4, 5], 2)
     assert encode(tokenizer, *blank.pairs[1], context=3).ids == [7, 4, 5]
+
+
+def test_progress_has_one_stage_per_measure_and_model(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    text, task = tmp_path / "text.txt", tmp_path / "task.jsonl"
+    text.write_text(TEXT)
+    task.write_text('{"query": "w3", "choices": ["w4", "w5"], "gold": 0}\n' * 3)
+    fractions: dict[str, float] = {}
+
+    def progress(stage: str, fraction: float) -> None:
+        fractions[stage] = fractions.get(stage, 0) + fraction
+
+    evaluate(checkpoint(), checkpoint(compressed=False), text=text, tasks=[task], context=16, progress=progress)
+    assert list(fractions) == ["baseline: perplexity", "baseline: task", "model: perplexity", "model: task"]
+    assert list(fractions.values()) == pytest.approx([1] * 4)
 
 
 def test_text_files(tmp_path: Path) -> None:
@@ -194,7 +213,7 @@ def test_text_files(tmp_path: Path) -> None:
         '{"query": "q", "choices": ["a", ""], "gold": 0}',
     ],
 )
-def test_a_malformed_row_is_named_by_its_line(tmp_path: Path, row: str) -> None:
+def test_the_error_names_the_line_of_a_malformed_row(tmp_path: Path, row: str) -> None:
     file = tmp_path / "task.jsonl"
     file.write_text('{"query": "q", "choices": ["a", "b"], "gold": 0}\n' + row)
     with pytest.raises(UserError, match=r"task.jsonl:2: .*; a row has to be"):

@@ -35,7 +35,7 @@ def test_same_accuracy_as_evaluate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Read when `datasets` is first imported: nothing from the network, nothing left in the user's cache.
+    # `datasets` reads these at its first import: no network access, and no files in the user's cache.
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lm_eval = pytest.importorskip("lm_eval")
@@ -55,7 +55,7 @@ def test_same_accuracy_as_evaluate(
     file.write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "tiny.yaml").write_text(TASK.format(file=file))
-    found = lm_eval.simple_evaluate(
+    theirs = lm_eval.simple_evaluate(
         model=HFLM(pretrained=str(folder), tokenizer=tokenizer, dtype="float32", device="cpu", batch_size=4),
         tasks=["tiny_choice"],
         task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
@@ -63,4 +63,4 @@ def test_same_accuracy_as_evaluate(
     )["results"]["tiny_choice"]
     ours = {row["measure"]: row["models"]["model"] for row in evaluate(folder, tasks=[file], dtype="fp32")["results"]}
     for metric in ("acc", "acc_norm"):
-        assert found[f"{metric},none"] == pytest.approx(ours[f"task {metric}"]["value"])
+        assert theirs[f"{metric},none"] == pytest.approx(ours[f"task {metric}"]["value"])

@@ -1,7 +1,8 @@
-"""The sweep: points, what their names stand for, fronts, interruption, and what is written."""
+"""The sweep: points, the meaning of their names, fronts, interruption, and the files written."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,28 @@ from neuronmm.cli import main
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.measure import pareto, sweep_points
 from neuronmm.measure import sweep as sweeping
-from neuronmm.measure.evaluate import evaluate
+from neuronmm.measure.config import EvaluationConfig
+from neuronmm.measure.evaluate import EvaluationResult, evaluate, run_evaluation
 from neuronmm.measure.pareto import draw_sweep, front, mark_fronts
-from neuronmm.measure.sweep import parse_method, sweep
-from neuronmm.measure.sweep_points import add_point
+from neuronmm.measure.sweep import SweepResult
+from neuronmm.measure.sweep import sweep as run_sweep
+from neuronmm.measure.sweep_config import SweepConfig, parse_method
+from neuronmm.measure.sweep_points import SweepPoint, add_point
 from neuronmm.measure.sweep_table import as_markdown
 from neuronmm.models import UserError
+from neuronmm.models.progress import Progress, no_progress
 from tiny_models import make_tiny
 
 BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, **BARE)
-POINTS = ([0.2, 0.4], ["svd", "whitened"])
+POINTS: dict[str, Any] = {"ratios": [0.2, 0.4], "methods": ["svd", "whitened"]}
+ONE_POINT: dict[str, Any] = {"ratios": [0.4], "methods": ["svd"]}
+
+
+def sweep(
+    model: Path, out: Path, *, resume: bool = False, progress: Progress = no_progress, **settings: Any
+) -> SweepResult:
+    config = SweepConfig(**{"base": BASE, "context": 30, **settings})
+    return run_sweep(model, out, config, resume=resume, progress=progress)
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +72,14 @@ def tasks(model: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def finished(model: Path, texts: list[Path], tasks: list[Path]) -> tuple[Path, dict[str, Any]]:
-    """A whole sweep with tasks and speeds: the folder and the result."""
+def finished(model: Path, texts: list[Path], tasks: list[Path]) -> tuple[Path, SweepResult]:
+    """Return the folder and the result of a sweep with tasks and speeds."""
     out = model.parent / "finished"
-    return out, sweep(model, out, *POINTS, texts, BASE, context=30, tasks=tasks, questions=7, speed=True)
+    return out, sweep(model, out, **POINTS, texts=texts, tasks=tasks, questions=7, speed=True)
 
 
 def states(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """When each file was written, and what is in it."""
+    """Return the modification time and the content of each file."""
     return {
         str(file.relative_to(folder)): (file.stat().st_mtime_ns, file.read_bytes())
         for file in folder.rglob("*")
@@ -74,14 +87,14 @@ def states(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def test_every_point_is_a_checkpoint_measured_beside_the_dense_model(
-    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path]
+def test_every_point_is_a_measured_checkpoint(
+    finished: tuple[Path, SweepResult], model: Path, texts: list[Path], tasks: list[Path]
 ) -> None:
     out, result = finished
-    names = [(point["name"], point["ratio"]) for point in result["points"]]
+    names = [(point["name"], point["ratio"]) for point in result.points]
     assert names == [("dense", 0), ("svd", 0.2), ("whitened", 0.2), ("svd", 0.4), ("whitened", 0.4)]
     folders = [model] + [out / f"{name}-{ratio}" for name, ratio in names[1:]]
-    for point, folder in zip(result["points"], folders, strict=True):
+    for point, folder in zip(result.points, folders, strict=True):
         again = evaluate(folder, text=texts[1], context=30)["results"][0]["models"]["model"]
         assert point["perplexity"]["text2"] == pytest.approx(again)
         exams = evaluate(folder, tasks=tasks, limit=7)["results"]
@@ -90,62 +103,62 @@ def test_every_point_is_a_checkpoint_measured_beside_the_dense_model(
         assert list(point["accuracy"]["tasks"]) == ["easy", "hard"]
         assert point["bits"] == 32
         assert point["speed"]["slowest"] <= point["speed"]["tokens_per_second"] <= point["speed"]["fastest"]
-    assert result["points"][0]["speed"]["speed_up"] == 1
+    assert result.points[0]["speed"]["speed_up"] == 1
     config = json.loads((out / "svd-0.4" / "config.json").read_text())["quantization_config"]
     assert (config["method"], config["asked_ratio"], config["align"]) == ("svd", 0.4, 2)
-    sizes = [point["bytes"] for point in result["points"]]
+    sizes = [point["bytes"] for point in result.points]
     assert sizes[0] == 4 * sum(p.numel() for p in make_tiny().parameters())
     assert sizes[1] == sizes[2] and sizes[0] > sizes[1] > sizes[3]
-    assert json.loads((out / "sweep.json").read_text()) == json.loads(json.dumps(result))
+    assert json.loads((out / "sweep.json").read_text()) == json.loads(json.dumps(result.to_json()))
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_has_a_row_a_point_and_marks_the_front(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_the_table_has_one_row_per_point_and_marks_the_front(finished: tuple[Path, SweepResult]) -> None:
     out, result = finished
     text = (out / "sweep.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 5 and all(row.count("|") == rows[0].count("|") for row in rows)
     assert "perplexity, text1" in rows[0] and "accuracy" in rows[0] and "x dense" in rows[0]
-    for point, row in zip(result["points"], rows[1:], strict=True):
+    for point, row in zip(result.points, rows[1:], strict=True):
         cell = row.split("|")[5]
         assert ("*" in cell) == ("bytes, text1" in point["fronts"]) and f"{point['bytes'] / 1e6:.1f}" in row
-    assert any("bytes, text1" in point["fronts"] for point in result["points"][1:])
+    assert any("bytes, text1" in point["fronts"] for point in result.points[1:])
 
 
-def test_an_interrupted_sweep_goes_on_and_a_finished_one_grows(
-    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tmp_path: Path, monkeypatch: Any
+def test_an_interrupted_sweep_is_resumed_and_a_finished_one_extended(
+    finished: tuple[Path, SweepResult], model: Path, texts: list[Path], tmp_path: Path, monkeypatch: Any
 ) -> None:
     out, calls = tmp_path / "out", []
 
-    def stop(stage: str, share: float) -> None:
+    def stop(stage: str, fraction: float) -> None:
         calls.append(stage)
         if calls.count("compressing") == 8:  # in the second point, after one of its layers
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(model, out, *POINTS, texts, BASE, context=30, progress=stop)
+        sweep(model, out, **POINTS, texts=texts, progress=stop)
     before = states(out)
     assert {name.split("/")[0] for name in before} == {
         "run.json", "dense.point.json", "svd-0.2", "svd-0.2.point.json", "calibration", "whitened-0.2.partial",
     }  # fmt: skip
     with pytest.raises(UserError, match="--resume"):
-        sweep(model, out, *POINTS, texts, BASE, context=30)
-    shares: dict[str, float] = {}
+        sweep(model, out, **POINTS, texts=texts)
+    fractions: dict[str, float] = {}
 
-    def count(stage: str, share: float) -> None:
-        shares[stage] = shares.get(stage, 0) + share
+    def count(stage: str, fraction: float) -> None:
+        fractions[stage] = fractions.get(stage, 0) + fraction
 
-    result = sweep(model, out, *POINTS, texts, BASE, context=30, resume=True, progress=count)
+    result = sweep(model, out, **POINTS, texts=texts, resume=True, progress=count)
     after = states(out)
     assert all(after[name] == state for name, state in before.items() if ".partial" not in name)
-    assert "sampling text" in calls and "sampling text" not in shares  # all points share one text
-    assert shares["compressing"] == pytest.approx(1) and shares["measuring"] == pytest.approx(1)
-    for mine, other in zip(result["points"], finished[1]["points"], strict=True):
+    assert "sampling text" in calls and "sampling text" not in fractions  # all points use one text
+    assert fractions["compressing"] == pytest.approx(1) and fractions["measuring"] == pytest.approx(1)
+    for mine, other in zip(result.points, finished[1].points, strict=True):
         assert (mine["bytes"], mine["perplexity"]) == (other["bytes"], other["perplexity"])
 
-    monkeypatch.setattr(sweeping, "make_point", lambda *a: pytest.fail("compressed again"))
-    again = sweep(model, out, [0.4], ["svd"], texts, BASE, context=30, resume=True)
-    assert again["points"] == result["points"]  # those not asked for again are kept
+    monkeypatch.setattr(sweeping, "create_point", lambda *a: pytest.fail("compressed again"))
+    again = sweep(model, out, **ONE_POINT, texts=texts, resume=True)
+    assert again.points == result.points  # also those that this sweep did not ask for
     assert all(states(out)[name] == state for name, state in after.items() if not name.startswith("sweep."))
 
 
@@ -170,60 +183,60 @@ def test_a_bad_request_is_refused_before_anything_is_written(
 ) -> None:
     asked: dict[str, Any] = {"model": model, "ratios": [0.2], "methods": ["svd"], "texts": texts, **changes}
     with pytest.raises(UserError, match=message):
-        sweep(out=tmp_path / "out", base=BASE, **asked)
+        sweep(out=tmp_path / "out", **asked)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_finished_sweep_is_given_measures(
-    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path,
+def test_a_finished_sweep_gets_further_measures(
+    finished: tuple[Path, SweepResult], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     out = tmp_path / "out"
-    sweep(model, out, [0.2, 0.4], ["svd"], texts[:1], BASE, context=30)
-    facts = {"targets": "mlp", "realised_ratio": 0.4, "model_ratio": 0.3, "seconds": 1.0, "peak_rss_bytes": 1}
-    add_point(out, "peer", finished[0] / "svd-0.4", {"name": "peer", "ratio": 0.4, **facts})
-    monkeypatch.setattr(sweeping, "make_point", lambda *a: pytest.fail("compressed again"))
+    sweep(model, out, ratios=[0.2, 0.4], methods=["svd"], texts=texts[:1])
+    facts: SweepPoint = {"name": "peer", "ratio": 0.4, "targets": "mlp", "realised_ratio": 0.4, "model_ratio": 0.3}
+    add_point(out, "peer", finished[0] / "svd-0.4", {**facts, "seconds": 1.0, "peak_rss_bytes": 1})
+    monkeypatch.setattr(sweeping, "create_point", lambda *a: pytest.fail("compressed again"))
     measured: list[str] = []
 
-    def count(folder: Path, **options: Any) -> dict[str, Any]:
-        measured.append(Path(options["text"]).stem if "text" in options else "tasks")
-        return evaluate(folder, **options)
+    def count(config: EvaluationConfig) -> EvaluationResult:
+        measured.append("tasks" if config.text is None else Path(config.text).stem)
+        return run_evaluation(config)
 
-    monkeypatch.setattr(sweep_points, "evaluate", count)
-    added: dict[str, Any] = {"context": 30, "tasks": tasks, "questions": 7, "speed": True, "resume": True}
-    shares: list[float] = []
-    result = sweep(model, out, [0.4], ["svd"], texts, BASE, **added, progress=lambda stage, share: shares.append(share))
-    assert sorted(measured) == ["tasks"] * 3 + ["text2"] * 3 and sum(shares) == pytest.approx(1)
-    own = [point for point in result["points"] if point["name"] != "peer"]
-    expected = [point for point in finished[1]["points"] if point["name"] != "whitened"]
-    for point, other in zip(own, expected, strict=True):
+    monkeypatch.setattr(sweep_points, "run_evaluation", count)
+    added = {**ONE_POINT, "texts": texts, "tasks": tasks, "questions": 7, "speed": True, "resume": True}
+    fractions: list[float] = []
+    result = sweep(model, out, **added, progress=lambda stage, fraction: fractions.append(fraction))
+    assert sorted(measured) == ["tasks"] * 3 + ["text2"] * 3 and sum(fractions) == pytest.approx(1)
+    points = [point for point in result.points if point["name"] != "peer"]
+    expected = [point for point in finished[1].points if point["name"] != "whitened"]
+    for point, other in zip(points, expected, strict=True):
         assert (point["perplexity"], point["accuracy"]) == (other["perplexity"], other["accuracy"])
         assert point["speed"]["tokens_per_second"] > 0
     assert json.loads((out / "run.json").read_text())["speed"] is True
-    (peer,) = [point for point in result["points"] if point["name"] == "peer"]
+    (peer,) = [point for point in result.points if point["name"] == "peer"]
     assert "speed" not in peer and list(peer["perplexity"]) == ["text1"]
     assert not any("text2" in place or "speed" in place for place in peer["fronts"])
     rows = [line for line in (out / "sweep.md").read_text().splitlines() if line.startswith("| ")]
     assert len(rows) == 5 and len({row.count("|") for row in rows}) == 1
     for fewer in ({"texts": texts[:1]}, {"tasks": tasks[:1]}, {"speed": False}):
         with pytest.raises(UserError, match=f"another {next(iter(fewer))}"):
-            sweep(model, out, [0.4], ["svd"], **{"texts": texts, "base": BASE, **added, **fewer})
+            sweep(model, out, **{**added, **fewer})
 
 
 def test_a_folder_of_other_settings_is_refused(
-    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path
+    finished: tuple[Path, SweepResult], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path
 ) -> None:
     before = states(finished[0])
-    same = {"context": 30, "tasks": tasks, "questions": 7, "speed": True, "resume": True}
+    same = {**POINTS, "texts": texts, "tasks": tasks, "questions": 7, "speed": True, "resume": True}
     for changes, message in (({"context": 31}, "another context"), ({"speed": False}, "another speed")):
         with pytest.raises(UserError, match=message):
-            sweep(model, finished[0], *POINTS, texts, BASE, **{**same, **changes})
+            sweep(model, finished[0], **{**same, **changes})
     with pytest.raises(UserError, match="not the folder of a sweep"):
-        sweep(model, tmp_path, *POINTS, texts, BASE, resume=True)
+        sweep(model, tmp_path, **POINTS, texts=texts, resume=True)
     assert states(finished[0]) == before
 
 
-def test_words_are_read_off_the_settings() -> None:
+def test_a_methods_words_are_values_of_settings() -> None:
     assert parse_method("whitened") == {"method": "whitened"}
     assert parse_method("svd+all") == {"method": "svd", "targets": "all"}
     wanted = {"method": "anchored", "allocation": "global", "share_a": "auto", "refine": "fast", "factor_dtype": "int8"}
@@ -234,7 +247,7 @@ def test_words_are_read_off_the_settings() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
-def test_the_front_holds_exactly_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+def test_the_front_holds_exactly_the_points_that_no_other_beats(points: list[tuple[int, int]]) -> None:
     best = front(points)
     assert best
     for index, (x, y) in enumerate(points):
@@ -242,66 +255,66 @@ def test_the_front_holds_exactly_what_nothing_beats(points: list[tuple[int, int]
         assert (index in best) == (not better)
 
 
-def test_precisions_are_never_compared(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """An 8-bit point that has fewer bytes than all others takes no one off their front, and has a table of its own."""
-    result = json.loads(json.dumps(finished[1]))
-    fronts = {point["folder"]: point["fronts"] for point in result["points"][1:]}
-    small = json.loads(json.dumps(result["points"][1]))
+def test_precisions_are_never_compared(finished: tuple[Path, SweepResult], tmp_path: Path) -> None:
+    """An 8-bit point with fewer bytes than all others removes none from their front, and has a separate table."""
+    result = copy.deepcopy(finished[1])
+    fronts = {point["folder"]: point["fronts"] for point in result.points[1:]}
+    small = copy.deepcopy(result.points[1])
     small.update(name="svd", folder="svd8", bits=8, bytes=1)
-    for text in result["texts"]:
+    for text in result.settings.texts:
         small["perplexity"][text]["value"] = 1.0
-    result["points"].append(small)
-    mark_fronts(result["points"], result["costs"], list(result["texts"]))
-    assert {point["folder"]: point["fronts"] for point in result["points"][1:-1]} == fronts
+    result.points.append(small)
+    mark_fronts(result.points, result.costs, list(result.settings.texts))
+    assert {point["folder"]: point["fronts"] for point in result.points[1:-1]} == fronts
     assert len(small["fronts"]) == 4
     text = as_markdown(result)
     assert text.index("## 32 bits") < text.index("## 8 bits") < text.rindex("| svd |")
     assert text.count("| dense |") == 1
-    draw_sweep(result, tmp_path / "sweep.png")
+    draw_sweep(result.points, result.costs, ["text1"], "model", tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 
-def test_a_point_made_elsewhere_is_measured_and_shown_beside_the_sweeps_own(
-    finished: tuple[Path, dict[str, Any]], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path
+def test_a_point_created_elsewhere_is_measured_and_shown(
+    finished: tuple[Path, SweepResult], model: Path, texts: list[Path], tasks: list[Path], tmp_path: Path
 ) -> None:
     theirs = finished[0] / "svd-0.4"
-    facts = {"name": "peer", "ratio": 0.4, "targets": "all", "bytes": 1234}
+    facts: SweepPoint = {"name": "peer", "ratio": 0.4, "targets": "all", "bytes": 1234}
     facts |= {"realised_ratio": 0.4, "model_ratio": 0.3, "seconds": 1.0, "peak_rss_bytes": 1}
-    settings: dict[str, Any] = {"context": 30, "tasks": tasks, "questions": 7}
-    sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, **settings)
+    settings = {"ratios": [0.2], "methods": ["svd"], "texts": texts, "tasks": tasks, "questions": 7}
+    sweep(model, tmp_path / "out", **settings)
     add_point(tmp_path / "out", "peer", theirs, facts)
-    result = sweep(model, tmp_path / "out", [0.2], ["svd"], texts, BASE, resume=True, **settings)
-    point = result["points"][-1]
+    result = sweep(model, tmp_path / "out", resume=True, **settings)
+    point = result.points[-1]
     assert (point["name"], point["bytes"], point["targets"]) == ("peer", 1234, "all")
-    same = finished[1]["points"][3]
+    same = finished[1].points[3]
     assert (point["perplexity"], point["accuracy"]) == (same["perplexity"], same["accuracy"])
     assert "32 bits a weight, all" in as_markdown(result)
 
 
 def test_the_legend_of_long_names_stays_inside_the_picture(
-    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, SweepResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = json.loads(json.dumps(finished[1]))
-    result["costs"] = ["bytes"]
+    result = copy.deepcopy(finished[1])
     for start in ("whitened", "anchored", "asvd"):
-        words = {"name": f"{start}+share+global+full+factors+int8"}
-        result["points"].append({**json.loads(json.dumps(result["points"][1])), **words})
+        point = copy.deepcopy(result.points[1])
+        point["name"] = f"{start}+share+global+full+factors+int8"
+        result.points.append(point)
     drawn: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: (save(figure, *a, **b), drawn.append(figure)))
-    draw_sweep(result, tmp_path / "sweep.png")
+    draw_sweep(result.points, ["bytes"], ["text1", "text2"], "model", tmp_path / "sweep.png")
     drawn[0].draw_without_rendering()
-    legend, whole = drawn[0].legends[0].get_window_extent(), drawn[0].bbox
-    assert whole.x0 <= legend.x0 and legend.x1 <= whole.x1
+    legend, figure = drawn[0].legends[0].get_window_extent(), drawn[0].bbox
+    assert figure.x0 <= legend.x0 and legend.x1 <= figure.x1
 
 
-def test_targets_share_a_methods_colour_and_differ_in_the_marker(finished: tuple[Path, dict[str, Any]]) -> None:
-    result = json.loads(json.dumps(finished[1]))
-    other = json.loads(json.dumps(result["points"][1]))
+def test_targets_share_a_methods_colour_and_differ_in_the_marker(finished: tuple[Path, SweepResult]) -> None:
+    result = copy.deepcopy(finished[1])
+    other = copy.deepcopy(result.points[1])
     other.update(name="svd+all", targets="all")
-    result["points"].append(other)
+    result.points.append(other)
     axes = Figure().subplots()
-    pareto._panel(axes, result, "text1", "bytes")
+    pareto._panel(axes, result.points, "text1", "bytes")
     drawn = {handle.get_label(): handle.lines[0] for handle in axes.containers}
     assert list(drawn) == ["dense", "svd, mlp", "whitened, mlp", "svd, all"]
     colours = {label: line.get_color() for label, line in drawn.items()}
@@ -321,7 +334,7 @@ def test_the_command(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(sweeping, "make_point", interrupt)
+        patched.setattr(sweeping, "create_point", interrupt)
         assert main(command) == 130
     assert "--resume" in capsys.readouterr().err
     assert main(command) == 2

@@ -1,4 +1,4 @@
-"""A sweep's folder: apart from what the sweep reads, of one process at a time, and sound after damage."""
+"""A sweep's folder: apart from the inputs, locked by one process, and repaired after damage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from neuronmm.compression.claim import MARK
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.compression.workspace import Workspace
 from neuronmm.measure import sweep as sweeping
-from neuronmm.measure import sweep_points
 from neuronmm.measure.sweep import sweep
+from neuronmm.measure.sweep_config import SweepConfig
+from neuronmm.measure.sweep_points import SweepPoint, add_point
 from neuronmm.models import UserError
 from tiny_models import make_tiny
 
@@ -26,7 +27,7 @@ BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, **B
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a model and a text."""
+    """Return the current directory, which holds a model and a text."""
     make_tiny().save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(" ".join(f"w{3 + i * i % 61}" for i in range(90)))
@@ -34,8 +35,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(out: str, model: str = "model", text: str = "text.txt", **more: Any) -> dict[str, Any]:
-    return sweep(model, out, [0.4], ["whitened"], [text], BASE, **{"context": 30, **more})
+def run(out: str, text: str = "text.txt", **options: Any) -> list[SweepPoint]:
+    """Sweep one point, and return it with the dense model's."""
+    return sweep("model", out, SweepConfig([0.4], ["whitened"], [text], BASE, context=30), **options).points
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -57,10 +59,10 @@ def run(out: str, model: str = "model", text: str = "text.txt", **more: Any) -> 
         ("low.partial", "exists already|not the folder of a sweep"),
     ],
 )
-def test_a_dangerous_folder_is_refused_before_a_model_is_looked_at(
+def test_a_dangerous_folder_is_refused_before_a_model_is_read(
     out: str, message: str, resume: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeping, "resolve", lambda model: pytest.fail("the model was looked at"))
+    monkeypatch.setattr(sweeping, "resolve", lambda model: pytest.fail("the model was read"))
     (place / "link").symlink_to("model")
     (place / "nothing").symlink_to("nowhere")
     (place / "file").write_text("mine")
@@ -88,52 +90,52 @@ def test_text_in_the_folder_is_refused(place: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_second_sweep_says_who_is_at_work(resume: bool, place: Path) -> None:
+def test_a_second_sweep_names_the_process_that_works_there(resume: bool, place: Path) -> None:
     refusals: list[str] = []
 
-    def meanwhile(stage: str, share: float) -> None:
+    def meanwhile(stage: str, fraction: float) -> None:
         with pytest.raises(UserError) as refused:
             run("sweep", resume=resume)
         refusals.append(str(refused.value))
 
-    result = run("sweep", progress=meanwhile)
-    assert len(result["points"]) == 2 and not (place / "sweep" / MARK).exists()
+    points = run("sweep", progress=meanwhile)
+    assert len(points) == 2 and not (place / "sweep" / MARK).exists()
     wanted = f"process {os.getpid()} on " if resume else "exists already"
-    assert refusals and all(wanted in said for said in refusals)
+    assert refusals and all(wanted in message for message in refusals)
 
 
-def test_a_sweep_that_was_killed_at_once_is_begun_again(place: Path) -> None:
+def test_a_sweep_that_was_killed_at_once_starts_again(place: Path) -> None:
     (place / "sweep").mkdir()
     (place / "sweep" / MARK).touch()
-    assert len(run("sweep")["points"]) == 2
+    assert len(run("sweep")) == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "whitened", "ratio'])
 def test_a_damaged_point_is_measured_again(content: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run("sweep")["points"]
-    monkeypatch.setattr(sweeping, "make_point", lambda *a: pytest.fail("compressed again"))
+    expected = run("sweep")
+    monkeypatch.setattr(sweeping, "create_point", lambda *a: pytest.fail("compressed again"))
     for file in sorted((place / "sweep").glob("*.point.json")):
         file.write_text(content)
-        assert run("sweep", resume=True)["points"] == expected
+        assert run("sweep", resume=True) == expected
     (place / "sweep" / "run.json").write_text("[]")
     with pytest.raises(UserError, match="not the folder of a sweep"):
-        sweep_points.add_point(place / "sweep", "dense", place / "model", {"name": "dense", "ratio": 0.0})
+        add_point(place / "sweep", "dense", place / "model", {"name": "dense", "ratio": 0.0})
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"verb"'])
-def test_a_point_whose_description_is_damaged_is_made_again(
+def test_a_point_with_a_damaged_description_is_created_again(
     content: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run("whole")["points"]
+    expected = run("uninterrupted")
 
-    def stop(stage: str, share: float) -> None:
-        if stage == "compressing" and share:
+    def stop(stage: str, fraction: float) -> None:
+        if stage == "compressing" and fraction:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run("sweep", progress=stop)
     (place / "sweep" / "whitened-0.4.partial" / "run.json").write_text(content)
-    found = run("sweep", resume=True)["points"]
-    assert found[1]["perplexity"] == expected[1]["perplexity"]
-    assert json.loads((place / "sweep" / "sweep.json").read_text())["points"] == found
+    points = run("sweep", resume=True)
+    assert points[1]["perplexity"] == expected[1]["perplexity"]
+    assert json.loads((place / "sweep" / "sweep.json").read_text())["points"] == points
     assert "texts" in json.loads((place / "sweep" / "run.json").read_text())

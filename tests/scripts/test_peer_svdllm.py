@@ -16,6 +16,7 @@ from word_tokenizer import word_tokenizer
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.measure.evaluate import evaluate
 from neuronmm.measure.sweep import sweep
+from neuronmm.measure.sweep_config import SweepConfig
 from tiny_models import make_tiny
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "peer_svdllm.py"
@@ -100,10 +101,10 @@ def test_the_peers_factors_become_checkpoints_that_evaluate_reads(
 
 def test_the_results_are_laid_beside_a_sweep(drive: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
     base = CompressionConfig(align=2, **BARE)
-    asked = (tmp_path / "model", tmp_path / "sweep", [0.3], ["svd"], [tmp_path / "text.txt"], base)
-    ours = sweep(*asked, context=16)["points"]
+    config = SweepConfig([0.3], ["svd"], [tmp_path / "text.txt"], base, context=16)
+    ours = sweep(tmp_path / "model", tmp_path / "sweep", config).points
     (report,) = drive("--ratios", "0.3", "--sweep", "sweep")
-    points = sweep(*asked, context=16, resume=True)["points"]
+    points = sweep(tmp_path / "model", tmp_path / "sweep", config, resume=True).points
     dense, peer = ours[0], points[1]
     assert [point["name"] for point in points] == ["dense", "SVD-LLM", "svd"]
     assert (peer["ratio"], peer["targets"]) == (0.3, "mlp")

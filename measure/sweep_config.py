@@ -1,0 +1,112 @@
+"""What a sweep is asked to do: the points to create, and what to measure of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from neuronmm.compression.config import BARE, RENAMED, CompressionConfig
+from neuronmm.models.errors import UserError
+from neuronmm.models.source import expanded
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """A method at a ratio. ``settings``: what the words of the method's ``name`` stand for."""
+
+    name: str
+    settings: dict[str, Any]
+    config: CompressionConfig
+
+    @property
+    def folder(self) -> str:
+        """The name of the checkpoint's folder in the sweep's folder."""
+        return f"{self.name}-{self.config.ratio:g}"
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """The points of a sweep, every method at every ratio, and what to measure of them.
+
+    Attributes:
+        ratios: shares of the targeted weights to remove.
+        methods: as :func:`parse_method` reads them.
+        texts: files for the perplexity.
+        base: the settings that all points share; by default those of ``compress``, without the additions that a
+            method's words can name.
+        context: tokens per window; by default as ``evaluate`` chooses.
+        limit: use only the first windows of each text.
+        tasks: multiple-choice files for the accuracy.
+        questions: use only the first questions of each task.
+        speed: measure tokens/s of each point beside the dense model.
+
+    Raises:
+        UserError: a ratio, method or text is missing, a method or setting is invalid, or two texts have one name.
+    """
+
+    ratios: Sequence[float]
+    methods: Sequence[str]
+    texts: Sequence[str | Path]
+    base: CompressionConfig = field(default_factory=lambda: CompressionConfig.build(**BARE))
+    context: int | None = None
+    limit: int | None = None
+    tasks: Sequence[str | Path] = ()
+    questions: int | None = None
+    speed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.points or len(self.text_files) < max(len(self.texts), 1):
+            raise UserError("a sweep needs one or more ratios, methods and texts, the texts of different names")
+
+    @property
+    def points(self) -> list[PlannedPoint]:
+        """The points in the order of their creation: at each ratio those with recovery last."""
+        settings = {name: parse_method(name) for name in self.methods}
+        names = sorted(settings, key=lambda name: "recover" in settings[name])
+        shared = self.base.model_dump()
+        points = {
+            (name, ratio): CompressionConfig.build(None, **{**shared, **settings[name], "ratio": ratio})
+            for ratio in self.ratios
+            for name in names
+        }
+        return [PlannedPoint(name, settings[name], config) for (name, _), config in points.items()]
+
+    @property
+    def text_files(self) -> dict[str, Path]:
+        """The absolute paths of the texts by name."""
+        return {Path(text).stem: expanded(text).absolute() for text in self.texts}
+
+    @property
+    def task_files(self) -> dict[str, Path]:
+        """The absolute paths of the tasks by name."""
+        return {Path(task).stem: expanded(task).absolute() for task in self.tasks}
+
+
+def parse_method(text: str) -> dict[str, Any]:
+    """Return the settings of a method such as ``anchored+fast``.
+
+    A word is a value of a setting with named values (``whitened``), or the name of a setting that has one value beside
+    ``off`` (``share_a``, formerly ``share``).
+
+    Raises:
+        UserError: a word is unknown, ambiguous, or contradicts another.
+    """
+    meanings: dict[str, list[tuple[str, Any]]] = {}
+    for name, field_info in CompressionConfig.model_fields.items():
+        values = get_args(field_info.annotation) if get_origin(field_info.annotation) is Literal else ()
+        for value in values:
+            word = name if len(values) == 2 and values[0] == "off" and value == values[1] else value
+            meanings.setdefault(str(word), []).append((name, value))
+    settings: dict[str, Any] = {}
+    for word in text.split("+"):
+        candidates = meanings.get(word) or meanings.get(RENAMED.get(word, word), [])
+        if len(candidates) != 1:
+            known = ", ".join(word for word, several in meanings.items() if len(several) == 1)
+            raise UserError(f"--methods {text}: {word!r} is not one of {known}")
+        ((name, value),) = candidates
+        if name in settings:
+            raise UserError(f"--methods {text}: {settings[name]!r} and {word!r} are both a {name}")
+        settings[name] = value
+    return settings

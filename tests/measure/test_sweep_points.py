@@ -1,0 +1,104 @@
+"""How a sweep creates its points: by compression, or by recovery from the compressed point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from word_tokenizer import word_tokenizer
+
+from neuronmm.compression.config import BARE, CompressionConfig
+from neuronmm.compression.report import read as read_report
+from neuronmm.measure import sweep_points
+from neuronmm.measure.sweep import SweepResult
+from neuronmm.measure.sweep import sweep as run_sweep
+from neuronmm.measure.sweep_config import SweepConfig, parse_method
+from tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("fast_learning")
+
+BASE = CompressionConfig(align=2, calibration_rows=24, calibration_length=12, **BARE)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_tiny(dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(" ".join(f"w{3 + i * i % 61}" for i in range(90)))
+    return tmp_path / "text.txt"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The verbs that create the checkpoints of a sweep, in order, each with the folder it writes."""
+    calls: list[str] = []
+    for verb in ("compress", "recover"):
+        call = getattr(sweep_points, verb)
+
+        def counted(*args: Any, verb: str = verb, call: Any = call, **settings: Any) -> None:
+            calls.append(f"{verb} {Path(args[1]).name}")
+            call(*args, **settings)
+
+        monkeypatch.setattr(sweep_points, verb, counted)
+    return calls
+
+
+def sweep(model: Path, out: Path, methods: list[str], text: Path, **options: Any) -> SweepResult:
+    return run_sweep(model, out, SweepConfig([0.4], methods, [text], BASE, context=30), **options)
+
+
+@pytest.mark.parametrize("words", ["lora", "factors", "factors+int8"])
+def test_a_point_with_recovery_starts_from_the_one_without(
+    words: str, calls: list[str], model: Path, text: Path, tmp_path: Path
+) -> None:
+    """Its checkpoint equals the one of a new compression, and an interrupted recovery is resumed."""
+    name, stages = f"whitened+{words}", list[str]()
+
+    def stop(stage: str, fraction: float) -> None:
+        stages.append(stage)
+        if stages.count("recovering") == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(model, tmp_path / "out", [name, "whitened"], text, progress=stop)
+    fractions: dict[str, float] = {}
+
+    def count(stage: str, fraction: float) -> None:
+        fractions[stage] = fractions.get(stage, 0) + fraction
+
+    result = sweep(model, tmp_path / "out", [name], text, resume=True, progress=count)
+    assert calls == ["compress whitened-0.4", f"recover {name}-0.4", f"recover {name}-0.4"]
+    assert fractions["compressing"] == pytest.approx(1) and "sampling text" not in fractions
+    sweep(model, tmp_path / "alone", [name], text)
+    assert calls[3:] == [f"compress {name}-0.4"]
+    for file in ("model.safetensors", "config.json"):
+        one, other = (tmp_path / folder / f"{name}-0.4" / file for folder in ("out", "alone"))
+        assert one.read_bytes() == other.read_bytes()
+    assert read_report(one.parent)["recovery"]["kept"]
+    assert result.points[2]["settings"] == parse_method(name)
+
+
+def test_compress_finishes_a_point_that_it_began(calls: list[str], model: Path, text: Path, tmp_path: Path) -> None:
+    def stop(stage: str, fraction: float) -> None:
+        if stage == "recovering":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(model, tmp_path / "out", ["whitened+factors"], text, progress=stop)
+    sweep(model, tmp_path / "out", ["whitened+factors", "whitened"], text, resume=True)
+    assert calls == ["compress whitened+factors-0.4", "compress whitened-0.4", "compress whitened+factors-0.4"]
+
+
+@pytest.mark.parametrize("name", ["svd+factors", "whitened+int8", "svd"])
+def test_other_points_are_compressed(name: str, calls: list[str], model: Path, text: Path, tmp_path: Path) -> None:
+    """The checkpoint of plain SVD names no text to train on, and int8 alone needs no training."""
+    names = [name, name.partition("+")[0]] if "+" in name else [name]
+    sweep(model, tmp_path / "out", names, text)
+    assert sorted(calls) == sorted(f"compress {each}-0.4" for each in names)
