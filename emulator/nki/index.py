@@ -1,7 +1,7 @@
 """Tile indices: affine index grids (``nl.arange``, ``nl.mgrid``), masks, ``nl.ds``.
 
-An index grid is never an array: it is an offset and a step for each axis, so indexing a tensor with grids gives a
-strided view, and a shape-only run costs nothing for it.
+An index grid is an offset and one step per axis, never an array: indexing a tensor with grids gives a strided view,
+and costs nothing in a shape-only run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Affine:
     offset: int = 0
 
     def __getitem__(self, key: Any) -> Affine:
-        """Insert axes: each entry is None (a new axis) or ``:``."""
+        """Insert axes: each entry of ``key`` is None (a new axis) or ``:``."""
         keys = key if isinstance(key, tuple) else (key,)
         shape, steps, axis = [], [], 0
         for k in keys:
@@ -36,7 +36,7 @@ class Affine:
                 steps.append(self.steps[axis])
                 axis += 1
             else:
-                raise TypeError("an index grid can only be indexed with None and ':'")
+                raise TypeError("index a grid (nl.arange, nl.mgrid) only with None and ':'")
         return Affine(tuple(shape) + self.shape[axis:], tuple(steps) + self.steps[axis:], self.offset)
 
     def _aligned(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -68,42 +68,42 @@ class Affine:
         return -self + other
 
     def values(self, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """The integers as an array, broadcast to ``shape``."""
+        """Return the integers as an array, broadcast to ``shape``."""
         result = np.array(self.offset)
         for axis, (n, step) in enumerate(zip(self.shape, self.steps, strict=True)):
             result = result + (np.arange(n) * step).reshape((n,) + (1,) * (len(self.shape) - axis - 1))
         return np.broadcast_to(result, self.shape if shape is None else shape)
 
     def bounds(self) -> tuple[int, int]:
-        """Smallest and largest integer."""
+        """Return the smallest and the largest integer."""
         spans = [step * (n - 1) for n, step in zip(self.shape, self.steps, strict=True)]
         return self.offset + sum(s for s in spans if s < 0), self.offset + sum(s for s in spans if s > 0)
 
     def __lt__(self, bound: Any) -> Predicate:
-        return predicate(self.values() < _plain(bound))
+        return predicate(self.values() < _values(bound))
 
     def __le__(self, bound: Any) -> Predicate:
-        return predicate(self.values() <= _plain(bound))
+        return predicate(self.values() <= _values(bound))
 
     def __gt__(self, bound: Any) -> Predicate:
-        return predicate(self.values() > _plain(bound))
+        return predicate(self.values() > _values(bound))
 
     def __ge__(self, bound: Any) -> Predicate:
-        return predicate(self.values() >= _plain(bound))
+        return predicate(self.values() >= _values(bound))
 
 
-def _plain(value: Any) -> Any:
+def _values(value: Any) -> Any:
     return value.values() if isinstance(value, Affine) else number(value)
 
 
 def arange(start: int, stop: int | None = None) -> Affine:
-    """``nl.arange``: an index grid of one axis."""
+    """``nl.arange``: return an index grid of one axis."""
     first, last = (0, index(start)) if stop is None else (index(start), index(stop))
     return Affine((last - first,), (1,), first)
 
 
 class _Grid(tuple):
-    """What ``nl.mgrid[...]`` gives: index grids, the first also as ``.p``, then ``.x``, ``.y``, ``.z``."""
+    """The value of ``nl.mgrid[...]``: one index grid per axis, also named ``.p``, ``.x``, ``.y``, ``.z``."""
 
     p = property(lambda self: self[0])
     x = property(lambda self: self[1])
@@ -112,7 +112,7 @@ class _Grid(tuple):
 
 
 class MGrid:
-    """``nl.mgrid[0:128, 0:512]``: one index grid an axis, broadcastable against each other."""
+    """``nl.mgrid[0:128, 0:512]``: one index grid per axis; the grids broadcast against each other."""
 
     def __getitem__(self, key: Any) -> _Grid:
         slices = key if isinstance(key, tuple) else (key,)
@@ -128,9 +128,9 @@ class MGrid:
 
 
 def ds(start: int, size: int) -> slice:
-    """``nl.ds``: the ``size`` elements from ``start``."""
+    """``nl.ds``: return the slice of ``size`` elements from ``start``."""
     return slice(start, start + size)
 
 
 class ParDim(int):
-    """``nl.par_dim(n)``: marks the partition dimension of a tile's shape."""
+    """``nl.par_dim(n)``: marks the partition dimension in the shape of a tile."""
