@@ -1,4 +1,4 @@
-"""Tile indices: affine index grids (``nl.arange``, ``nl.mgrid``), masks, ``nl.ds``.
+"""Tile indices: integers and slices, affine index grids (``nl.arange``, ``nl.mgrid``), masks, ``nl.ds``.
 
 An index grid is an offset and one step per axis, never an array: indexing a tensor with grids gives a strided view,
 and costs nothing in a shape-only run.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.symbol import Predicate, number, predicate
 
 
@@ -134,3 +135,67 @@ def ds(start: int, size: int) -> slice:
 
 class ParDim(int):
     """``nl.par_dim(n)``: marks the partition dimension in the shape of a tile."""
+
+
+class View(NamedTuple):
+    """The geometry of a tile in its allocation, in elements; ``partition`` is the axis that runs over partitions."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    partition: int
+
+
+def index_view(view: View, keys: tuple, on_chip: bool) -> View:
+    """Return what the integers, slices, Nones and at most one ellipsis of ``keys`` select of ``view``.
+
+    On chip an integer keeps the partition axis, with size 1, and the result has at least two axes.
+
+    Raises:
+        NkiError: too many indices, or an index leaves the view.
+    """
+    if any(k is Ellipsis for k in keys):
+        at = next(i for i, k in enumerate(keys) if k is Ellipsis)
+        fill = len(view.shape) - sum(k is not None and k is not Ellipsis for k in keys)
+        keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
+    shape: list[int] = []
+    strides: list[int] = []
+    offset, axis, partition = view.offset, 0, view.partition
+    overrun = None
+    for k in keys:
+        if k is None:
+            shape.append(1)
+            strides.append(0)
+            continue
+        if axis >= len(view.shape):
+            current().fail("rank", f"too many indices for a tile of shape {view.shape}", len(view.shape), len(keys))
+        n, stride = view.shape[axis], view.strides[axis]
+        if isinstance(k, slice):
+            start = 0 if k.start is None else number(k.start)
+            stop = n if k.stop is None else number(k.stop)
+            step = 1 if k.step is None else int(k.step)
+            count = -(-(stop - start) // step)
+            if start < 0 or count <= 0 or start + (count - 1) * step >= n:
+                overrun = (axis, stop - 1 if count > 0 else start, n)
+        else:
+            start, step, count = number(k), 1, 1
+            if start < 0 or start >= n:
+                overrun = (axis, start, n)
+        offset += start * stride
+        if axis == view.partition:
+            partition = len(shape)
+        if isinstance(k, slice) or (axis == view.partition and on_chip):
+            shape.append(count)
+            strides.append(stride * step)
+        axis += 1
+    shape += view.shape[axis:]
+    strides += view.strides[axis:]
+    if axis <= view.partition:
+        partition = len(shape) - (len(view.shape) - view.partition)
+    if len(shape) == 1 and on_chip:
+        shape.append(1)
+        strides.append(0)
+    if overrun:
+        message = f"index of axis {overrun[0]} leaves a tile of shape {view.shape}"
+        current().fail("out of bounds", message, overrun[2] - 1, overrun[1])
+    return View(tuple(shape), tuple(strides), offset, partition)

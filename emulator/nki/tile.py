@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from neuronmm.emulator.nki.dtypes import FLOAT32
-from neuronmm.emulator.nki.index import Affine, ParDim
+from neuronmm.emulator.nki.index import Affine, ParDim, View, index_view
 from neuronmm.emulator.nki.machine import Storage, current
 from neuronmm.emulator.nki.symbol import number
 from neuronmm.emulator.nki.trace import Region, Space
@@ -97,55 +97,10 @@ class Tile:
             current().fail("unsupported", "indirect addressing, with indices in a tile, is not emulated")
         if Affine in kinds:
             return self._index_by_grids(keys)
-        if type(Ellipsis) in kinds:
-            at = next(i for i, k in enumerate(keys) if k is Ellipsis)
-            fill = len(self.shape) - sum(k is not None and k is not Ellipsis for k in keys)
-            keys = keys[:at] + (slice(None),) * fill + keys[at + 1 :]
-        shape: list[int] = []
-        strides: list[int] = []
-        offset, axis, partition = self.offset, 0, self.partition
-        overrun = None
-        for k in keys:
-            if k is None:
-                shape.append(1)
-                strides.append(0)
-                continue
-            if axis >= len(self.shape):
-                current().fail("rank", f"too many indices for a tile of shape {self.shape}", len(self.shape), len(keys))
-            n, stride = self.shape[axis], self.strides[axis]
-            if isinstance(k, slice):
-                start = 0 if k.start is None else number(k.start)
-                stop = n if k.stop is None else number(k.stop)
-                step = 1 if k.step is None else int(k.step)
-                count = -(-(stop - start) // step)
-                if start < 0 or count <= 0 or start + (count - 1) * step >= n:
-                    overrun = (axis, stop - 1 if count > 0 else start, n)
-            else:
-                start, step, count = number(k), 1, 1
-                if start < 0 or start >= n:
-                    overrun = (axis, start, n)
-            offset += start * stride
-            if axis == self.partition:
-                partition = len(shape)
-            if isinstance(k, slice) or (axis == self.partition and self.space is not Space.HBM):
-                shape.append(count)
-                strides.append(stride * step)
-            axis += 1
-        shape += self.shape[axis:]
-        strides += self.strides[axis:]
-        if axis <= self.partition:
-            partition = len(shape) - (len(self.shape) - self.partition)
-        if len(shape) == 1 and self.space is not Space.HBM:  # a tile always has a partition and a free axis
-            shape.append(1)
-            strides.append(0)
-        if overrun:
-            current().fail(
-                "out of bounds",
-                f"index of axis {overrun[0]} leaves a tile of shape {self.shape}",
-                overrun[2] - 1,
-                overrun[1],
-            )
-        return Tile(self.storage, tuple(shape), tuple(strides), offset, partition)
+        view = index_view(
+            View(self.shape, self.strides, self.offset, self.partition), keys, on_chip=self.space is not Space.HBM
+        )
+        return Tile(self.storage, *view)
 
     def _index_by_grids(self, keys: tuple) -> Tile:
         """Index with one grid or integer per axis; axes without an index are appended whole."""
