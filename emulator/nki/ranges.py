@@ -65,7 +65,8 @@ def _namespaces(kernel: Callable[..., Any]) -> Iterator[dict[str, Any]]:
         elif isinstance(value, ModuleType):
             names = vars(value)
         else:
-            pending += [f for f in [getattr(value, "__dict__", {}).get("function")] if f]  # a Kernel, made by nki.jit
+            function = getattr(value, "__dict__", {}).get("function")  # of a Kernel, made by nki.jit
+            pending += [function] if function else []
             continue
         if id(names) in visited:
             continue
