@@ -135,7 +135,8 @@ def reduction_mask(data: Tile, axis: Any, mask: Mask, shape: tuple[int, ...]) ->
     """Return the mask of a reduction's result, of ``shape``: True where an element under ``mask`` contributes."""
     if mask is None:
         return None
-    return np.broadcast_to(mask, data.shape).any(axis=free_axes(data, axis)).reshape(shape)
+    reduced: Any = np.broadcast_to(mask, data.shape).any(axis=free_axes(data, axis))
+    return reduced.reshape(shape)
 
 
 def masks_partially(data: Tile, axis: Any, mask: np.ndarray) -> bool:

@@ -124,6 +124,7 @@ def run(
         machine.kernel_code = getattr(inspect.unwrap(target.function), "__code__", None)
     if 0 in target.grid:
         machine.fail("launch grid", f"the launch grid {target.grid} of {target.__name__} has no programs", ">= 1", 0)
+    result = None
     machines.push(machine)
     collecting = gc.isenabled()
     gc.disable()  # a long trace has many live objects and no garbage: collection would take most of the time
