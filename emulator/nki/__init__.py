@@ -1,7 +1,7 @@
-"""NKI on a CPU: runs kernel functions of both dialects, enforces the hardware's limits, records what they did."""
+"""NKI on a CPU: runs kernels of both dialects, enforces the hardware's limits and records a trace."""
 
-from neuronmm.emulator.nki.errors import NkiError
 from neuronmm.emulator.nki.framework import execute
+from neuronmm.emulator.nki.machine import NkiError
 from neuronmm.emulator.nki.modules import nki_modules
 from neuronmm.emulator.nki.run import Run, TensorSpec, run
 

@@ -23,7 +23,7 @@ NAMES: dict[str, np.dtype] = {
     "uint32": np.dtype(np.uint32),
     "bool_": np.dtype(np.bool_),
 }
-"""Name in ``nki.language`` -> dtype. tfloat32 computes as float32 here."""
+"""Name in ``nki.language`` -> dtype. tfloat32 is computed as float32."""
 
 FLOAT32 = NAMES["float32"]
 BOOL = NAMES["bool_"]
@@ -31,21 +31,22 @@ _FLOATS = frozenset(d for name, d in NAMES.items() if "float" in name)
 
 
 def as_dtype(value: Any) -> np.dtype:
-    """A NumPy dtype for anything a kernel may name one by: a dtype, a scalar type, or a name of ``NAMES``."""
+    """Return the NumPy dtype of ``value``: a dtype, a scalar type, or a name of ``NAMES``."""
     return NAMES[value] if isinstance(value, str) and value in NAMES else np.dtype(value)
 
 
 def is_float(dtype: np.dtype) -> bool:
+    """Return whether ``dtype`` is one of NKI's floating-point types."""
     return dtype in _FLOATS
 
 
 def promoted(*operands: Any) -> np.dtype:
-    """The dtype of an arithmetic result by NKI's type promotion; operands are dtypes or numbers.
+    """Return the dtype of an arithmetic result by NKI's type promotion; operands are dtypes or numbers.
 
-    The wider float wins, two floats of one width give the next wider type that holds both, a float wins over an
-    integer. A Python number counts as the widest type of its kind: ``bfloat16 * 1.5`` is float32.
+    The wider of two floats wins; two different floats of one width give the next wider type that contains both; a float
+    wins over an integer. A Python number has the widest type of its kind: ``bfloat16 * 1.5`` is float32.
     """
-    return reduce(_promoted, (o if isinstance(o, np.dtype) else _scalar_dtype(o) for o in operands))
+    return reduce(_promoted_pair, (o if isinstance(o, np.dtype) else _scalar_dtype(o) for o in operands))
 
 
 def _scalar_dtype(number: Any) -> np.dtype:
@@ -57,7 +58,7 @@ def _scalar_dtype(number: Any) -> np.dtype:
     return NAMES["int32"] if isinstance(number, (int, np.integer)) else FLOAT32
 
 
-def _promoted(a: np.dtype, b: np.dtype) -> np.dtype:
+def _promoted_pair(a: np.dtype, b: np.dtype) -> np.dtype:
     if a == b:
         return a
     if is_float(a) != is_float(b):
@@ -72,12 +73,12 @@ def _promoted(a: np.dtype, b: np.dtype) -> np.dtype:
 
 @cache
 def dtype_name(dtype: np.dtype) -> str:
-    """``dtype.name``, which NumPy computes anew each time."""
+    """Return ``dtype.name``, cached: NumPy computes it on every access."""
     return dtype.name
 
 
 def unwritten(count: int, dtype: np.dtype) -> np.ndarray:
-    """Memory nobody wrote: NaN, or the smallest integer where the type has no NaN (False for booleans)."""
+    """Return ``count`` elements of unwritten memory: NaN, the smallest integer, or False, by the kind of ``dtype``."""
     if is_float(dtype):
         return np.full(count, np.nan, dtype)
     return np.full(count, False if dtype.kind == "b" else np.iinfo(dtype).min, dtype)

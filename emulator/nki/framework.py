@@ -1,9 +1,9 @@
-"""How a host puts a kernel into its graph, and how the graph's interpreter runs it: ``neuronxcc.nki.FrameworkKernel``.
+"""Kernels in a host's graph: ``neuronxcc.nki.FrameworkKernel`` and the execution of its custom calls.
 
-The host subclasses :class:`FrameworkKernel` to say what its own tensors are; ``dump_config(*inputs, *outputs)`` gives
-the text that becomes the ``backend_config`` of a custom call. Here that text names the kernel, which stays in this
-process, and :func:`execute` runs it on arrays. ``dump_config`` traces the kernel on shapes, so a broken rule of the
-hardware is raised while the graph is built, at the kernel's line, as the SDK's compiler does.
+A host subclasses :class:`FrameworkKernel` to describe its own tensors; ``dump_config(*inputs, *outputs)`` returns the
+text that becomes the ``backend_config`` of a custom call. Here the text names the kernel, which stays in this process,
+and :func:`execute` runs it on arrays. ``dump_config`` traces the kernel on shapes, so a broken rule raises NkiError at
+the kernel's line while the graph is built, when the SDK's compiler would report it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from neuronmm.emulator.nki.run import Kernel, TensorSpec, run
 from neuronmm.emulator.nki.trace import Space, Trace
 
 TARGET = "AwsNeuronCustomNativeKernel"
-"""The custom call whose ``backend_config`` is what :meth:`FrameworkKernel.dump_config` gives."""
+"""Target of the custom call whose ``backend_config`` comes from :meth:`FrameworkKernel.dump_config`."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A kernel on a launch grid for tensors of given shapes."""
+    """A kernel with its launch grid, and the shapes and dtypes of its tensors."""
 
     kernel: Kernel
     inputs: tuple[TensorSpec, ...]
@@ -39,31 +39,31 @@ _calls: dict[str, _Call] = {}
 
 
 class FrameworkKernel:
-    """A kernel as part of a host's graph; the host's subclass overrides the three methods that know its tensors."""
+    """A kernel in a host's graph; the host's subclass implements the three methods that describe its tensors."""
 
     def __init__(self, func_name: str, func: Callable[..., Any], grid: Sequence[int] = (), **options: Any) -> None:
-        """``options`` concern the SDK's compiler and are ignored."""
+        """Wrap ``func`` on the launch ``grid``; ``options``, for the SDK's compiler, are ignored."""
         self.func_name = func_name
         self.kernel = Kernel(func.function if isinstance(func, Kernel) else func, tuple(grid) or (1,))
 
     def is_framework_tensor(self, value: Any) -> bool:
-        """Whether ``value`` is a tensor of the host."""
+        """Return whether ``value`` is a tensor of the host."""
         raise NotImplementedError
 
     def map_framework_tensor(self, value: Any) -> tuple[tuple[int, ...], Any]:
-        """Shape and dtype, as the host spells it, of a tensor of the host."""
+        """Return shape and dtype (the host's) of a tensor of the host."""
         raise NotImplementedError
 
     def translate_to_neuron_dtype(self, dtype: Any) -> Any:
-        """The host's dtype as one of ``nki.language`` or NumPy."""
+        """Return a dtype of the host as one of ``nki.language`` or NumPy."""
         raise NotImplementedError
 
     def dump_config(self, *tensors: Any) -> tuple[str, list[str], list[str]]:
-        """``(backend_config, names of the inputs, names of the outputs)`` for the inputs and then the outputs.
+        """Return ``(backend_config, input names, output names)`` for ``tensors``: the inputs, then the outputs.
 
         Raises:
-            NkiError: the kernel broke a rule of the hardware.
-            TypeError: an argument is no tensor of the host, or the tensors the kernel writes are not its last ones.
+            NkiError: the kernel broke a rule.
+            TypeError: an argument is not a tensor of the host, or the kernel writes others than its last arguments.
         """
         specs = tuple(self._spec(t, i) for i, t in enumerate(tensors))
         names = list(inspect.signature(self.kernel.function).parameters)[: len(specs)]
@@ -71,8 +71,8 @@ class FrameworkKernel:
         text = json.dumps([_identity(self.kernel.function), self.kernel.grid, shapes])
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         if key not in _calls:
-            count = self._outputs(specs)
-            _calls[key] = _Call(self.kernel, specs[: len(specs) - count], specs[len(specs) - count :])
+            inputs = len(specs) - self._output_count(specs)
+            _calls[key] = _Call(self.kernel, specs[:inputs], specs[inputs:])
         call = _calls[key]
         config = {"kernel": self.func_name, "key": key, "grid": list(self.kernel.grid), "tensors": shapes}
         return json.dumps(config), names[: len(call.inputs)], names[len(call.inputs) :]
@@ -83,42 +83,44 @@ class FrameworkKernel:
         shape, dtype = self.map_framework_tensor(tensor)
         return TensorSpec(tuple(int(n) for n in shape), dtype_name(as_dtype(self.translate_to_neuron_dtype(dtype))))
 
-    def _outputs(self, specs: tuple[TensorSpec, ...]) -> int:
-        """How many of the last tensors the kernel writes; traces it."""
+    def _output_count(self, specs: tuple[TensorSpec, ...]) -> int:
+        """Trace the kernel and return the number of tensors it writes, which must be its last arguments."""
         trace = run(self.kernel, *specs, fold=True).trace
         arguments = [b.id for b in trace.buffers if b.space is Space.HBM and b.kernel_argument]
-        written = {region.buffer for step in trace.instructions for region in step.writes}
-        wrote = [b in written for b in arguments]
-        count = sum(wrote)
-        if not count or not all(wrote[-count:]):
-            raise TypeError(f"{self.func_name}: the tensors it writes must be its last arguments; it writes {wrote}")
+        written_buffers = {region.buffer for step in trace.instructions for region in step.writes}
+        written = [b in written_buffers for b in arguments]
+        count = sum(written)
+        if not count or not all(written[-count:]):
+            raise TypeError(
+                f"{self.func_name}: the tensors it writes must be its last arguments; arguments written: {written}"
+            )
         return count
 
 
 def execute(config: str | bytes, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Run the kernel of a custom call on its operands; bfloat16 arrays are those of ml_dtypes.
+    """Run the kernel of a custom call on its operands; bfloat16 arrays have the dtype of ml_dtypes.
 
-    What the kernel leaves unwritten of an output is NaN.
+    Elements of an output that the kernel does not write are NaN.
 
     Raises:
         NkiError: the kernel broke a rule.
-        KeyError: no kernel of this process has that config.
-        ValueError: the operands are not those the config was made for.
+        KeyError: the config is from another process.
+        ValueError: the operands differ in shape or dtype from those of the config.
     """
     call = _call(config)
-    given = [TensorSpec(a.shape, dtype_name(a.dtype)) for a in inputs]
-    if given != list(call.inputs):
-        raise ValueError(f"kernel {call.kernel.__name__}: operands {given}, but it was built for {list(call.inputs)}")
+    specs = [TensorSpec(a.shape, dtype_name(a.dtype)) for a in inputs]
+    if specs != list(call.inputs):
+        raise ValueError(f"kernel {call.kernel.__name__}: operands {specs}, but it was built for {list(call.inputs)}")
     return run(call.kernel, *inputs, outputs=call.outputs).outputs
 
 
 def kernel_of(config: str | bytes) -> Callable[..., Any]:
-    """The kernel function that a custom call's config names; raises KeyError as :func:`execute` does."""
+    """Return the kernel function of a custom call; raises KeyError as :func:`execute` does."""
     return _call(config).kernel.function
 
 
 def trace_of(config: str | bytes) -> Trace:
-    """What the kernel that a custom call's config names does, from shapes alone; raises as :func:`execute` does."""
+    """Return the trace of a custom call's kernel from shapes alone; raises KeyError, NkiError as :func:`execute`."""
     call = _call(config)
     return run(call.kernel, *call.inputs, outputs=call.outputs, fold=True).trace
 
@@ -132,7 +134,7 @@ def _call(config: str | bytes) -> _Call:
 
 
 def _identity(value: Any) -> Any:
-    """What tells one kernel from another, the same in every process as far as it can be: code and constants."""
+    """Return what distinguishes one kernel from another: code and constants, equal across processes where possible."""
     if isinstance(value, FunctionType):
         cells = [_identity(cell.cell_contents) for cell in value.__closure__ or ()]
         code = hashlib.sha256(value.__code__.co_code + repr(_constants(value.__code__)).encode()).hexdigest()
@@ -146,5 +148,5 @@ def _identity(value: Any) -> Any:
 
 
 def _constants(code: Any) -> list[Any]:
-    """A code object's constants and names, those of the functions within it included."""
+    """Return the names and constants of a code object and of the functions in it."""
     return [code.co_names, *(_constants(c) if hasattr(c, "co_code") else c for c in code.co_consts)]

@@ -1,4 +1,7 @@
-"""The elementwise and reducing instructions in destination-passing form, built on :mod:`.engines`."""
+"""Elementwise, reducing and transposing instructions, destination first, built on :mod:`.engines`.
+
+The ISA modules of both dialects call these; each raises NkiError if an operand breaks a rule of the instruction.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from neuronmm.emulator.nki.dtypes import FLOAT32, as_dtype
-from neuronmm.emulator.nki.engines import elementwise, fresh, matmul, transposed
+from neuronmm.emulator.nki.engines import elementwise, matmul, transpose_dtype
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import ACTIVATIONS, OPS, as_op
+from neuronmm.emulator.nki.results import new_result
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Space
 
@@ -20,8 +24,8 @@ _REDUCERS: dict[str, tuple[Callable[..., Any], float]] = {
     "minimum": (np.min, np.inf),
     "multiply": (np.prod, 1.0),
 }
-"""Each reduction and its neutral element."""
-_REDUCTIONS = {
+"""Reduction -> NumPy function and neutral element."""
+_REDUCTION_NAMES = {
     **{name: name for name in _REDUCERS},
     "max": "maximum",
     "min": "minimum",
@@ -30,72 +34,73 @@ _REDUCTIONS = {
 }
 
 
-def column(tile: Any, data: Tile, role: str) -> None:
-    """Check a per-partition operand: a number, or a [partitions, 1] tile."""
+def check_column(tile: Any, data: Tile, role: str) -> None:
+    """Raise NkiError unless ``tile`` is a per-partition operand of ``data``: a number or a [partitions, 1] tile."""
     if isinstance(tile, Tile) and (tile.shape[0] != data.shape[0] or tile.elements != 1):
-        current().fail("shape", f"{role} must be a number or one element a partition", (data.shape[0], 1), tile.shape)
+        current().fail("shape", f"{role} must be a number or one element per partition", (data.shape[0], 1), tile.shape)
 
 
 def reduction_of(op: Any) -> tuple[str, Callable[..., Any], float]:
-    """A reduction by its operator: name, NumPy function, neutral element."""
-    name = _REDUCTIONS.get(getattr(op, "name", getattr(op, "__name__", op)), "")
+    """Return name, NumPy function and neutral element of the reduction that ``op`` names."""
+    name = _REDUCTION_NAMES.get(getattr(op, "name", getattr(op, "__name__", op)), "")
     if not name:
-        current().fail("reduction", f"{op!r} is no reduction", ", ".join(_REDUCERS), str(op))
+        current().fail("reduction", f"{op!r} is not a reduction", ", ".join(_REDUCERS), str(op))
     return name, *_REDUCERS[name]
 
 
-def reducing(
+def elementwise_and_reduce(
     engine: Engine, op: str, dst: Tile, sources: Sequence[Any], function: Callable[..., Any], mask: Mask,
-    reduced: Tile | None, by: Any,
+    reduce_res: Tile | None, reduce_op: Any,
 ) -> None:  # fmt: skip
-    """``dst = function(*sources)``, and in ``reduced``, a column, that result in float32 reduced with ``by``.
+    """``dst = function(*sources)``; ``reduce_res`` [partitions, 1] receives the unrounded result reduced.
 
-    The reduction is recorded first: what a kernel assigns to a tile is the result of the last instruction.
+    The reduction is recorded first: if the kernel assigns the result to a tile, the last instruction must be dst's.
     """
-    if reduced is not None:
-        name, reducer, neutral = reduction_of(by)
-        column(reduced, dst, "the reduction's result")
-        free = tuple(range(1, dst.ndim))
+    if reduce_res is not None:
+        name, reducer, neutral = reduction_of(reduce_op)
+        check_column(reduce_res, dst, "the reduction's result")
+        axes = tuple(range(1, dst.ndim))
 
-        def total(*values: Any) -> np.ndarray:
+        def reduced(*values: Any) -> np.ndarray:
             result = np.broadcast_to(function(*values), dst.shape)
-            chosen = result if mask is None else np.where(mask, result, np.float32(neutral))
-            return reducer(chosen, axis=free).reshape(reduced.shape)
+            selected = result if mask is None else np.where(mask, result, np.float32(neutral))
+            return reducer(selected, axis=axes).reshape(reduce_res.shape)
 
-        kept = reduced_mask(dst, free, mask, reduced.shape)
-        elementwise(engine, f"reduce_{name}", reduced, sources, total, mask, dst.shape, kept=kept)
+        dst_mask = reduction_mask(dst, axes, mask, reduce_res.shape)
+        elementwise(engine, f"reduce_{name}", reduce_res, sources, reduced, mask, dst.shape, dst_mask=dst_mask)
     elementwise(engine, op, dst, sources, function, mask)
 
 
-def need_float32(operand: Any, role: str) -> None:
-    """Refuse a tile of another dtype; a number is fine."""
+def require_float32(operand: Any, role: str) -> None:
+    """Raise NkiError for a tile of another dtype than float32; a number is accepted."""
     if isinstance(operand, Tile) and operand.dtype != FLOAT32:
         current().fail("operand dtype", f"{role} must be float32", "float32", operand.dtype.name)
 
 
 def activation(
-    dst: Tile, op: Any, data: Tile, bias: Any = None, scale: Any = 1.0, mask: Mask = None, reduced: Tile | None = None,
-    by: Any = None,
+    dst: Tile, op: Any, data: Tile, bias: Any = None, scale: Any = 1.0, mask: Mask = None,
+    reduce_res: Tile | None = None, reduce_op: Any = None,
 ) -> None:  # fmt: skip
-    """``dst = op(data * scale + bias)`` on the scalar engine; ``reduced`` receives the sum over the free axes.
+    """``dst = op(data * scale + bias)`` on the scalar engine; ``reduce_res`` receives the sum over the free axes.
 
-    ``by`` is the reduction a kernel asks for, which can only be a sum.
+    ``reduce_op`` names the reduction; the scalar engine only has the sum.
     """
     machine, name, function = current(), as_op(op).name, as_op(op).function
     if name not in ACTIVATIONS:
         machine.fail("activation", f"the scalar engine has no activation {name}", ", ".join(sorted(ACTIVATIONS)), name)
-    need_float32(scale, "the scale of an activation")
-    column(scale, data, "scale")
-    column(bias, data, "bias")
+    require_float32(scale, "the scale of an activation")
+    check_column(scale, data, "scale")
+    check_column(bias, data, "bias")
     if machine.core.name == "v2" and not (bias is None or isinstance(bias, Tile)):
-        machine.fail("operand", "the bias of an activation is a tile on NeuronCore-v2", "[partitions, 1] tile", bias)
+        machine.fail(
+            "operand", "on NeuronCore-v2 the bias of an activation must be a tile", "[partitions, 1] tile", bias
+        )
     offset = 0.0 if bias is None else bias
-    if by is not None and reduction_of(by)[0] != "add":
-        machine.fail("reduction", "an activation reduces with a sum only", "add", reduction_of(by)[0])
-    reducing(
-        Engine.SCALAR, as_op(op).name, dst, (data, scale, offset), lambda x, s, b: function(x * s + b), mask, reduced,
-        "add",
-    )  # fmt: skip
+    if reduce_op is not None and reduction_of(reduce_op)[0] != "add":
+        machine.fail("reduction", "an activation reduces with a sum only", "add", reduction_of(reduce_op)[0])
+    elementwise_and_reduce(
+        Engine.SCALAR, name, dst, (data, scale, offset), lambda x, s, b: function(x * s + b), mask, reduce_res, "add"
+    )
 
 
 def reduce(
@@ -103,7 +108,8 @@ def reduce(
 ) -> None:
     """Reduce free axes of ``data`` with add, maximum, minimum or multiply.
 
-    Elements outside ``mask``, which has the axes of ``data``, take no part; a result of none of them is not written.
+    ``mask`` has the axes of ``data`` and excludes elements from the reduction. A result to which no element contributes
+    is not written.
     """
     machine = current()
     axes = free_axes(data, axis)
@@ -113,41 +119,44 @@ def reduce(
     sign = -1.0 if negate else 1.0
 
     def function(x: np.ndarray) -> np.ndarray:
-        chosen = x if mask is None else np.where(mask, x, np.float32(neutral))
-        return sign * reducer(chosen, axis=axes).reshape(dst.shape)
+        selected = x if mask is None else np.where(mask, x, np.float32(neutral))
+        return sign * reducer(selected, axis=axes).reshape(dst.shape)
 
-    kept = reduced_mask(data, axis, mask, dst.shape)
-    elementwise(engine, f"reduce_{name}", dst, (data,), function, mask, data.shape, kept=kept)
+    dst_mask = reduction_mask(data, axis, mask, dst.shape)
+    elementwise(engine, f"reduce_{name}", dst, (data,), function, mask, data.shape, dst_mask=dst_mask)
 
 
 def free_axes(data: Tile, axis: Any) -> tuple[int, ...]:
-    """``axis`` (one or several, from either end) as axis numbers of ``data``."""
+    """Return ``axis`` (one or several, negative from the end) as axis numbers of ``data``."""
     return tuple(a % data.ndim for a in (axis if isinstance(axis, (tuple, list)) else (axis,)))
 
 
-def reduced_mask(data: Tile, axis: Any, mask: Mask, shape: tuple[int, ...]) -> Mask:
-    """Which elements of a reduction's result, of ``shape``, any element under ``mask`` contributes to."""
+def reduction_mask(data: Tile, axis: Any, mask: Mask, shape: tuple[int, ...]) -> Mask:
+    """Return the mask of a reduction's result, of ``shape``: True where an element under ``mask`` contributes."""
     if mask is None:
         return None
     reduced: Any = np.broadcast_to(mask, data.shape).any(axis=free_axes(data, axis))
     return reduced.reshape(shape)
 
 
-def reduces_part(data: Tile, axis: Any, mask: np.ndarray) -> bool:
-    """Whether ``mask`` keeps some elements along the reduced axes and leaves out others."""
-    chosen, axes = np.broadcast_to(mask, data.shape), free_axes(data, axis)
-    return bool((chosen.any(axis=axes) != chosen.all(axis=axes)).any())
+def masks_partially(data: Tile, axis: Any, mask: np.ndarray) -> bool:
+    """Return whether ``mask`` selects some but not all elements along the reduced axes."""
+    selected, axes = np.broadcast_to(mask, data.shape), free_axes(data, axis)
+    return bool((selected.any(axis=axes) != selected.all(axis=axes)).any())
 
 
-def scalar_ops(
+def tensor_scalar(
     dst: Tile, data: Tile, op0: Any, operand0: Any, reverse0: bool = False, op1: Any = None, operand1: Any = None,
-    reverse1: bool = False, engine: Engine = Engine.VECTOR, mask: Mask = None, reduced: Tile | None = None,
-    by: Any = None,
+    reverse1: bool = False, engine: Engine = Engine.VECTOR, mask: Mask = None, reduce_res: Tile | None = None,
+    reduce_op: Any = None,
 ) -> None:  # fmt: skip
-    """``dst = (data op0 operand0) op1 operand1`` with per-partition operands; ``reduced`` as :func:`reducing`."""
+    """``dst = (data op0 operand0) op1 operand1`` with per-partition operands; the flags swap an operator's operands.
+
+    ``reduce_res`` as in :func:`elementwise_and_reduce`.
+    """
     first, second = as_op(op0), None if op1 is None else as_op(op1)
     for operand, role in ((operand0, "operand0"), (operand1, "operand1")):
-        column(operand, data, role)
+        check_column(operand, data, role)
 
     def function(x: np.ndarray, a: Any, b: Any) -> np.ndarray:
         y = first.function(a, x) if reverse0 else first.function(x, a)
@@ -156,17 +165,17 @@ def scalar_ops(
         return second.function(b, y) if reverse1 else second.function(y, b)
 
     operands = (data, operand0, 0.0 if operand1 is None else operand1)
-    reducing(engine, "tensor_scalar", dst, operands, function, mask, reduced, by)
+    elementwise_and_reduce(engine, "tensor_scalar", dst, operands, function, mask, reduce_res, reduce_op)
 
 
-def scalar_tensor(
+def scalar_tensor_tensor(
     dst: Tile, data: Tile, op0: Any, operand0: Any, op1: Any, operand1: Tile, reverse0: bool = False,
     reverse1: bool = False, mask: Mask = None,
 ) -> None:  # fmt: skip
-    """``dst = (data op0 operand0) op1 operand1``: a per-partition operand, then a tile; not both tiles in PSUM."""
+    """``dst = (data op0 operand0) op1 operand1``: a per-partition operand, then a tile; one of the tiles in SBUF."""
     first, second = as_op(op0).function, as_op(op1).function
-    column(operand0, data, "operand0")
-    _one_in_sbuf(data, operand1, "scalar_tensor_tensor")
+    check_column(operand0, data, "operand0")
+    _check_one_in_sbuf(data, operand1, "scalar_tensor_tensor")
 
     def function(x: np.ndarray, a: Any, b: np.ndarray) -> np.ndarray:
         y = first(a, x) if reverse0 else first(x, a)
@@ -175,23 +184,23 @@ def scalar_tensor(
     elementwise(Engine.VECTOR, "scalar_tensor_tensor", dst, (data, operand0, operand1), function, mask)
 
 
-def _one_in_sbuf(a: Any, b: Any, op: str) -> None:
+def _check_one_in_sbuf(a: Any, b: Any, op: str) -> None:
     if all(isinstance(t, Tile) and t.space is Space.PSUM for t in (a, b)):
-        current().fail("operand space", f"both operands of {op} lie in psum", "one in sbuf", "psum, psum")
+        current().fail("operand space", f"both operands of {op} are in psum", "one in sbuf", "psum, psum")
 
 
-def tensors(dst: Tile, a: Tile, b: Tile, op: Any, engine: Engine = Engine.VECTOR, mask: Mask = None) -> None:
-    """``dst = a op b``; the operands cannot both lie in PSUM. GpSimd computes ``power``, and does not reach PSUM."""
-    _one_in_sbuf(a, b, "tensor_tensor")
-    where = Engine.GPSIMD if as_op(op).engine is Engine.GPSIMD else engine
-    elementwise(where, as_op(op).name, dst, (a, b), as_op(op).function, mask)
+def tensor_tensor(dst: Tile, a: Tile, b: Tile, op: Any, engine: Engine = Engine.VECTOR, mask: Mask = None) -> None:
+    """``dst = a op b``; one operand must be in SBUF. GpSimd computes ``power`` and cannot access PSUM."""
+    _check_one_in_sbuf(a, b, "tensor_tensor")
+    engine = Engine.GPSIMD if as_op(op).engine is Engine.GPSIMD else engine
+    elementwise(engine, as_op(op).name, dst, (a, b), as_op(op).function, mask)
 
 
 def copy(dst: Tile, src: Tile, engine: Engine, mask: Mask = None) -> None:
-    """``dst = src`` on chip; the scalar engine of NeuronCore-v2 copies only by ``activation``."""
+    """``dst = src`` on chip; on NeuronCore-v2 the scalar engine copies only with ``activation``."""
     machine = current()
     if engine is Engine.SCALAR and machine.core.name == "v2":
-        machine.fail("engine", "tensor_copy on the scalar engine of NeuronCore-v2", "vector or gpsimd", "scalar")
+        machine.fail("engine", "NeuronCore-v2 has no tensor_copy on the scalar engine", "vector or gpsimd", "scalar")
     elementwise(engine, "copy", dst, (src,), OPS["copy"].function, mask)
 
 
@@ -215,35 +224,38 @@ def scan(
 
 
 def transpose(dst: Tile, data: Tile) -> None:
-    """``dst = data^T``, a product with the identity on the tensor engine: data [p, f <= 128] in SBUF, dst in PSUM."""
+    """``dst = data^T``, a matmul with an identity: data [p, f <= 128] in SBUF, dst [f, p] in PSUM."""
     machine = current()
     p = data.shape[0]
     if data.elements > machine.core.stationary_columns:
         machine.fail(
-            "stationary size", "a transposed tile has too many columns", machine.core.stationary_columns, data.elements
+            "stationary size",
+            "the tile to transpose has too many columns",
+            machine.core.stationary_columns,
+            data.elements,
         )
     identity = declare((p, p), data.dtype, name="identity")
-    if machine.data:
+    if machine.has_data:
         identity.storage.data = np.eye(p, dtype=data.dtype).reshape(-1)
     matmul(dst, data, identity, accumulate=False, transpose=True)
 
 
-def transposition(data: Tile, dtype: Any = None) -> Tile:
-    """``data^T`` as a new PSUM tile, in the dtype that the tensor engine writes or, by one more copy, in ``dtype``."""
-    written = transposed(current().core, data.dtype)
-    result = fresh((data.elements, data.shape[0]), written, Space.PSUM)
+def new_transpose(data: Tile, dtype: Any = None) -> Tile:
+    """Return ``data^T`` as a new PSUM tile; another ``dtype`` than the tensor engine writes takes one more copy."""
+    written_dtype = transpose_dtype(current().core, data.dtype)
+    result = new_result((data.elements, data.shape[0]), written_dtype, Space.PSUM)
     transpose(result, data)
-    if dtype is None or as_dtype(dtype) == written:
+    if dtype is None or as_dtype(dtype) == written_dtype:
         return result
-    cast = fresh(result.shape, dtype, Space.PSUM)
+    cast = new_result(result.shape, dtype, Space.PSUM)
     copy(cast, result, Engine.VECTOR)
     return cast
 
 
 def check_identity(tile: Tile) -> None:
-    """Refuse a product marked as a transposition whose moving operand is no identity."""
+    """Raise NkiError unless the moving operand of a matmul marked ``is_transpose`` is an identity."""
     machine, p = current(), tile.shape[0]
     if tile.elements != p:
-        machine.fail("identity", "a transposition multiplies with a square identity", (p, p), tile.shape)
-    if machine.data and not np.array_equal(tile.read().reshape(p, p).astype(np.float32), np.eye(p)):
-        machine.fail("identity", "a product marked is_transpose multiplies with something else than the identity")
+        machine.fail("identity", "is_transpose needs a square identity as the moving operand", (p, p), tile.shape)
+    if machine.has_data and not np.array_equal(tile.read().reshape(p, p).astype(np.float32), np.eye(p)):
+        machine.fail("identity", "is_transpose needs an identity as the moving operand")

@@ -1,4 +1,7 @@
-"""The running kernel: its memory, its trace, the loops it is in, and the rules that hold over a whole run."""
+"""The state of a running kernel: allocations, trace, enclosing loops, and the rules that hold over a whole run.
+
+A rule that a kernel breaks raises :class:`NkiError` at the kernel's line (:meth:`Machine.fail`).
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,55 @@ from typing import Any, NoReturn
 import numpy as np
 
 from neuronmm.emulator.nki.dtypes import dtype_name, unwritten
-from neuronmm.emulator.nki.errors import NkiError
 from neuronmm.emulator.nki.trace import Buffer, Engine, Fold, Instruction, Region, Space, Trace
 from neuronmm.kernels.hardware import NeuronCore
 
-_OWN = str(Path(__file__).parent)
-_plumbing: dict[str, bool] = {}
-_lines: dict[tuple[str, int], str] = {}
+_PACKAGE = str(Path(__file__).parent)
+_internal_files: dict[str, bool] = {}
+_locations: dict[tuple[str, int], str] = {}
+
+
+class NkiError(RuntimeError):
+    """A kernel broke a rule of the hardware or of the language.
+
+    Attributes: ``location`` "file:line" of the kernel source; ``rule`` a short stable name; ``limit`` and ``actual``
+    the allowed and the actual value (None if the rule has no figure).
+    """
+
+    def __init__(self, location: str, rule: str, message: str, limit: object = None, actual: object = None) -> None:
+        figures = "" if limit is None and actual is None else f" (limit: {limit}; actual: {actual})"
+        super().__init__(f"{location}: {message}{figures} [{rule}]")
+        self.location, self.rule, self.limit, self.actual = location, rule, limit, actual
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """One allocation's memory. ``data`` is a flat array, or None in a shape-only run.
+    """The memory of one allocation.
 
-    ``free`` is the number of elements a partition (a leading index in HBM). ``stamps``, where a race could be, holds
-    for each element the number of the instruction that wrote it last (-1: none). ``groups`` maps what was written to
-    PSUM to the engine. ``scope`` is the loop body it was allocated in. ``filled`` before the kernel; ``immutable``: the
-    kernel may not write it.
+    ``data``: flat array, None in a shape-only run. ``free_size``: elements per partition (in HBM, per leading index).
+    ``allocated_at``: number of instructions before the allocation. ``zeroed``: declared as zeros in PSUM, without an
+    instruction. ``last_writes``: for each element the number of the instruction that wrote it last (-1: none), kept
+    only where a race is possible. ``writers``: written PSUM region -> engine, None outside of PSUM. ``scope``: the loop
+    body of the allocation. ``preset``: has its values before the kernel starts. ``read_only``: the kernel must not
+    write it.
     """
 
     record: Buffer
     dtype: np.dtype
-    free: int
+    free_size: int
     data: np.ndarray | None
-    born: int
+    allocated_at: int
     zeroed: bool = False
-    stamps: np.ndarray | None = None
-    groups: dict[tuple[int, int, int, int], Engine] | None = None
+    last_writes: np.ndarray | None = None
+    writers: dict[tuple[int, int, int, int], Engine] | None = None
     scope: Scope | None = None
-    filled: bool = False
-    immutable: bool = False
+    preset: bool = False
+    read_only: bool = False
 
 
 @dataclass(slots=True)
 class Scope:
-    """The body of a loop in one iteration; what is allocated there may only be used there."""
+    """One iteration of a loop body. Its allocations must not be used after it, when ``open`` is False."""
 
     loop: str
     open: bool = True
@@ -56,10 +73,10 @@ class Scope:
 
 @dataclass(slots=True)
 class Loop:
-    """A loop the kernel is in; ``started`` and ``iteration`` are instruction numbers.
+    """A loop that the kernel is in; ``started`` and ``iteration`` are instruction numbers.
 
-    ``scope`` is None where the loop is unrolled. ``reads``, of a ``parallel`` loop: what of each storage was read, as
-    (instruction, view, mask).
+    ``scope`` is None if the loop is unrolled. ``reads`` (``parallel`` loops only) lists the reads of each storage as
+    (instruction number, view, mask).
     """
 
     parallel: bool
@@ -74,43 +91,43 @@ class Loop:
 class Machine:
     """State of one kernel run.
 
-    ``data`` False runs on shapes alone. ``shuffle`` runs the iterations of ``affine_range`` in a random order with
-    this seed. ``fold`` (shape-only) records the second iteration of an outermost loop for all but the first and last.
-    ``program`` and ``grid`` place the running program in the launch grid; ``shared`` are the tensors in shared HBM, and
-    ``declared`` counts those this program has named. ``body`` is the code of a kernel that
-    must declare shared HBM itself.
+    ``has_data`` False: the run has shapes only. ``shuffle``: seed of a random order of ``affine_range`` iterations.
+    ``fold`` (shape-only runs): of an outermost loop, record the first, second and last iteration; the second stands for
+    all between. ``program`` is the running program's index in the launch grid ``grid``. ``shared_tensors`` are the
+    tensors in shared HBM; ``shared_count`` of them the running program has declared. ``kernel_code`` is the code of a
+    kernel that must declare shared HBM in its own body, else None.
     """
 
     def __init__(
-        self, name: str, core: NeuronCore, *, data: bool = True, shuffle: int | None = None, fold: bool = False
+        self, name: str, core: NeuronCore, *, has_data: bool = True, shuffle: int | None = None, fold: bool = False
     ) -> None:
-        if data and fold:
-            raise ValueError("folding skips iterations, so it needs a shape-only run")
-        self.core, self.data, self.fold = core, data, fold
+        if has_data and fold:
+            raise ValueError("fold=True skips iterations and needs a shape-only run: pass TensorSpecs, not arrays")
+        self.core, self.has_data, self.fold = core, has_data, fold
         self.trace = Trace(name)
         self.loops: list[Loop] = []
         self.program: tuple[int, ...] = (0,)
         self.grid: tuple[int, ...] = (1,)
-        self.shared: list[Any] = []
-        self.declared = 0
-        self.body: CodeType | None = None
+        self.shared_tensors: list[Any] = []
+        self.shared_count = 0
+        self.kernel_code: CodeType | None = None
         self._random = None if shuffle is None else random.Random(shuffle)
 
     def fail(self, rule: str, message: str, limit: object = None, actual: object = None) -> NoReturn:
-        """Raise the violation of a rule at the kernel's current line."""
+        """Raise NkiError for ``rule`` at the kernel's current line."""
         raise NkiError(self.location(), rule, message, limit, actual)
 
     def location(self) -> str:
-        """``file:line`` of the kernel."""
+        """Return the ``file:line`` that the kernel is at."""
         frame = _kernel_frame()
         key = (frame.f_code.co_filename, frame.f_lineno)
-        if key not in _lines:
-            _lines[key] = f"{key[0]}:{key[1]}"
-        return _lines[key]
+        if key not in _locations:
+            _locations[key] = f"{key[0]}:{key[1]}"
+        return _locations[key]
 
     def at_top_level(self) -> bool:
-        """Whether the code at work is outside of loops and, where ``body`` is known, the kernel's own."""
-        return not self.loops and self.body in (None, _kernel_frame().f_code)
+        """Return whether the kernel is outside of loops and, if ``kernel_code`` is set, in that function itself."""
+        return not self.loops and self.kernel_code in (None, _kernel_frame().f_code)
 
     def allocate(
         self,
@@ -121,41 +138,49 @@ class Machine:
         name: str = "",
         content: np.ndarray | None = None,
     ) -> Storage:
-        """Reserve memory for ``shape``; ``content`` fills an HBM tensor that exists before the kernel."""
+        """Allocate memory for ``shape``; ``content`` is the data of an HBM tensor that exists before the kernel.
+
+        Raises:
+            NkiError: the shape has no elements, too many partitions, or too many bytes per partition.
+        """
         partitions = shape[partition_axis] if shape else 1
         size = prod(shape)
-        free = size // partitions if partitions else 0
+        free_size = size // partitions if partitions else 0
         if size <= 0:
             self.fail("shape", f"a tensor of shape {shape} has no elements", "> 0 elements", size)
         if space is not Space.HBM and partitions > self.core.partitions:
             self.fail(
                 "partitions", f"a tile of shape {shape} has too many partitions", self.core.partitions, partitions
             )
-        per_partition = free * dtype.itemsize
+        per_partition = free_size * dtype.itemsize
         limit = {Space.SBUF: self.core.sbuf_partition_bytes, Space.PSUM: self.core.psum_partition_bytes}.get(space)
         if limit is not None and per_partition > limit:
             self.fail(
-                "free size", f"a tile of shape {shape} exceeds a partition of {space.value}", limit, per_partition
+                "free size",
+                f"a tile of shape {shape} exceeds the bytes of one {space.value} partition",
+                limit,
+                per_partition,
             )
-        at, here = len(self.trace.instructions), self.location()
+        now = len(self.trace.instructions)
         record = Buffer(
-            len(self.trace.buffers), name, space, shape, dtype_name(dtype), partitions, per_partition, at, at, here,
-            tuple([loop.index for loop in self.loops]), content is not None,
+            len(self.trace.buffers), name, space, shape, dtype_name(dtype), partitions, per_partition, now, now,
+            self.location(), tuple([loop.index for loop in self.loops]), content is not None,
         )  # fmt: skip
         self.trace.buffers.append(record)
         data = None
-        if self.data:
+        if self.has_data:
             data = unwritten(size, dtype) if content is None else np.ascontiguousarray(content).reshape(-1).copy()
         scope = next((loop.scope for loop in reversed(self.loops) if loop.scope), None)
-        return Storage(record, dtype, free, data, at, groups={} if space is Space.PSUM else None, scope=scope)
+        writers: dict[tuple[int, int, int, int], Engine] | None = {} if space is Space.PSUM else None
+        return Storage(record, dtype, free_size, data, now, writers=writers, scope=scope)
 
     def check_scope(self, storage: Storage) -> None:
-        """Raise if the storage was allocated in a loop body that has ended."""
+        """Raise NkiError if the storage was allocated in a loop body that has ended."""
         if storage.scope is not None and not storage.scope.open:
             self.fail(
                 "scope",
-                f"the buffer allocated at {storage.record.location} belongs to the body of the loop at "
-                f"{storage.scope.loop} and is used outside of it: declare it before the loop",
+                f"the buffer allocated at {storage.record.location}, in the body of the loop at {storage.scope.loop}, "
+                "is used after that body: declare it before the loop",
             )
 
     def emit(
@@ -172,9 +197,10 @@ class Machine:
             trace.buffers[region.buffer].released = end
 
     def iterate(self, indices: range, *, parallel: bool = False, scoped: bool = False) -> Iterator[int]:
-        """Run a loop of the kernel: the race rules of ``affine_range`` hold where ``parallel``.
+        """Yield the indices of a loop of the kernel.
 
-        Where ``scoped``, what the body allocates may not be used after it.
+        ``parallel``: the race rules of ``affine_range`` apply. ``scoped``: buffers allocated in the body must not be
+        used after it.
         """
         now = len(self.trace.instructions)
         loop = Loop(parallel, now, now, 0, self.location())
@@ -196,21 +222,24 @@ class Machine:
         self.loops.pop()
 
     def finish(self, capacity: bool) -> Trace:
-        """Check the capacities over all live ranges (unless not ``capacity``) and return the trace.
+        """Return the trace; if ``capacity``, first check SBUF and PSUM against the live ranges of all buffers.
 
-        A PSUM tile is counted in whole banks: matrix products write one bank, and two tiles never share one here.
+        A PSUM tile counts in whole banks: a matmul writes one bank, and two tiles never share a bank here.
+
+        Raises:
+            NkiError: the live buffers exceed SBUF or PSUM.
         """
         banks, bank = self.core.psum_banks, self.core.psum_bank_bytes
         if capacity:
-            self._check_capacity(Space.SBUF, self.core.sbuf_partition_bytes, 1, "bytes a partition")
+            self._check_capacity(Space.SBUF, self.core.sbuf_partition_bytes, 1, "bytes per partition")
             self._check_capacity(Space.PSUM, banks, bank, "banks")
         return self.trace
 
-    def _check_capacity(self, space: Space, limit: int, unit: int, what: str) -> None:
+    def _check_capacity(self, space: Space, limit: int, unit_bytes: int, unit: str) -> None:
         events = []
         for buffer in self.trace.buffers:
             if buffer.space is space and buffer.released > buffer.allocated:
-                size = -(-buffer.bytes_per_partition // unit)
+                size = -(-buffer.bytes_per_partition // unit_bytes)
                 events += [(buffer.allocated, 1, size, buffer), (buffer.released, 0, -size, buffer)]
         events.sort(key=lambda event: event[:2])
         level = 0
@@ -220,22 +249,22 @@ class Machine:
                 raise NkiError(
                     buffer.location,
                     f"{space.value} capacity",
-                    f"allocating {buffer.shape} {buffer.dtype} here exceeds {space.value} ({what}, all live tiles)",
+                    f"allocating {buffer.shape} {buffer.dtype} here exceeds {space.value} ({unit}, all live tiles)",
                     limit,
                     level,
                 )
 
 
 def _kernel_frame() -> FrameType:
-    """The innermost frame that is neither the emulator's nor a dialect binding's."""
+    """Return the innermost frame that belongs neither to the emulator nor to a dialect binding."""
     frame = sys._getframe(2)
     while True:
-        file = frame.f_code.co_filename  # a code object is no key: those of two copies of a file are equal
-        inside = _plumbing.get(file)
-        if inside is None:
-            inside = file.startswith(_OWN) or "NKI_BINDING" in frame.f_globals
-            _plumbing[file] = inside
-        if not inside or frame.f_back is None:
+        file = frame.f_code.co_filename  # not the code object: two copies of a file have equal ones
+        internal = _internal_files.get(file)
+        if internal is None:
+            internal = file.startswith(_PACKAGE) or "NKI_BINDING" in frame.f_globals
+            _internal_files[file] = internal
+        if not internal or frame.f_back is None:
             return frame
         frame = frame.f_back
 
@@ -244,26 +273,26 @@ _stack: list[Machine] = []
 
 
 def current() -> Machine:
-    """The machine of the running kernel.
+    """Return the machine of the running kernel.
 
     Raises:
-        RuntimeError: no kernel is running; NKI calls only mean something inside one.
+        RuntimeError: no kernel is running.
     """
     if not _stack:
-        raise RuntimeError("NKI calls are only possible inside a kernel: use simulate() or trace()")
+        raise RuntimeError("NKI functions work only inside a kernel: launch it with neuronmm.emulator.nki.run()")
     return _stack[-1]
 
 
 def running() -> bool:
-    """Whether a kernel is running."""
+    """Return whether a kernel is running."""
     return bool(_stack)
 
 
 def push(machine: Machine) -> None:
-    """Begin a run: ``machine`` is the current one until :func:`pop`."""
+    """Begin a run: ``machine`` is the current machine until :func:`pop`."""
     _stack.append(machine)
 
 
 def pop() -> None:
-    """End the run begun last."""
+    """End the run that began last."""
     _stack.pop()

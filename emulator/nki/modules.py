@@ -1,32 +1,31 @@
-"""The two dialects as importable modules, for the time of a ``with`` block and only where the real ones are absent."""
+"""The two dialects as importable modules, inside a ``with`` block and only if the real packages are absent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from neuronmm.emulator.importable import importable, offers
-from neuronmm.emulator.nki import index, language, neuronxcc_isa, neuronxcc_selection, nki_isa, nki_selection
-from neuronmm.emulator.nki.compiler import compiler, measured
-from neuronmm.emulator.nki.contract import FIRST, SECOND
+from neuronmm.emulator.nki import index, language, neuronxcc_isa, neuronxcc_selection, nki_isa, stubs
+from neuronmm.emulator.nki.contract import FIRST, SECOND, NKIObject
 from neuronmm.emulator.nki.dtypes import NAMES
 from neuronmm.emulator.nki.framework import FrameworkKernel
-from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import OPS
 from neuronmm.emulator.nki.run import jit, simulate_kernel
 from neuronmm.emulator.nki.tile import Tile
-from neuronmm.emulator.nki.values import NKIObject
 
+COMPILER = "2.21.33363.0+emulated"
+"""The compiler version the emulator reports: that of SDK 2.26.1, the last with transformers-neuronx."""
 _LANGUAGE = (
     "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "ndarray", "zeros", "ones", "full", "load",
     "store", "copy", "matmul", "transpose", "sum", "max", "min", "prod", "mean", "softmax", "broadcast_to",
     "expand_dims", "program_id", "num_programs", "program_ndim", "affine_range", "sequential_range", "static_range",
 )  # fmt: skip
-DIALECTS = {"neuronxcc": "neuronxcc.nki.isa", "nki": "nki.isa"}
-"""Each dialect and its module that, in the real package, has the instructions."""
+DIALECTS = {FIRST: "neuronxcc.nki.isa", SECOND: "nki.isa"}
+"""Dialect -> the module that has the instructions in the real package."""
 _FIRST_DIALECT_ONLY = {
     "arange": index.arange,
     "mgrid": index.MGrid(),
@@ -47,7 +46,10 @@ def _isa(*modules: ModuleType) -> dict[str, Any]:
 
 
 def _language(first: bool) -> dict[str, Any]:
-    """``nki.language``: the second dialect unrolls every loop, so neither race rules nor loop scopes hold there."""
+    """Return the attributes of ``nki.language``.
+
+    The second dialect unrolls every loop, so neither race rules nor loop scopes apply there.
+    """
     names = {**NAMES, **OPS, **{n: getattr(language, n) for n in _LANGUAGE}, "ds": index.ds}
     if first:
         return {**names, **_FIRST_DIALECT_ONLY}
@@ -55,51 +57,28 @@ def _language(first: bool) -> dict[str, Any]:
     return {**names, **loops, "NKIObject": NKIObject}
 
 
-COMPILER = "2.21.33363.0+emulated"
-"""What the compiler says its version is: that of SDK 2.26.1, the last with transformers-neuronx."""
-_SDK_KERNELS = ("flash_fwd", "attention_isa_kernel")
-"""The SDK's own kernels that hosts import before they know whether they need them."""
-
-
-def _sdk_kernel(name: str) -> Callable[..., Any]:
-    def kernel(*tensors: Any, **options: Any) -> None:
-        current().fail("unsupported", f"the SDK's kernel {name} is not emulated: switch it off in the host")
-
-    kernel.__name__ = name
-    return kernel
-
-
-class _Subscript:
-    """``nki.typing.tensor[...]`` or ``mutable_tensor``: an annotation; its ``repr`` is its name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"nki.typing.{self.name}"
-
-    def __getitem__(self, key: Any) -> _Subscript:
-        return self
-
-
 def surface(dialect: str) -> dict[str, dict[str, Any]]:
-    """Module name -> attributes, for ``neuronxcc`` or ``nki``."""
-    if dialect == "neuronxcc":
+    """Return module name -> attributes of the dialect ``neuronxcc`` or ``nki``."""
+    if dialect == FIRST:
         top = {
             "jit": partial(jit, dialect=FIRST),
-            "trace": jit,  # its kernels may have their outputs as parameters
-            "baremetal": partial(jit, dialect=FIRST), "simulate_kernel": simulate_kernel, "tensor": Tile,
-            "FrameworkKernel": FrameworkKernel, "benchmark": measured("benchmark"), "profile": measured("profile"),
-        }  # fmt: skip
+            "trace": jit,  # no dialect: kernels of nki.trace may write their parameters
+            "baremetal": partial(jit, dialect=FIRST),
+            "simulate_kernel": simulate_kernel,
+            "tensor": Tile,
+            "FrameworkKernel": FrameworkKernel,
+            "benchmark": stubs.timing_decorator("benchmark"),
+            "profile": stubs.timing_decorator("profile"),
+        }
         return {
             "neuronxcc": {"__version__": COMPILER},
             "neuronxcc.nki": top,
             "neuronxcc.nki.language": _language(first=True),
             "neuronxcc.nki.isa": _isa(neuronxcc_isa, neuronxcc_selection),
-            "neuronxcc.nki.typing": {name: _Subscript(name) for name in ("tensor", "mutable_tensor")},
-            **compiler("neuronxcc.nki.compiler"),
+            "neuronxcc.nki.typing": stubs.typing(),
+            "neuronxcc.nki.compiler": stubs.compiler(),
             "neuronxcc.nki.kernels": {},
-            "neuronxcc.nki.kernels.attention": {name: _sdk_kernel(name) for name in _SDK_KERNELS},
+            "neuronxcc.nki.kernels.attention": stubs.attention_kernels(),
         }
     return {
         "nki": {
@@ -107,16 +86,17 @@ def surface(dialect: str) -> dict[str, dict[str, Any]]:
             "simulate": lambda kernel: lambda *a, **k: simulate_kernel(kernel, *a, **k),
         },
         "nki.language": _language(first=False),
-        "nki.isa": _isa(nki_isa, nki_selection),
-        "nki.typing": {name: _Subscript(name) for name in ("tensor", "mutable_tensor")},
+        "nki.isa": _isa(nki_isa),
+        "nki.typing": stubs.typing(),
     }
 
 
 @contextmanager
 def nki_modules() -> Iterator[None]:
-    """Make ``neuronxcc.nki`` and ``nki`` importable inside the block; leave ``sys.modules`` as it was.
+    """Make ``neuronxcc.nki`` and ``nki`` importable inside the block; restore ``sys.modules`` afterwards.
 
-    A dialect whose real package is installed is left alone. Kernel files imported inside keep working afterwards.
+    A dialect whose real package is installed stays the real one. Kernel files imported inside the block keep working
+    after it.
     """
     absent = [d for d, isa in DIALECTS.items() if not offers(isa, "nc_matmul")]
     with importable({name: attributes for d in absent for name, attributes in surface(d).items()}):

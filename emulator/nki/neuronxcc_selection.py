@@ -1,4 +1,7 @@
-"""``neuronxcc.nki.isa``, second part: instructions that choose, place or summarise elements."""
+"""``neuronxcc.nki.isa``, second part: instructions that select, move or summarise elements.
+
+The conventions are those of :mod:`.neuronxcc_isa`; :mod:`.selection` has the rules and the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki import instructions, selection, statistics
+from neuronmm.emulator.nki import instructions, selection
 from neuronmm.emulator.nki.dtypes import NAMES, as_dtype
-from neuronmm.emulator.nki.engines import fresh
 from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import current
-from neuronmm.emulator.nki.neuronxcc_isa import last, reads_out, tensor_copy
+from neuronmm.emulator.nki.neuronxcc_isa import as_last_result, reduction_target, tensor_copy
+from neuronmm.emulator.nki.results import new_result
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space
 
@@ -35,19 +38,19 @@ __all__ = [
 
 
 def affine_select(pred: Any, on_true_tile: Tile, on_false_value: float, *, mask: Any = None, dtype: Any = None) -> Tile:
-    """``on_true_tile`` where the comparison ``pred`` of index grids holds, else the number; on GpSimd.
+    """Return ``on_true_tile`` where the comparison ``pred`` of index grids holds, else the number; on GpSimd.
 
-    GpSimd does not reach PSUM: a tile there is copied to SBUF first, as the compiler does for AWS's flash attention.
+    GpSimd cannot access PSUM: a tile there is copied to SBUF first, as the compiler does for AWS's flash attention.
     """
     data = on_true_tile if on_true_tile.space is Space.SBUF else tensor_copy(on_true_tile)
-    result = fresh(data.shape, dtype or data.dtype, mask=mask)
+    result = new_result(data.shape, dtype or data.dtype, mask=mask)
     selection.affine_select(result, np.broadcast_to(pred, data.shape), data, on_false_value, mask)
     return result
 
 
 def iota(expr: Affine, dtype: Any, *, mask: Any = None) -> Tile:
-    """The values of an index expression, as constants in SBUF."""
-    result = fresh(expr.shape, dtype, mask=mask)
+    """Return the values of an index expression as constants in SBUF."""
+    result = new_result(expr.shape, dtype, mask=mask)
     selection.iota(result, expr.values(), mask)
     return result
 
@@ -55,16 +58,16 @@ def iota(expr: Affine, dtype: Any, *, mask: Any = None) -> Tile:
 def nc_stream_shuffle(
     src: Tile, dst: Tile, shuffle_mask: Sequence[int], *, dtype: Any = None, mask: Any = None
 ) -> None:
-    """In each 32 partitions: ``dst[i] = src[shuffle_mask[i]]``; 255 leaves ``dst[i]`` as it is."""
+    """In each group of 32 partitions, ``dst[i] = src[shuffle_mask[i]]``; an entry 255 leaves ``dst[i]`` unchanged."""
     if dtype is not None and as_dtype(dtype) != dst.dtype:
-        current().fail("operand dtype", "a shuffle does not convert", dst.dtype.name, as_dtype(dtype).name)
+        current().fail("operand dtype", "a shuffle does not convert dtypes", dst.dtype.name, as_dtype(dtype).name)
     selection.shuffle(dst, src, shuffle_mask, mask)
 
 
 def tensor_copy_predicated(
     *, src: Any, dst: Tile, predicate: Tile, reverse_pred: bool = False, mask: Any = None, dtype: Any = None
 ) -> None:
-    """Overwrite ``dst`` with ``src`` where ``predicate`` is not 0."""
+    """Overwrite ``dst`` with ``src`` where ``predicate`` is not 0 (``reverse_pred``: is 0)."""
     selection.copy_predicated(dst, src, predicate, reverse_pred, mask)
 
 
@@ -72,9 +75,9 @@ def select_reduce(
     *, dst: Tile, predicate: Tile, on_true: Tile, on_false: Any, reduce_res: Tile | None = None, reduce_cmd: Any = None,
     reduce_op: Any = None, reverse_pred: bool = False, mask: Any = None, dtype: Any = None,
 ) -> None:  # fmt: skip
-    """``dst = on_true`` where ``predicate`` is not 0, else ``on_false``; ``reduce_res`` receives its maximum."""
+    """``dst = on_true`` where ``predicate`` is not 0, else ``on_false``; ``reduce_res`` receives the maximum."""
     _only_maximum(reduce_op)
-    selection.select(dst, predicate, on_true, on_false, reads_out(reduce_cmd, reduce_res), reverse_pred, mask)
+    selection.select(dst, predicate, on_true, on_false, reduction_target(reduce_cmd, reduce_res), reverse_pred, mask)
 
 
 def range_select(
@@ -82,14 +85,14 @@ def range_select(
     reduce_res: Tile | None = None, reduce_op: Any = None, range_start: int = 0, on_false_value: float,
     mask: Any = None, dtype: Any = None,
 ) -> Tile:  # fmt: skip
-    """``on_true_tile`` where an element's number lies within both bounds, else the number (NeuronCore-v3)."""
+    """Return ``on_true_tile`` where an element's number satisfies both bounds, else the number (NeuronCore-v3)."""
     _only_maximum(reduce_op)
-    result = fresh(on_true_tile.shape, dtype or on_true_tile.dtype, mask=mask)
+    result = new_result(on_true_tile.shape, dtype or on_true_tile.dtype, mask=mask)
     selection.range_select(
         result, on_true_tile, comp_op0, comp_op1, bound0, bound1, range_start, on_false_value,
-        reads_out(reduce_cmd, reduce_res), mask,
+        reduction_target(reduce_cmd, reduce_res), mask,
     )  # fmt: skip
-    return last(result)
+    return as_last_result(result)
 
 
 def _only_maximum(op: Any) -> None:
@@ -101,54 +104,56 @@ def tensor_scalar_reduce(
     *, data: Tile, op0: Any, operand0: Any, reduce_op: Any, reduce_res: Tile, reverse0: bool = False, dtype: Any = None,
     mask: Any = None,
 ) -> Tile:  # fmt: skip
-    """``data op0 operand0``; ``reduce_res`` receives it reduced over the free axes."""
-    result = fresh(data.shape, dtype or data.dtype, mask=mask)
-    instructions.scalar_ops(result, data, op0, operand0, reverse0, mask=mask, reduced=reduce_res, by=reduce_op)
-    return last(result)
+    """Return ``data op0 operand0``; ``reduce_res`` receives the result reduced over the free axes."""
+    result = new_result(data.shape, dtype or data.dtype, mask=mask)
+    instructions.tensor_scalar(
+        result, data, op0, operand0, reverse0, mask=mask, reduce_res=reduce_res, reduce_op=reduce_op
+    )
+    return as_last_result(result)
 
 
 def scalar_tensor_tensor(
     *, data: Tile, op0: Any, operand0: Any, op1: Any, operand1: Tile, reverse0: bool = False, reverse1: bool = False,
     dtype: Any = None, mask: Any = None,
 ) -> Tile:  # fmt: skip
-    """``(data op0 operand0) op1 operand1``: a per-partition operand, then a tile."""
-    result = fresh(data.shape, dtype or data.dtype, mask=mask)
-    instructions.scalar_tensor(result, data, op0, operand0, op1, operand1, reverse0, reverse1, mask)
+    """Return ``(data op0 operand0) op1 operand1``: a per-partition operand, then a tile."""
+    result = new_result(data.shape, dtype or data.dtype, mask=mask)
+    instructions.scalar_tensor_tensor(result, data, op0, operand0, op1, operand1, reverse0, reverse1, mask)
     return result
 
 
 def tensor_partition_reduce(op: Any, data: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
-    """``data`` reduced over its partitions, on GpSimd."""
-    kept = None if mask is None else np.any(np.broadcast_to(mask, data.shape), axis=0, keepdims=True)
-    result = fresh((1, *data.shape[1:]), dtype or data.dtype, mask=kept)
-    statistics.partition_reduce(result, op, data, mask)
+    """Return ``data`` reduced over its partitions [1, ...], on GpSimd."""
+    result_mask = None if mask is None else np.any(np.broadcast_to(mask, data.shape), axis=0, keepdims=True)
+    result = new_result((1, *data.shape[1:]), dtype or data.dtype, mask=result_mask)
+    selection.partition_reduce(result, op, data, mask)
     return result
 
 
 def bn_stats(data: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
-    """Count, mean and count times variance of each partition's even elements, then of its odd ones: [p, 6]."""
-    result = fresh((data.shape[0], 6), dtype or data.dtype, mask=statistics.whole_rows(data, mask))
-    statistics.bn_stats(result, data, mask)
+    """Return [p, 6]: count, mean, count * variance of the even elements of each partition, then of the odd ones."""
+    result = new_result((data.shape[0], 6), dtype or data.dtype, mask=selection.partition_mask(data, mask))
+    selection.bn_stats(result, data, mask)
     return result
 
 
 def bn_aggr(data: Tile, *, mask: Any = None, dtype: Any = None) -> Tile:
-    """Mean and variance of each partition from the results of :func:`bn_stats`: [p, 2]."""
-    result = fresh((data.shape[0], 2), dtype or data.dtype, mask=statistics.whole_rows(data, mask))
-    statistics.bn_aggr(result, data, mask)
+    """Return [p, 2]: mean and variance of each partition from results of :func:`bn_stats`."""
+    result = new_result((data.shape[0], 2), dtype or data.dtype, mask=selection.partition_mask(data, mask))
+    selection.bn_aggr(result, data, mask)
     return result
 
 
 def max8(*, src: Tile, mask: Any = None, dtype: Any = None) -> Tile:
-    """The 8 largest elements of each partition, the largest first: [p, 8]."""
-    result = fresh((src.shape[0], 8), dtype or src.dtype)
+    """Return [p, 8]: the 8 largest elements of each partition in descending order."""
+    result = new_result((src.shape[0], 8), dtype or src.dtype)
     selection.max8(result, src, mask)
     return result
 
 
 def nc_find_index8(*, data: Tile, vals: Tile, mask: Any = None, dtype: Any = NAMES["uint32"]) -> Tile:
-    """The first places in each partition of ``data`` of its 8 ``vals``: [p, 8]."""
-    result = fresh((data.shape[0], 8), dtype)
+    """Return [p, 8]: the first position of each of the 8 ``vals`` of a partition in ``data``."""
+    result = new_result((data.shape[0], 8), dtype)
     selection.find_index8(result, data, vals, mask)
     return result
 
@@ -156,7 +161,7 @@ def nc_find_index8(*, data: Tile, vals: Tile, mask: Any = None, dtype: Any = NAM
 def nc_match_replace8(
     *, data: Tile, vals: Tile, imm: float, dst_idx: Tile | None = None, mask: Any = None, dtype: Any = None
 ) -> Tile:
-    """``data`` with the first match of each of ``vals`` replaced by ``imm``; ``dst_idx`` receives the places."""
-    result = fresh(data.shape, dtype or data.dtype)
+    """Return ``data`` with the first match of each of ``vals`` replaced by ``imm``; ``dst_idx`` gets the positions."""
+    result = new_result(data.shape, dtype or data.dtype)
     selection.match_replace8(result, data, vals, imm, dst_idx, mask)
-    return last(result)
+    return as_last_result(result)

@@ -1,4 +1,4 @@
-"""The operators of ``nki.language``: called on tiles they run one instruction, named in an ISA call they are its op."""
+"""The operators of ``nki.language``: a call on tiles runs one instruction; as an argument of an ISA call, its op."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.0614054
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
-    """Abramowitz and Stegun 7.1.26 in float64: error below 1.5e-7."""
+    """Return erf(x) by Abramowitz and Stegun 7.1.26 in float64; the error is below 1.5e-7."""
     x = x.astype(np.float64)
     t = 1 / (1 + 0.3275911 * np.abs(x))
     poly = sum(c * t ** (i + 1) for i, c in enumerate(_COEFFICIENTS))
@@ -25,9 +25,9 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 class Op:
-    """One operator: ``function`` on float32 arrays, the engine that runs it, how many operands it takes.
+    """One operator: ``function`` on float32 arrays, the engine that runs it, the number of operands.
 
-    ``logical`` operators give booleans unless a dtype is asked for.
+    ``logical`` operators return booleans unless the kernel names a dtype.
     """
 
     def __init__(self, name: str, function: Callable[..., np.ndarray], engine: Engine, operands: int) -> None:
@@ -35,7 +35,7 @@ class Op:
         self.logical = name in _LOGICAL
 
     def __call__(self, *operands: Any, dtype: Any = None, mask: Any = None) -> Any:
-        return engines.compute(self, operands, dtype, mask)
+        return results.compute(self, operands, dtype, mask)
 
     def __repr__(self) -> str:
         return f"nl.{self.name}"
@@ -88,27 +88,27 @@ _VECTOR_UNARY: dict[str, Callable[..., np.ndarray]] = {
 }
 
 ACTIVATIONS = frozenset({*_ACTIVATIONS, "copy", "reciprocal"} - {"cos"})
-"""What ``nki.isa.activation`` computes, by the SDK's table; it has no cosine, though the language has ``nl.cos``."""
+"""The functions of ``nki.isa.activation`` by the SDK's table. It lacks the cosine, though ``nl.cos`` exists."""
 
 OPS: dict[str, Op] = {
     **{name: Op(name, f, Engine.GPSIMD if name == "power" else Engine.VECTOR, 2) for name, f in _BINARY.items()},
     **{name: Op(name, f, Engine.SCALAR, 1) for name, f in _ACTIVATIONS.items()},
     **{name: Op(name, f, Engine.VECTOR, 1) for name, f in _VECTOR_UNARY.items()},
 }
-"""Every operator by its name in ``nki.language``."""
+"""Name in ``nki.language`` -> operator."""
 
 
 def as_op(op: Any) -> Op:
-    """The operator itself, or the one a NumPy function stands for (``np.add``), as the first dialect allows.
+    """Return ``op`` as an operator; the first dialect also takes NumPy functions (``np.add``).
 
     Raises:
         TypeError: ``op`` names no operator of the emulator.
     """
-    found = op if isinstance(op, Op) else OPS.get(getattr(op, "__name__", ""))
-    if found is None:
-        raise TypeError(f"{op!r} is not an operator of nki.language that the emulator knows: {', '.join(sorted(OPS))}")
-    return found
+    operator = op if isinstance(op, Op) else OPS.get(getattr(op, "__name__", ""))
+    if operator is None:
+        raise TypeError(f"{op!r} is not an operator that the emulator has: {', '.join(sorted(OPS))}")
+    return operator
 
 
-# Calling an operator runs an instruction, and instructions look operators up: this comes last.
-from neuronmm.emulator.nki import engines  # noqa: E402
+# At the end because of a cycle: operators run instructions, and instructions look up operators.
+from neuronmm.emulator.nki import results  # noqa: E402

@@ -1,8 +1,8 @@
-"""Races: the iterations of an ``affine_range`` may run in any order, so none may depend on another.
+"""Race detection: the iterations of an ``affine_range`` may run in any order, so none may depend on another.
 
-Rules for memory from outside the loop: no iteration reads or overwrites an element that another wrote, and none
-writes an element that another read. Sums (``tile += value``) may cross iterations, in any order. Races are found
-where a run has data; a run on shapes alone checks none.
+Rules for memory allocated outside the loop: no iteration reads or overwrites an element that another iteration wrote,
+and none writes an element that another read. Sums (``tile += value``) may accumulate over iterations. Only runs with
+data detect races; a shape-only run does not.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ if TYPE_CHECKING:
     from neuronmm.emulator.nki.tile import Mask, Tile
 
 
-def note_read(tile: Tile, chosen: Mask) -> None:
-    """Check and note that the last instruction reads ``tile`` (under ``chosen``); not for the read of a sum."""
+def note_read(tile: Tile, mask: Mask) -> None:
+    """Record that the last instruction reads ``tile`` (under ``mask``); raise NkiError on a race. Not for sums."""
     machine, storage = current(), tile.storage
-    loops = _loops(machine, storage)
-    if loops and storage.stamps is not None:
-        _refuse_written(machine, loops, storage, tile.picked(storage.stamps, chosen), "reads")
+    loops = _parallel_loops(machine, storage)
+    if loops and storage.last_writes is not None:
+        _check_writes(machine, loops, storage, tile.gather(storage.last_writes, mask), "reads")
     for loop in loops:
-        loop.reads.setdefault(storage, []).append((len(machine.trace.instructions) - 1, tile, chosen))
+        loop.reads.setdefault(storage, []).append((len(machine.trace.instructions) - 1, tile, mask))
 
 
-def note_write(tile: Tile, chosen: Mask, adds: bool) -> None:
-    """Check and note that the last instruction writes ``tile`` (under ``chosen``), or ``adds`` to it."""
+def note_write(tile: Tile, mask: Mask, accumulating: bool) -> None:
+    """Record that the last instruction writes ``tile`` (under ``mask``) or adds to it; raise NkiError on a race."""
     machine, storage = current(), tile.storage
-    loops = _loops(machine, storage)
+    loops = _parallel_loops(machine, storage)
     if not loops:
         return
-    if storage.stamps is None:  # made when first asked for: most tiles live and die within one iteration
-        storage.stamps = np.full(prod(storage.record.shape), -1, np.int64)
-    if not adds:
-        _refuse_written(machine, loops, storage, tile.picked(storage.stamps, chosen), "overwrites")
+    if storage.last_writes is None:  # allocated on first use: most tiles live within one iteration
+        storage.last_writes = np.full(prod(storage.record.shape), -1, np.int64)
+    if not accumulating:
+        _check_writes(machine, loops, storage, tile.gather(storage.last_writes, mask), "overwrites")
     for loop in loops:
-        for number, other, its in loop.reads.get(storage, ()):
-            if number < loop.iteration and _overlap(tile, chosen, other, its):
+        for number, view, view_mask in loop.reads.get(storage, ()):
+            if number < loop.iteration and _overlap(tile, mask, view, view_mask):
                 _refuse(machine, loop, storage, "writes", "read")
-    tile.put(storage.stamps, len(machine.trace.instructions) - 1, chosen)
+    tile.scatter(storage.last_writes, len(machine.trace.instructions) - 1, mask)
 
 
-def _loops(machine: Machine, storage: Storage) -> list[Loop]:
-    """The parallel loops around that the storage is from outside of."""
-    return [loop for loop in machine.loops if loop.parallel and storage.born <= loop.started]
+def _parallel_loops(machine: Machine, storage: Storage) -> list[Loop]:
+    """Return the enclosing parallel loops that started after the allocation of ``storage``."""
+    return [loop for loop in machine.loops if loop.parallel and storage.allocated_at <= loop.started]
 
 
-def _refuse_written(machine: Machine, loops: list[Loop], storage: Storage, stamps: np.ndarray, verb: str) -> None:
+def _check_writes(machine: Machine, loops: list[Loop], storage: Storage, writers: np.ndarray, verb: str) -> None:
     for loop in loops:
-        if ((stamps >= loop.started) & (stamps < loop.iteration)).any():
+        if ((writers >= loop.started) & (writers < loop.iteration)).any():
             _refuse(machine, loop, storage, verb, "wrote")
 
 
-def _refuse(machine: Machine, loop: Loop, storage: Storage, verb: str, other: str) -> NoReturn:
+def _refuse(machine: Machine, loop: Loop, storage: Storage, verb: str, other_verb: str) -> NoReturn:
     machine.fail(
         "race",
         f"iteration {loop.index} of the affine_range at {loop.location} {verb} elements of "
         f"{storage.record.name or 'the buffer allocated at ' + storage.record.location} "
-        f"that another iteration {other}",
+        f"that another iteration {other_verb}",
     )
 
 
-def _overlap(a: Tile, chosen_a: Mask, b: Tile, chosen_b: Mask) -> bool:
-    """Whether two views of one storage share an element."""
-    if a.beyond is None and b.beyond is None and not a.region().overlaps(b.region()):
+def _overlap(a: Tile, mask_a: Mask, b: Tile, mask_b: Mask) -> bool:
+    """Return whether two views of one storage share an element."""
+    if a.overrun is None and b.overrun is None and not a.region().overlaps(b.region()):
         return False
-    return bool(np.intersect1d(a.numbers(chosen_a), b.numbers(chosen_b)).size)
+    return bool(np.intersect1d(a.element_numbers(mask_a), b.element_numbers(mask_b)).size)

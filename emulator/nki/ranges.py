@@ -1,7 +1,7 @@
 """Python's ``range`` in kernels of the first dialect, whose compiler turns it into ``nl.sequential_range``.
 
-While a kernel runs, the modules of its functions that import ``neuronxcc.nki`` see another ``range``: in the head of a
-``for`` statement it gives symbolic indices, everywhere else (a comprehension, ``list(range(n))``) it is Python's own.
+While a kernel runs, the modules of its functions that import ``neuronxcc.nki`` see a replaced ``range``: in the head of
+a ``for`` statement it yields symbolic indices; elsewhere (a comprehension, ``list(range(n))``) it is Python's own.
 
 Source: programming guide of NKI 2.26 and its reference of ``nl.sequential_range``.
 """
@@ -23,7 +23,7 @@ from neuronmm.emulator.nki.language import sequential_range
 
 @contextmanager
 def sequential_ranges(kernel: Callable[..., Any]) -> Iterator[None]:
-    """``range`` as the compiler reads it, in the modules of ``kernel`` and of what it can call."""
+    """Replace ``range`` in the modules of ``kernel`` and of the functions it can call, inside the block."""
     changed = [names for names in _namespaces(kernel) if "range" not in names]
     for names in changed:
         names["range"] = _range
@@ -43,7 +43,7 @@ def _range(*bounds: Any) -> Any:
 
 @cache
 def _loop_heads(path: str) -> frozenset[int]:
-    """The lines of a source file where a ``for`` statement calls ``range``."""
+    """Return the lines of a source file where the head of a ``for`` statement calls ``range``."""
     tree = ast.parse("".join(linecache.getlines(path)))
     heads = [n.iter for n in ast.walk(tree) if isinstance(n, ast.For) and isinstance(n.iter, ast.Call)]
     calls = [c for c in heads if isinstance(c.func, ast.Name) and c.func.id == "range"]
@@ -51,32 +51,34 @@ def _loop_heads(path: str) -> frozenset[int]:
 
 
 def _namespaces(kernel: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """The modules of the kernel and of the functions and modules it names, as far as they import the dialect."""
-    seen: set[int] = set()
-    waiting: list[Any] = [kernel]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
+    """Yield the globals of the modules that ``kernel`` can reach by name and that import the first dialect."""
+    visited: set[int] = set()
+    pending: list[Any] = [kernel]
+    while pending:
+        value = pending.pop()
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, FunctionType):
             names = value.__globals__
-            waiting += [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+            pending += [cell.cell_contents for cell in value.__closure__ or () if _has_value(cell)]
         elif isinstance(value, ModuleType):
             names = vars(value)
         else:
-            waiting += [f for f in [getattr(value, "__dict__", {}).get("function")] if f]  # what nki.jit makes
+            function = getattr(value, "__dict__", {}).get("function")  # of a Kernel, made by nki.jit
+            pending += [function] if function else []
             continue
-        if id(names) in seen:
+        if id(names) in visited:
             continue
-        seen.add(id(names))
+        visited.add(id(names))
         values = list(names.values())
         if any(isinstance(v, ModuleType) and v.__name__.startswith("neuronxcc.nki") for v in values):
-            waiting += values
+            pending += values
             yield names
 
 
-def _filled(cell: Any) -> bool:
+def _has_value(cell: Any) -> bool:
+    """Return whether the variable of a closure cell is bound yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

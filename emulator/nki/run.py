@@ -1,4 +1,4 @@
-"""Run a kernel function: on arrays (numerics and rules) or on shapes alone (rules and trace)."""
+"""Run a kernel function on arrays (values, rules and trace) or on shapes alone (rules and trace)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki import contract
 from neuronmm.emulator.nki import machine as machines
+from neuronmm.emulator.nki.contract import FIRST, SECOND, check_outputs, check_values, protect_inputs
 from neuronmm.emulator.nki.dtypes import as_dtype
 from neuronmm.emulator.nki.machine import Machine
 from neuronmm.emulator.nki.ranges import sequential_ranges
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space, Trace
-from neuronmm.emulator.nki.values import check_values
 from neuronmm.kernels.hardware import CORES, TRN1, TRN2, NeuronCore
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An HBM tensor by shape and dtype (a NumPy dtype or a name such as "bfloat16")."""
+    """Shape and dtype (a NumPy dtype or a name such as "bfloat16") of an HBM tensor."""
 
     shape: tuple[int, ...]
     dtype: Any = "float32"
@@ -34,17 +33,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """What a kernel left: its trace and, if it ran on arrays, the tensors it returned or was given to fill."""
+    """The result of a run: the trace and, if the kernel ran on arrays, its outputs."""
 
     trace: Trace
     outputs: tuple[np.ndarray, ...] = ()
 
 
 class Kernel:
-    """What ``@nki.jit`` makes of a function: inside a kernel a plain call, outside a simulation on arrays.
+    """A function decorated with ``@nki.jit``: inside a kernel a plain call, outside a simulation on arrays.
 
-    ``dialect`` is that of the decorator, "" where a host took the plain function. Loops of the second dialect are
-    unrolled, and the arguments of its kernels are values of the language.
+    ``dialect`` is that of the decorator, "" for a plain function. Kernels of the second dialect have unrolled loops,
+    and their arguments must be values of the language.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Kernel:
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         if machines.running():
-            if self.dialect == contract.SECOND:
+            if self.dialect == SECOND:
                 check_values(self.__name__, [*arguments, *constants.values()])
             return self.function(*arguments, **constants)
         return simulate_kernel(self, *arguments, **constants)
@@ -75,14 +74,14 @@ def jit(
 ) -> Any:
     """``@nki.jit`` of a dialect, with or without options.
 
-    ``platform_target`` names the device; all other options concern the compiler and are ignored.
+    ``platform_target`` names the device; all other options, for the compiler, are ignored.
     """
-    make = partial(Kernel, core=CORES.get(platform_target), dialect=dialect)
-    return make if function is None else make(function)
+    decorator = partial(Kernel, core=CORES.get(platform_target), dialect=dialect)
+    return decorator if function is None else decorator(function)
 
 
 def simulate_kernel(kernel: Callable[..., Any], *arguments: Any, **constants: Any) -> Any:
-    """Run ``kernel`` on arrays; return its output array, or a tuple of them."""
+    """Run ``kernel`` on arrays and return its output array, or a tuple of several; raises as :func:`run`."""
     outputs = run(kernel, *arguments, **constants).outputs
     return outputs[0] if len(outputs) == 1 else outputs
 
@@ -99,78 +98,91 @@ def run(
 ) -> Run:
     """Run ``kernel`` under the emulator.
 
-    Arguments that are arrays or :class:`TensorSpec` become HBM tensors, all others are passed as they are; any spec
-    among them makes a shape-only run. ``outputs`` are unwritten tensors appended to the arguments, as hosts pass
-    them; without them the tensors the kernel returns are the outputs. An array that the kernel writes into changes, as
-    with the SDK's ``simulate_kernel``. ``shuffle`` seeds a random order of
-    ``affine_range`` iterations. ``fold`` records like iterations of outermost loops once (shape-only). ``capacity``
-    False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill. ``core`` is the NeuronCore;
-    without it that of the kernel's ``platform_target``, else Trainium 2's for a kernel that the second dialect's
-    ``nki.jit`` made (there is no such compiler for Trainium 1), else Trainium 1's.
+    Arrays and :class:`TensorSpec` among ``arguments`` and ``constants`` become HBM tensors; other values are passed
+    unchanged. One TensorSpec makes the run shape-only. As with the SDK's ``simulate_kernel``, an array that the kernel
+    writes changes.
+
+    Args:
+        outputs: unwritten tensors appended to the arguments, as hosts pass them. Without them the outputs are the
+            tensors that the kernel returns.
+        core: the NeuronCore. Default: that of the kernel's ``platform_target``, else Trainium 2's for the second
+            dialect's ``nki.jit`` (which has no compiler for Trainium 1), else Trainium 1's.
+        shuffle: seed of a random order of ``affine_range`` iterations.
+        fold: record equal iterations of outermost loops once (shape-only runs).
+        capacity: False lets live tiles exceed SBUF and PSUM, for schedules that a compiler would spill.
 
     Raises:
         NkiError: the kernel broke a rule.
+        ValueError: ``fold`` in a run on arrays.
     """
-    data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
-    own = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    core = core or own.core or (TRN2 if own.dialect == contract.SECOND else TRN1)
-    machine = Machine(own.__name__, core, data=data, shuffle=shuffle, fold=fold)
-    machine.grid = own.grid
-    if own.dialect == contract.FIRST:
-        machine.body = getattr(inspect.unwrap(own.function), "__code__", None)
-    if 0 in own.grid:
-        machine.fail("launch grid", f"the launch grid {own.grid} of {own.__name__} has no programs", ">= 1", 0)
+    has_data = not any(isinstance(a, TensorSpec) for a in (*arguments, *constants.values()))
+    target = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
+    core = core or target.core or (TRN2 if target.dialect == SECOND else TRN1)
+    machine = Machine(target.__name__, core, has_data=has_data, shuffle=shuffle, fold=fold)
+    machine.grid = target.grid
+    if target.dialect == FIRST:
+        machine.kernel_code = getattr(inspect.unwrap(target.function), "__code__", None)
+    if 0 in target.grid:
+        machine.fail("launch grid", f"the launch grid {target.grid} of {target.__name__} has no programs", ">= 1", 0)
     result = None
     machines.push(machine)
     collecting = gc.isenabled()
-    gc.disable()  # a long trace is many live objects and no garbage: collecting would take most of the time
+    gc.disable()  # a long trace has many live objects and no garbage: collection would take most of the time
     try:
         tensors = [_tensor(machine, a, f"argument {i}") for i, a in enumerate(arguments)]
         named = {name: _tensor(machine, a, name) for name, a in constants.items()}
-        if own.dialect == contract.FIRST:
-            contract.protect(own.function, tensors, named)
-        made = [_output(machine, spec, f"output {i}") for i, spec in enumerate(outputs)]
-        if own.dialect == contract.SECOND:
-            check_values(own.__name__, [*arguments, *constants.values()])
-        with nullcontext() if own.dialect == contract.SECOND else sequential_ranges(own.function):
+        if target.dialect == FIRST:
+            protect_inputs(target.function, tensors, named)
+        output_tensors = [_output(machine, spec, f"output {i}") for i, spec in enumerate(outputs)]
+        if target.dialect == SECOND:
+            check_values(target.__name__, [*arguments, *constants.values()])
+        with nullcontext() if target.dialect == SECOND else sequential_ranges(target.function):
             for program in itertools.product(*(range(n) for n in machine.grid)):
-                machine.program, machine.declared = program, 0
-                result = own.function(*tensors, *made, **named)
+                machine.program, machine.shared_count = program, 0
+                result = target.function(*tensors, *output_tensors, **named)
         trace = machine.finish(capacity)
-        returned = made or ([] if result is None else list(result) if isinstance(result, (tuple, list)) else [result])
-        contract.check_outputs(machine, own.function, own.dialect, returned)
-        if data:
-            _write_back(
-                machine, [*zip(tensors, arguments, strict=True), *((named[n], a) for n, a in constants.items())]
-            )
+        results = output_tensors or _as_list(result)
+        check_outputs(machine, target.function, target.dialect, results)
+        if has_data:
+            pairs = [*zip(tensors, arguments, strict=True), *((named[n], a) for n, a in constants.items())]
+            _write_back(machine, pairs)
     finally:
         machines.pop()
         if collecting:
             gc.enable()
-    return Run(trace, tuple(_array(t) for t in returned) if data else ())
+    return Run(trace, tuple(_array(t) for t in results) if has_data else ())
+
+
+def _as_list(result: Any) -> list[Any]:
+    """Return what a kernel returned (nothing, a tensor, or several) as a list."""
+    if result is None:
+        return []
+    return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def _tensor(machine: Machine, value: Any, name: str) -> Any:
+    """Return an array or TensorSpec as an HBM tensor that has its values before the kernel; else ``value`` itself."""
     if isinstance(value, np.ndarray):
         tile = Tile.of(machine.allocate(value.shape, 0, value.dtype, Space.HBM, name, value))
     elif isinstance(value, TensorSpec):
         tile = _output(machine, value, name)
     else:
         return value
-    tile.storage.filled = True
+    tile.storage.preset = True
     return tile
 
 
 def _output(machine: Machine, spec: TensorSpec, name: str) -> Tile:
+    """Allocate an unwritten HBM argument of the kernel."""
     tile = Tile.of(machine.allocate(spec.shape, 0, as_dtype(spec.dtype), Space.HBM, name))
     tile.storage.record.kernel_argument = True
     return tile
 
 
-def _write_back(machine: Machine, given: Sequence[tuple[Any, Any]]) -> None:
-    """Write into the caller's arrays what the kernel wrote into the arguments made of them."""
+def _write_back(machine: Machine, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Copy the tensors that the kernel wrote into the caller's arrays; ``pairs`` are (tensor, argument)."""
     written = {region.buffer for step in machine.trace.instructions for region in step.writes}
-    for tile, array in given:
+    for tile, array in pairs:
         if isinstance(array, np.ndarray) and tile.storage.record.id in written:
             array[...] = _array(tile)
 

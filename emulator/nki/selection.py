@@ -1,4 +1,8 @@
-"""Instructions that choose elements or move them between partitions, in destination-passing form."""
+"""Instructions that select, move or summarise elements, destination first, built on :mod:`.engines`.
+
+Selections and shuffles, the top-8 instructions, means and variances, the reduction over partitions. Each raises
+NkiError if an operand breaks a rule of the instruction.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +13,39 @@ import numpy as np
 
 from neuronmm.emulator.nki.dtypes import FLOAT32, NAMES
 from neuronmm.emulator.nki.engines import elementwise
-from neuronmm.emulator.nki.instructions import column, reducing
+from neuronmm.emulator.nki.instructions import check_column, elementwise_and_reduce, reduction_of
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import as_op
 from neuronmm.emulator.nki.tile import Mask, Tile
 from neuronmm.emulator.nki.trace import Engine, Space
 
 _PREDICATES = frozenset(NAMES[n] for n in ("bool_", "uint8", "uint16", "uint32", "int8", "int16"))
-_QUADRANT, _KEEP = 32, 255
-_FEWEST, _MOST = 8, 16384
-"""Elements a partition that the top-8 instructions take."""
+_QUADRANT, _UNCHANGED = 32, 255
+"""Partitions of one shuffle; the shuffle mask entry that leaves a partition as it is."""
+_TOP8_MIN, _TOP8_MAX = 8, 16384
+"""Elements per partition that the top-8 instructions accept."""
+_BN_STATS_MAX = 512
+"""Elements per partition that ``bn_stats`` accepts."""
 
 
 def _check_predicate(predicate: Tile, data: Any) -> None:
     machine = current()
     if predicate.dtype not in _PREDICATES:
-        machine.fail("operand dtype", "a predicate is of an integer type", "uint8, uint16 ...", predicate.dtype.name)
+        machine.fail(
+            "operand dtype",
+            "the dtype of a predicate must be an integer type",
+            "uint8, uint16 ...",
+            predicate.dtype.name,
+        )
     if isinstance(data, Tile) and data.space is predicate.space is Space.PSUM:
-        machine.fail("operand space", "data and predicate both lie in psum", "one in sbuf", "psum, psum")
+        machine.fail("operand space", "data and predicate are both in psum", "one in sbuf", "psum, psum")
 
 
 def copy_predicated(dst: Tile, src: Any, predicate: Tile, reverse: bool = False, mask: Mask = None) -> None:
-    """Overwrite ``dst`` with ``src``, a tile of its dtype or a number, where ``predicate`` is not 0, or is 0."""
+    """Overwrite ``dst`` with ``src`` where ``predicate`` is not 0 (``reverse``: is 0).
+
+    ``src`` is a number or a tile of the dtype of ``dst``.
+    """
     _check_predicate(predicate, src)
     if isinstance(src, Tile) and src.dtype != dst.dtype:
         current().fail("operand dtype", "source and destination differ in dtype", dst.dtype.name, src.dtype.name)
@@ -41,133 +56,215 @@ def copy_predicated(dst: Tile, src: Any, predicate: Tile, reverse: bool = False,
 
 
 def select(
-    dst: Tile, predicate: Tile, on_true: Tile, on_false: Any, reduced: Tile | None = None, reverse: bool = False,
+    dst: Tile, predicate: Tile, on_true: Tile, on_false: Any, reduce_res: Tile | None = None, reverse: bool = False,
     mask: Mask = None,
 ) -> None:  # fmt: skip
-    """``dst = on_true`` where ``predicate`` is not 0, else ``on_false``, a number or a column."""
+    """``dst = on_true`` where ``predicate`` is not 0 (``reverse``: is 0), else ``on_false``, a number or a column.
+
+    ``reduce_res`` receives the maximum of the result.
+    """
     _check_predicate(predicate, on_true)
-    column(on_false, on_true, "on_false")
-    reducing(
+    check_column(on_false, on_true, "on_false")
+    elementwise_and_reduce(
         Engine.VECTOR, "select_reduce", dst, (on_true, predicate, on_false),
-        lambda x, p, y: np.where((p != 0) != reverse, x, y), mask, reduced, "maximum",
+        lambda x, p, y: np.where((p != 0) != reverse, x, y), mask, reduce_res, "maximum",
     )  # fmt: skip
 
 
 def range_select(
     dst: Tile, data: Tile, op0: Any, op1: Any, bound0: Tile, bound1: Tile, start: int, on_false: float,
-    reduced: Tile | None, mask: Mask = None,
+    reduce_res: Tile | None, mask: Mask = None,
 ) -> None:  # fmt: skip
-    """``dst = data`` where ``start`` plus an element's number compares so with both bounds, else ``on_false``."""
+    """``dst = data`` where ``(i op0 bound0) and (i op1 bound1)``, else ``on_false``; NeuronCore-v3 and later.
+
+    ``i`` is ``start`` plus the number of the element in its partition. ``reduce_res`` receives the maximum.
+    """
     machine, first, second = current(), as_op(op0).function, as_op(op1).function
     if machine.core.name == "v2":
         machine.fail("engine", "NeuronCore-v2 has no range_select", "NeuronCore-v3", "NeuronCore-v2")
     for bound in (bound0, bound1):
-        column(bound, data, "a bound")
+        check_column(bound, data, "a bound")
         if bound.dtype != FLOAT32:
             machine.fail("operand dtype", "a bound of range_select must be float32", "float32", bound.dtype.name)
-    place = start + np.arange(data.elements).reshape(data.shape[1:])
+    position = start + np.arange(data.elements).reshape(data.shape[1:])
 
     def function(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        return np.where(first(place, low) & second(place, high), x, np.float32(on_false))
+        return np.where(first(position, low) & second(position, high), x, np.float32(on_false))
 
-    reducing(Engine.VECTOR, "range_select", dst, (data, bound0, bound1), function, mask, reduced, "maximum")
+    elementwise_and_reduce(
+        Engine.VECTOR, "range_select", dst, (data, bound0, bound1), function, mask, reduce_res, "maximum"
+    )
 
 
 def affine_select(dst: Tile, predicate: np.ndarray, data: Tile, on_false: float, mask: Mask = None) -> None:
-    """``dst = data`` where the boolean array ``predicate`` of its shape is true, else ``on_false``; on GpSimd."""
+    """``dst = data`` where ``predicate``, a boolean array of its shape, is true, else ``on_false``; on GpSimd."""
     elementwise(
         Engine.GPSIMD, "affine_select", dst, (data,), lambda x: np.where(predicate, x, np.float32(on_false)), mask
     )
 
 
 def iota(dst: Tile, values: np.ndarray, mask: Mask = None) -> None:
-    """Fill ``dst`` with constants, an array of its size, on GpSimd."""
+    """Fill ``dst`` with the constants ``values``, an array of its size, on GpSimd."""
     elementwise(Engine.GPSIMD, "iota", dst, (), lambda: values.reshape(dst.shape), mask)
 
 
 def shuffle(dst: Tile, src: Tile, order: Sequence[int], mask: Mask = None) -> None:
-    """In each 32 partitions: ``dst[i] = src[order[i]]``; where ``order[i]`` is 255, ``dst[i]`` stays as it is."""
+    """In each group of 32 partitions, ``dst[i] = src[order[i]]``; ``order[i]`` 255 leaves ``dst[i]`` unchanged."""
     machine = current()
     sources = [int(i) for i in order]
-    if len(sources) != _QUADRANT or any(i != _KEEP and not 0 <= i < _QUADRANT for i in sources):
-        machine.fail("shuffle mask", "a shuffle takes 32 partition numbers of 0 to 31, or 255", _QUADRANT, sources)
+    if len(sources) != _QUADRANT or any(i != _UNCHANGED and not 0 <= i < _QUADRANT for i in sources):
+        machine.fail("shuffle mask", "a shuffle mask has 32 entries from 0 to 31, or 255", _QUADRANT, sources)
     if (dst.dtype, dst.elements) != (src.dtype, src.elements):
-        machine.fail("shape", "source and destination of a shuffle differ", (src.dtype.name, src.elements), dst)
-    places = np.arange(dst.shape[0])
-    within = np.array(sources)[places % _QUADRANT]
-    moves = within != _KEEP
-    come = (places // _QUADRANT * _QUADRANT if src.shape[0] > _QUADRANT else 0) + np.where(moves, within, 0)
-    if (come[moves] >= src.shape[0]).any():
-        machine.fail("shuffle mask", "a shuffle reads beyond its source", src.shape[0] - 1, int(come[moves].max()))
-    kept = np.broadcast_to(moves.reshape(-1, *(1,) * (dst.ndim - 1)), dst.shape)
-    kept = kept if mask is None else kept & np.broadcast_to(mask, dst.shape)
+        machine.fail(
+            "shape", "source and destination of a shuffle differ in dtype or size", (src.dtype.name, src.elements), dst
+        )
+    partitions = np.arange(dst.shape[0])
+    entries = np.array(sources)[partitions % _QUADRANT]
+    moves = entries != _UNCHANGED
+    quadrants = partitions // _QUADRANT * _QUADRANT if src.shape[0] > _QUADRANT else 0
+    origins = quadrants + np.where(moves, entries, 0)
+    if (origins[moves] >= src.shape[0]).any():
+        machine.fail("shuffle mask", "a shuffle reads beyond its source", src.shape[0] - 1, int(origins[moves].max()))
+    dst_mask = np.broadcast_to(moves.reshape(-1, *(1,) * (dst.ndim - 1)), dst.shape)
+    dst_mask = dst_mask if mask is None else dst_mask & np.broadcast_to(mask, dst.shape)
     elementwise(
-        Engine.VECTOR, "nc_stream_shuffle", dst, (src,), lambda x: x[np.where(moves, come, 0)].reshape(dst.shape),
-        shape=src.shape, kept=kept, aligned=False,
+        Engine.VECTOR, "nc_stream_shuffle", dst, (src,), lambda x: x[np.where(moves, origins, 0)].reshape(dst.shape),
+        source_shape=src.shape, dst_mask=dst_mask, broadcast=False,
     )  # fmt: skip
 
 
 def _check_top8(data: Tile, mask: Mask) -> None:
     machine = current()
-    if not _FEWEST <= data.elements <= _MOST:
-        machine.fail("free size", "a top-8 instruction takes so many elements", (_FEWEST, _MOST), data.elements)
+    if not _TOP8_MIN <= data.elements <= _TOP8_MAX:
+        machine.fail(
+            "free size", "a top-8 instruction takes 8 to 16384 elements", (_TOP8_MIN, _TOP8_MAX), data.elements
+        )
     if mask is not None:
         machine.fail("unsupported", "the emulator does not mask the top-8 instructions: slice the operands")
 
 
 def max8(dst: Tile, data: Tile, mask: Mask = None) -> None:
-    """The 8 largest elements of each partition, the largest first."""
+    """``dst`` [p, 8] = the 8 largest elements of each partition, in descending order."""
     _check_top8(data, mask)
     elementwise(
         Engine.VECTOR, "max8", dst, (data,), lambda x: np.sort(x.reshape(len(x), -1), axis=1)[:, :-9:-1],
-        shape=data.shape,
+        source_shape=data.shape,
     )  # fmt: skip
 
 
-def _places(x: np.ndarray, wanted: np.ndarray, replace: np.float32 | None = None) -> np.ndarray:
-    """Where each partition first has each wanted value; ``replace`` overwrites it before the next is sought."""
-    found = np.zeros(wanted.shape, np.int64)
-    for row, values, at in zip(x, wanted, found, strict=True):
-        for i, value in enumerate(values):
-            hits = np.flatnonzero(row == value)
-            if not hits.size:
-                current().fail("operand", "a value sought is not in the data: what the hardware gives is undefined")
-            at[i] = hits[0]
-            if replace is not None:
-                row[hits[0]] = replace
-    return found
+def _positions(x: np.ndarray, values: np.ndarray, replacement: np.float32 | None = None) -> np.ndarray:
+    """Return, per row of ``x``, the first position of each of its ``values``.
+
+    ``replacement`` overwrites each match in ``x`` before the search for the next value.
+    """
+    positions = np.zeros(values.shape, np.int64)
+    for row, row_values, row_positions in zip(x, values, positions, strict=True):
+        for i, value in enumerate(row_values):
+            matches = np.flatnonzero(row == value)
+            if not matches.size:
+                current().fail("operand", "a searched value is not in the data: the hardware's result is undefined")
+            row_positions[i] = matches[0]
+            if replacement is not None:
+                row[matches[0]] = replacement
+    return positions
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
+    """Return a copy of ``x`` as [partitions, elements]."""
     return x.reshape(len(x), -1).copy()
 
 
 def find_index8(dst: Tile, data: Tile, values: Tile, mask: Mask = None) -> None:
-    """The first places in each partition of ``data`` of its 8 ``values``."""
+    """``dst`` [p, 8] = the first position of each of the 8 ``values`` of a partition in ``data``."""
     _check_top8(data, mask)
     elementwise(
         Engine.VECTOR, "nc_find_index8", dst, (data, values),
-        lambda x, v: _places(_rows(x), _rows(v)).reshape(dst.shape), shape=data.shape, aligned=False,
+        lambda x, v: _positions(_rows(x), _rows(v)).reshape(dst.shape), source_shape=data.shape, broadcast=False,
     )  # fmt: skip
 
 
 def match_replace8(
-    dst: Tile, data: Tile, values: Tile, new: float, places: Tile | None = None, mask: Mask = None
+    dst: Tile, data: Tile, values: Tile, new: float, positions: Tile | None = None, mask: Mask = None
 ) -> None:
-    """``dst = data`` with the first match of each of the 8 ``values`` replaced; ``places`` receives where they were."""
+    """``dst = data`` with the first match of each of the 8 ``values`` replaced by ``new``.
+
+    ``positions`` [p, 8] receives the positions of the matches.
+    """
     _check_top8(data, mask)
 
     def replaced(x: np.ndarray, v: np.ndarray) -> np.ndarray:
         rows = _rows(x)
-        _places(rows, _rows(v), np.float32(new))
+        _positions(rows, _rows(v), np.float32(new))
         return rows.reshape(dst.shape)
 
-    if places is not None:
+    if positions is not None:
         elementwise(
-            Engine.VECTOR, "nc_match_replace8", places, (data, values),
-            lambda x, v: _places(_rows(x), _rows(v), np.float32(new)).reshape(places.shape), shape=data.shape,
-            aligned=False,
+            Engine.VECTOR, "nc_match_replace8", positions, (data, values),
+            lambda x, v: _positions(_rows(x), _rows(v), np.float32(new)).reshape(positions.shape),
+            source_shape=data.shape, broadcast=False,
         )  # fmt: skip
     elementwise(
-        Engine.VECTOR, "nc_match_replace8", dst, (data, values), replaced, shape=data.shape, aligned=False
+        Engine.VECTOR, "nc_match_replace8", dst, (data, values), replaced, source_shape=data.shape, broadcast=False
+    )  # fmt: skip
+
+
+def partition_mask(data: Tile, mask: Mask) -> Mask:
+    """Return ``mask`` as [partitions, 1]; raise NkiError if it selects only a part of a partition."""
+    if mask is None:
+        return None
+    rows = np.broadcast_to(mask, data.shape).reshape(data.shape[0], -1)
+    if (rows.any(axis=1) != rows.all(axis=1)).any():
+        current().fail("unsupported", "the emulator does not mask statistics along the free axes: slice the operand")
+    return rows[:, :1]
+
+
+def bn_stats(dst: Tile, data: Tile, mask: Mask = None) -> None:
+    """``dst`` [p, 6] = count, mean and count * variance of the even elements of a partition, then of the odd ones."""
+    if data.elements > _BN_STATS_MAX:
+        current().fail("free size", "bn_stats has a limit of elements per partition", _BN_STATS_MAX, data.elements)
+
+    def function(x: np.ndarray) -> np.ndarray:
+        rows, result = x.reshape(len(x), -1), []
+        for part in (rows[:, 0::2], rows[:, 1::2]):
+            count = np.full(len(x), part.shape[1], np.float32)
+            mean = part.mean(axis=1) if part.shape[1] else np.zeros(len(x), np.float32)
+            result += [count, mean, np.square(part - mean[:, None]).sum(axis=1)]
+        return np.stack(result, axis=1).reshape(dst.shape)
+
+    elementwise(
+        Engine.VECTOR, "bn_stats", dst, (data,), function, mask, data.shape, dst_mask=partition_mask(data, mask)
+    )  # fmt: skip
+
+
+def bn_aggr(dst: Tile, data: Tile, mask: Mask = None) -> None:
+    """``dst`` [p, 2] = mean and variance of a partition from its ``(count, mean, count * variance)`` triples."""
+    if data.elements % 3:
+        current().fail("shape", "bn_aggr takes triples of elements", "a multiple of 3", data.elements)
+
+    def function(x: np.ndarray) -> np.ndarray:
+        count, mean, scaled_variance = np.moveaxis(x.reshape(len(x), -1, 3), 2, 0)
+        total = count.sum(axis=1)
+        center = (count * mean).sum(axis=1) / total
+        squares = (scaled_variance + count * np.square(mean - center[:, None])).sum(axis=1)
+        return np.stack([center, squares / total], axis=1).reshape(dst.shape)
+
+    elementwise(
+        Engine.VECTOR, "bn_aggr", dst, (data,), function, mask, data.shape, dst_mask=partition_mask(data, mask)
+    )  # fmt: skip
+
+
+def partition_reduce(dst: Tile, op: Any, data: Tile, mask: Mask = None) -> None:
+    """``dst`` [1, ...] = ``data`` reduced over its partitions with add or maximum, on GpSimd."""
+    machine = current()
+    name, reducer, neutral = reduction_of(op)
+    if name not in ("add", "maximum"):
+        machine.fail("reduction", f"GpSimd does not reduce partitions with {name}", "add, maximum", name)
+
+    def function(x: np.ndarray) -> np.ndarray:
+        selected = x if mask is None else np.where(mask, x, np.float32(neutral))
+        return reducer(selected, axis=0).reshape(dst.shape)
+
+    dst_mask = None if mask is None else np.any(np.broadcast_to(mask, data.shape), axis=0, keepdims=True)
+    elementwise(
+        Engine.GPSIMD, "tensor_partition_reduce", dst, (data,), function, mask, data.shape, dst_mask=dst_mask
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The index of a loop that the compiler of the first dialect does not unroll: a symbol, no number.
+"""The index of a loop that the compiler of the first dialect does not unroll: a symbol, not a number.
 
-The compiler traces the body of such a loop once. The index may appear in affine expressions that address a tile and in
-comparisons that make a mask. Python code that needs its value (an index of a list, a branch, the end of another loop)
-would see the symbol; here it raises the error that the device's compiler has no way to raise.
+The compiler traces the body of such a loop once. The index may appear in affine expressions that address a tile, and in
+comparisons that make a mask. Python code that needs its value (a list index, a branch, the bound of another loop) would
+silently use the symbol; the emulator raises NkiError instead.
 
 Source: programming guide of NKI 2.26, "loop iterators"; migration guide to NKI 0.2, "consistent control flow".
 """
@@ -17,7 +17,7 @@ from neuronmm.emulator.nki.machine import current
 
 
 class LoopIndex:
-    """An iteration number, ``value`` to the emulator alone."""
+    """A symbolic iteration number; only the emulator reads ``value``."""
 
     __slots__ = ("value",)
 
@@ -25,7 +25,7 @@ class LoopIndex:
         self.value = value
 
     def _concrete(self) -> NoReturn:
-        _refuse("the index of a loop that is not unrolled is no number: Python cannot index a list or branch with it")
+        _refuse("the index of a loop that is not unrolled is a symbol: Python cannot index a list or branch with it")
 
     __index__ = __int__ = __float__ = __bool__ = __hash__ = _concrete  # type: ignore[assignment]
 
@@ -77,19 +77,19 @@ class LoopIndex:
 
 
 class Predicate(np.ndarray):
-    """A comparison of indices: a mask for an instruction, but no condition for Python."""
+    """A comparison of indices: valid as the mask of an instruction, not as a condition in Python."""
 
     def __bool__(self) -> NoReturn:  # noqa: PLE0304
         _refuse("control flow cannot depend on a loop's index or on nl.arange: use mask=, or nl.static_range")
 
 
 def predicate(values: Any) -> Predicate:
-    """Booleans as a :class:`Predicate`."""
+    """Return booleans as a :class:`Predicate`."""
     return np.asarray(values).view(Predicate)
 
 
 def number(value: Any) -> int:
-    """The integer an index stands for."""
+    """Return the integer behind an index."""
     return value.value if isinstance(value, LoopIndex) else int(value)
 
 
@@ -98,9 +98,9 @@ def _scalar(value: Any) -> bool:
 
 
 def _constant(value: Any) -> bool:
-    """Whether ``value`` is an integer; a float or a symbol beside an index makes no affine expression."""
+    """Return whether ``value`` is an integer; raise NkiError for a float or symbol, which is not affine."""
     if isinstance(value, (float, LoopIndex)):
-        _refuse(f"a loop's index and {value!r} make no affine expression")
+        _refuse(f"an expression of a loop's index and {value!r} is not affine")
     return isinstance(value, int)
 
 

@@ -1,10 +1,10 @@
-"""What a kernel did: every instruction in program order, every buffer with its live range.
+"""The trace of a kernel run: every instruction in program order, every buffer with its live range.
 
-This is all the timing model sees of a kernel. A trace holds no data: it is the same whether the kernel ran on
-arrays or on shapes alone. Instructions appear in the order the kernel issued them; the hardware may run them in
-any order that keeps each engine in order and honours the dependencies the regions show.
+The timing model reads nothing else of a kernel. A trace contains no data: runs on arrays and on shapes alone give the
+same trace. Instructions appear in the order the kernel issued them; the hardware may run them in any order that keeps
+each engine in order and respects the dependencies between their regions.
 
-A *folded* trace (shape-only runs may ask for it) records one of a run of like iterations of an outermost loop: the
+A *folded* trace (an option of shape-only runs) records one iteration in place of many alike of an outermost loop: the
 instructions of a :class:`Fold` stand for ``times`` iterations. Totals multiply by :meth:`Trace.weights`.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Engine(str, Enum):
-    """The in-order engines of a NeuronCore, and its DMA engines as one."""
+    """The in-order engines of a NeuronCore; its DMA engines count as one."""
 
     TENSOR = "tensor"
     VECTOR = "vector"
@@ -26,7 +26,7 @@ class Engine(str, Enum):
 
 
 class Space(str, Enum):
-    """Where a buffer lies."""
+    """The memory that a buffer is in."""
 
     HBM = "hbm"
     SBUF = "sbuf"
@@ -34,10 +34,10 @@ class Space(str, Enum):
 
 
 class Region(NamedTuple):
-    """A rectangle of one buffer, the hull of what an instruction touches.
+    """The bounding rectangle, in one buffer, of what an instruction accesses.
 
-    SBUF and PSUM: partitions ``[first, last)`` and, in each, bytes ``[low, high)``. HBM: the leading index of the
-    tensor takes the place of the partition, and the bytes are those of the remaining dimensions.
+    SBUF and PSUM: partitions ``[first, last)`` and, in each of them, bytes ``[low, high)``. HBM: the leading index of
+    the tensor takes the place of the partition; the bytes are those of the remaining dimensions.
     """
 
     buffer: int
@@ -47,7 +47,7 @@ class Region(NamedTuple):
     high: int
 
     def overlaps(self, other: Region) -> bool:
-        """Whether the two rectangles share an element."""
+        """Return whether the two rectangles share a byte."""
         return (
             self.buffer == other.buffer
             and self.first < other.last
@@ -61,14 +61,17 @@ class Region(NamedTuple):
 class Instruction:
     """One executed instruction.
 
-    ``dtype`` is that of the tensor engine's operands, of an elementwise result, of the elements a DMA moves. A
-    matrix product has ``k``, ``m``, ``n`` (stationary [k, m], moving [k, n], result [m, n]) and ``accumulate``; a
-    transposition on the tensor engine has op ``transpose`` and the same fields. An elementwise instruction has
-    ``partitions`` and ``elements`` (a partition, of its largest operand). A DMA has ``bytes`` in all, ``row_bytes``
-    contiguous on both sides in one descriptor, ``partitions`` on the SBUF side, and its ``source`` and ``target``.
+    ``dtype`` is that of the operands (tensor engine), of the result (elementwise) or of the destination (DMA).
+    ``location`` is the kernel's ``file:line``. ``loop`` has the iteration numbers of the enclosing loops, outermost
+    first; a plain ``range`` that Python unrolls is not among them.
 
-    ``location`` is the kernel's ``file:line``; ``loop`` holds the iteration numbers of the loops around, outermost
-    first (only loops the emulator can see: not a plain ``range``).
+    Fields by kind of instruction:
+
+    * matmul: ``k``, ``m``, ``n`` (stationary [k, m], moving [k, n], result [m, n]) and ``accumulate``. A transpose on
+      the tensor engine has op ``transpose`` and the same fields.
+    * elementwise: ``partitions``, and ``elements`` per partition of the largest operand.
+    * DMA: ``bytes`` in total, ``row_bytes`` that are contiguous on both sides (one descriptor), ``partitions`` on the
+      SBUF side, ``source`` and ``target``.
     """
 
     engine: Engine
@@ -92,11 +95,10 @@ class Instruction:
 
 @dataclass(slots=True)
 class Buffer:
-    """One allocation. ``allocated`` and ``released`` are indices into the trace's instructions.
+    """One allocation, live in program order over the instructions ``[allocated, released)``.
 
-    It is live in program order over ``[allocated, released)``: released follows the last access, and a buffer that no
-    instruction touches is never live. HBM tensors have one partition for each leading index. ``kernel_argument`` marks
-    HBM tensors that exist before the kernel.
+    ``released`` is one after the last access; a buffer that no instruction accesses is never live. An HBM tensor has
+    one partition per leading index. ``kernel_argument`` marks HBM tensors that exist before the kernel.
     """
 
     id: int
@@ -114,7 +116,7 @@ class Buffer:
 
 
 class Fold(NamedTuple):
-    """Instructions ``[start, stop)`` stand for ``times`` like iterations of one outermost loop."""
+    """The instructions ``[start, stop)`` stand for ``times`` equal iterations of one outermost loop."""
 
     start: int
     stop: int
@@ -131,14 +133,14 @@ class Trace:
     folds: list[Fold] = field(default_factory=list)
 
     def weights(self) -> list[int]:
-        """How many executed instructions each recorded one stands for."""
+        """Return, for each recorded instruction, the number of executed instructions it stands for."""
         result = [1] * len(self.instructions)
         for fold in self.folds:
             result[fold.start : fold.stop] = [fold.times] * (fold.stop - fold.start)
         return result
 
     def traffic(self) -> tuple[int, int]:
-        """HBM bytes read and written."""
+        """Return the HBM bytes read and written."""
         read = written = 0
         for instruction, weight in zip(self.instructions, self.weights(), strict=True):
             read += weight * instruction.bytes * (instruction.source is Space.HBM)
@@ -146,12 +148,12 @@ class Trace:
         return read, written
 
     def multiply_adds(self) -> int:
-        """Multiply-adds of the matrix products (transpositions not counted)."""
+        """Return the multiply-adds of all matmuls; transposes do not count."""
         steps = zip(self.instructions, self.weights(), strict=True)
         return sum(weight * i.k * i.m * i.n for i, weight in steps if i.op == "matmul")
 
     def peak(self, space: Space) -> int:
-        """Most bytes a partition of ``space`` that are live at one time, in program order."""
+        """Return the peak of live bytes per partition of ``space``, in program order."""
         change: dict[int, int] = {}
         for buffer in self.buffers:
             if buffer.space is space:

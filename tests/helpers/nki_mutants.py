@@ -1,4 +1,4 @@
-"""Planted bugs: one-line changes of the kernels, and the battery of small cases that has to catch every one."""
+"""Planted bugs: one-line changes of the kernels, and the battery of small cases that must catch each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = (
 
 
 class Mutant(NamedTuple):
-    """In ``file``, the first ``old`` becomes ``new``."""
+    """Replace the first ``old`` in ``file`` by ``new``; ``what`` describes the bug."""
 
     what: str
     file: str
@@ -39,28 +39,28 @@ MUTANTS = [
         "range(last - first):\n        deep",
         "range(last - first - 1):\n        deep",
     ),
-    Mutant("a product reads the ragged row of a short chunk", "stages", "f.rows.length(first + c)", "f.rows.width"),
+    Mutant("a matmul reads the ragged row of a short chunk", "stages", "f.rows.length(first + c)", "f.rows.width"),
     Mutant(
-        "a product misses the last partition",
+        "a matmul misses the last partition",
         "stages",
         "deep = f.rows.length(first + c)",
         "deep = f.rows.length(first + c) - 1",
     ),
     Mutant(
-        "weights are read one column on",
+        "weights are read one column too far",
         "stages",
         "at = c * panel.columns + column",
         "at = c * panel.columns + column + 1",
     ),
     Mutant(
-        "the result lies in SBUF",
+        "the result is in SBUF",
         "stages",
         "acc = d.psum((cut.width, n, t))",
         "acc = d.sbuf((cut.width, n, t), d.float32)",
     ),
-    Mutant("the result takes more than a bank", "stages", "max(1, BANK // tokens)", "max(1, 2 * BANK // tokens)"),
+    Mutant("the result takes more than one bank", "stages", "max(1, BANK // tokens)", "max(1, 2 * BANK // tokens)"),
     Mutant(
-        "products of a whole strip at once",
+        "one matmul for all tokens of a strip",
         "stages",
         "split(d, tokens, moving):",
         "split(d, tokens, 0):",
@@ -77,7 +77,7 @@ MUTANTS = [
         "if begins else ADD\n",
         "if begins else COPY\n",
     ),
-    Mutant("the second block begins anew", "stages", "begins, ends = first == 0,", "begins, ends = first <= 1,"),
+    Mutant("the second block starts a new sum", "stages", "begins, ends = first == 0,", "begins, ends = first <= 1,"),
     Mutant(
         "the last chunk of the output is not stored",
         "stages",
@@ -130,7 +130,7 @@ MUTANTS = [
     ),
     Mutant("the residual is not added", "stages", "kind, other = ADD, extra", "kind, other = COPY, extra"),
     Mutant(
-        "the residual of the first tokens for all",
+        "all tokens get the residual of the first tokens",
         "stages",
         "d.add(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
         "d.add(dst, src, other[0:wide, at : at + chunks, 0:t])",
@@ -139,38 +139,49 @@ MUTANTS = [
     Mutant("the norm has no epsilon", "stages", "d.fill(bias, epsilon)", "d.fill(bias, 0.0)"),
     Mutant("the ones are never written", "stages", "    d.fill(ones, 1.0)\n", ""),
     Mutant(
-        "the squares of a block overwrite",
+        "the squares of a block overwrite the sum",
         "stages",
         "        if first == 0:\n            d.copy(dst, acc)",
         "        if first >= 0:\n            d.copy(dst, acc)",
     ),
     Mutant("the sum of the blocks is not scaled", "stages", "ends and (begins or not scaled)", "ends"),
-    Mutant("the scale of the first tokens for all", "stages", "other[0:wide, t0 : t0 + t])", "other[0:wide, 0:t])"),
-    Mutant("panels of a tile all read the first's weights", "stages", "            at += rows * panel.columns\n", ""),
     Mutant(
-        "panels of a tile of A all read the first's weights",
+        "all tokens get the scale of the first tokens", "stages", "other[0:wide, t0 : t0 + t])", "other[0:wide, 0:t])"
+    ),
+    Mutant(
+        "all panels of a tile read the weights of the first", "stages", "            at += rows * panel.columns\n", ""
+    ),
+    Mutant(
+        "all panels of a tile of A read the weights of the first",
         "stages",
         "            at += (last - first) * panel.columns\n",
         "",
     ),
-    Mutant("panels of a tile lie one element apart", "moves", "        at += length\n", "        at += length + 1\n"),
-    Mutant("the bias of the first chunk for all", "stages", "column + c : column + c + 1", "c : c + 1"),
+    Mutant(
+        "panels of a tile are one element too far apart",
+        "moves",
+        "        at += length\n",
+        "        at += length + 1\n",
+    ),
+    Mutant(
+        "all groups of chunks get the bias of the first group", "stages", "column + c : column + c + 1", "c : c + 1"
+    ),
     Mutant(
         "only the first chunk of the bias is widened",
         "moves",
         "(c, c + n))), raw[0:wide, c : c + n])",
         "(c, c + 1))), raw[0:wide, c : c + 1])",
     ),
-    Mutant("the residual is lost where there is a bias", "stages", "if options.adds and options.biased:", "if 0:"),
+    Mutant("the residual is lost if there is a bias", "stages", "if options.adds and options.biased:", "if 0:"),
     Mutant(
-        "tokens first: a block's tokens are the first ones",
+        "tokens first: every block loads the first tokens",
         "moves",
         "d.columns(x, start + t0, t, p0",
         "d.columns(x, start, t, p0",
     ),
     Mutant("tokens first: nothing is transposed", "moves", "d.transpose((n, t), row[0:t, 0:n, c])", "row[0:t, 0:n, c]"),
     Mutant(
-        "tokens first: features lie one on",
+        "tokens first: the step between features is one short",
         "moves",
         "p1 - p0, cut.count, c1)\n                d.load",
         "p1 - p0, cut.count - 1, c1)\n                d.load",
@@ -179,7 +190,7 @@ MUTANTS = [
         "tokens first: the ragged row is not stored", "moves", "(cut.width - 1, cut.width, cut.full)]", "(0, 0, 0)]"
     ),
     Mutant(
-        "one token: all chunks lie on the first",
+        "one token: all chunks are written to the first",
         "moves",
         "d.at(acc, ((0, n), c - c0, (0, 1)))",
         "d.at(acc, ((0, n), 0, (0, 1)))",
@@ -191,14 +202,14 @@ MUTANTS = [
         "in _runs(cut)[:1]:\n        p0, p1, c1 = run\n        first",
     ),
     Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c], one", "row[0:1, 0:n, 0], one"),
-    Mutant("one token: twice itself", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
-    Mutant("chunks of a smaller panel are looked for in the next", "stages", "slots.append(slot)", "slots.append(0)"),
+    Mutant("one token: the input is doubled", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
+    Mutant("every chunk of a panel is its first one", "stages", "slots.append(slot)", "slots.append(0)"),
     Mutant("the last strip is dropped", "low_rank_matmul", "    if rest > 0:", "    if rest > 1000:"),
     Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, rest", "0, rest"),
     Mutant("strips overlap", "low_rank_matmul", "y, i * blocks.tokens,", "y, i * (blocks.tokens - 1),"),
     Mutant("no SiLU", "stages", "d.silu(dst, src)", "d.copy(dst, src)"),
     Mutant(
-        "gate is lost",
+        "the gate is ignored",
         "stages",
         "d.multiply(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
         "d.copy(dst, src)",
@@ -219,44 +230,44 @@ MUTANTS = [
         "dtype=nl.bfloat16, buffer=nl.psum",
     ),
     Mutant(
-        "neuronxcc: rows are read one on",
+        "neuronxcc: rows are read one feature too far",
         "dialect_neuronxcc",
         "x[first + p * stride + c, start + t]",
         "x[first + p * stride + c + 1, start + t]",
     ),
-    Mutant("neuronxcc: the only token is read one on", "dialect_neuronxcc", "c, t]", "c + 1, t]"),
+    Mutant("neuronxcc: the only token is read one feature too far", "dialect_neuronxcc", "c, t]", "c + 1, t]"),
     Mutant(
-        "nki: the only token is read one on",
+        "nki: the only token is read one feature too far",
         "dialect_nki",
         "[1, chunks]], offset=first)",
         "[1, chunks]], offset=first + 1)",
     ),
     Mutant(
-        "nki: products overwrite",
+        "nki: matmuls overwrite",
         "dialect_nki",
         "nisa.nc_matmul(dst, stationary, moving)",
         "nisa.nc_matmul(dst, stationary, moving, accumulate=False)",
     ),
     Mutant(
-        "nki: products accumulate on unwritten memory",
+        "nki: matmuls accumulate on unwritten memory",
         "dialect_nki",
         "nisa.nc_matmul(dst, stationary, moving)",
         "nisa.nc_matmul(dst, stationary, moving, accumulate=True)",
     ),
     Mutant(
-        "nki: operands change places",
+        "nki: the operands are swapped",
         "dialect_nki",
         "nisa.nc_matmul(dst, stationary, moving)",
         "nisa.nc_matmul(dst, moving, stationary)",
     ),
     Mutant(
-        "nki: accumulators are cleared first",
+        "nki: a memset clears the accumulators",
         "dialect_nki",
         "    return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)",
         "    t = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)\n        nisa.memset(t, 0.0)\n        return t",
     ),
     Mutant(
-        "nki: the rows' step is short",
+        "nki: the step between rows is too short",
         "dialect_nki",
         "[[stride * width, partitions]",
         "[[stride * width - 1, partitions]",
@@ -284,9 +295,9 @@ MUTANTS = [
 
 @contextmanager
 def planted(mutant: Mutant | None) -> Iterator[Any]:
-    """The kernel modules with a mutant in them, apart from the real ones."""
+    """Yield copies of the kernel modules with the mutant in them; the real modules stay unchanged."""
     parent = ModuleType("mutant_nki")
-    space, names = SimpleNamespace(), [parent.__name__]
+    modules, names = SimpleNamespace(), [parent.__name__]
     sys.modules[parent.__name__] = parent
     try:
         with nki_modules():
@@ -294,16 +305,16 @@ def planted(mutant: Mutant | None) -> Iterator[Any]:
                 path = FOLDER / f"{name}.py"
                 text = path.read_text(encoding="utf-8")
                 if mutant is not None and mutant.file == name:
-                    assert mutant.old in text, "the mutant has nothing to change: the kernels have moved on"
+                    assert mutant.old in text, f"{name}.py has no {mutant.old!r}: update the mutant"
                     text = text.replace(mutant.old, mutant.new, 1)
                 module = ModuleType(f"mutant_nki.{name}")
                 module.__file__ = str(path)
                 names.append(module.__name__)
                 sys.modules[module.__name__] = module
                 exec(compile(text.replace("neuronmm.kernels.nki", "mutant_nki"), str(path), "exec"), module.__dict__)
-                setattr(space, name, module)
+                setattr(modules, name, module)
                 setattr(parent, name, module)
-        yield space
+        yield modules
     finally:
         for name in names:
             del sys.modules[name]
@@ -335,9 +346,9 @@ def battery(kernels: Any, make: Any) -> None:
             (make.mlp(140, 700, (100, 60, 80), 50, torch.float32), small),
             (make.mlp(140, 700, (100, 520, 80), 90, torch.float32), small),
         ):
-            near(case.run(kernels, dialect, sizes), case.exact())
+            assert_near(case.run(kernels, dialect, sizes), case.exact())
     for layout in ("HSB", "BSH"):
-        entries(kernels.entry_neuronxcc, make, layout)
+        assert_entries(kernels.entry_neuronxcc, make, layout)
     even = make.linear(8192, 64, 64, 8, torch.bfloat16, norm=True)
     even.x = even.x.sign() * 1.18  # each block adds the same to the sum of squares, and bfloat16 rounds that up
     for case, sizes in (
@@ -346,29 +357,29 @@ def battery(kernels: Any, make: Any) -> None:
         (make.linear(8192, 64, 64, 8, torch.bfloat16), kernels.blocks.Blocks(tokens=8, moving=8, depth=1)),
         (make.linear(576, 300, 576, 30, torch.bfloat16), None),
     ):
-        made = case.run(kernels, "nki", sizes)
-        assert_twice_plain([case], lambda _, y=made: y, lambda c: c.plain(), lambda c: c.exact())
+        result = case.run(kernels, "nki", sizes)
+        assert_twice_plain([case], lambda _, y=result: y, lambda c: c.plain(), lambda c: c.exact())
     for dialect in ("neuronxcc", "nki"):
         case = make.linear(140, 30, 130, 140, torch.bfloat16, tokens_first=True)
-        made = case.run(kernels, dialect)
-        assert_twice_plain([case], lambda _, y=made: y, lambda c: c.plain(), lambda c: c.exact())
+        result = case.run(kernels, dialect)
+        assert_twice_plain([case], lambda _, y=result: y, lambda c: c.plain(), lambda c: c.exact())
 
 
-def entries(entry: Any, make: Any, layout: str) -> None:
-    """What only a host's entries reach, in one layout: a lone weight over several strips, and the partial MLP."""
-    first = layout == "BSH"
-    case = make.linear(130, 70, 1, 1100, torch.float32, tokens_first=first)
-    shape = (1100, 70) if first else (70, 1100)
+def assert_entries(entry: Any, make: Any, layout: str) -> None:
+    """Assert, in one layout, the kernels that only hosts use: one weight over several strips, and the partial MLP."""
+    tokens_first = layout == "BSH"
+    case = make.linear(130, 70, 1, 1100, torch.float32, tokens_first=tokens_first)
+    shape = (1100, 70) if tokens_first else (70, 1100)
     y = case.result(run(entry.packed_matmul(layout), *case.arguments()[:2], outputs=[TensorSpec(shape)]).outputs[0])
-    near(y, case.weights[0].double() @ case.x.double())
-    case = make.mlp(200, 300, (130, 130, 1101), 70, torch.float32, tokens_first=first)
+    assert_near(y, case.weights[0].double() @ case.x.double())
+    case = make.mlp(200, 300, (130, 130, 1101), 70, torch.float32, tokens_first=tokens_first)
     kernel = entry.low_rank_swiglu_mlp(case.ranks(), layout=layout, partial=True)
-    shape = (70, 1101) if first else (1101, 70)
+    shape = (70, 1101) if tokens_first else (1101, 70)
     part = case.result(run(kernel, *case.arguments()[:-1], outputs=[TensorSpec(shape)]).outputs[0])
-    near(case.weights[5].double() @ part.double(), case.exact())
+    assert_near(case.weights[5].double() @ part.double(), case.exact())
 
 
-def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
-    """float32 is within 1e-5 of float64."""
+def assert_near(actual: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert a relative error of at most 1e-5 against float64."""
     error = (actual.double() - exact).norm() / exact.norm()
     assert error <= 1e-5

@@ -6,36 +6,42 @@ from nki_mutants import Mutant
 
 CUTTING = [
     Mutant(
-        "the residual of the first chunks for all",
+        "all chunks get the residual of the first chunks",
         "stages",
         "d.add(dst, src, other[0:wide, at : at + chunks,",
         "d.add(dst, src, other[0:wide, 0:chunks,",
     ),
     Mutant(
-        "the scale meets the first chunk for all",
+        "every scaled chunk is the first",
         "stages",
         "d.multiply(one, acc[0:wide, slot + c, 0:t]",
         "d.multiply(one, acc[0:wide, slot, 0:t]",
     ),
-    Mutant("scaled chunks all land on the first", "stages", "at + c, (t0, t0 + t)", "at, (t0, t0 + t)"),
-    Mutant("the bias of a span begins at the first feature", "stages", "other, j, turn", "other, j - base, turn"),
+    Mutant("all scaled chunks are written to the first", "stages", "at + c, (t0, t0 + t)", "at, (t0, t0 + t)"),
+    Mutant("the bias of a span starts at the first feature", "stages", "other, j, turn", "other, j - base, turn"),
     Mutant(
-        "every tile of A is the first",
+        "every tile of A loads the first panels",
         "stages",
         "load_panels(d, to.f, panels[p0 : p0 + count]",
         "load_panels(d, to.f, panels[0:count]",
     ),
     Mutant(
-        "the sums of the first panel for all",
+        "every panel adds to the sums of the first",
         "stages",
         "other = scale if begins else to.sums[p]",
         "other = scale if begins else to.sums[0]",
     ),
     Mutant(
-        "sums all land on the first panel's", "stages", "not scaled) else to.sums[p]", "not scaled) else to.sums[0]"
+        "all panels write their sums to the first",
+        "stages",
+        "not scaled) else to.sums[p]",
+        "not scaled) else to.sums[0]",
     ),
     Mutant(
-        "the first panel's sums are scaled for all", "stages", "to.result[p], to.sums[p]", "to.result[p], to.sums[0]"
+        "every panel's result is the scaled sum of the first",
+        "stages",
+        "to.result[p], to.sums[p]",
+        "to.result[p], to.sums[0]",
     ),
     Mutant(
         "gathered: every run of chunks is the first",
@@ -58,18 +64,23 @@ CUTTING = [
         "d.sbuf((PARTITIONS, tokens), d.float32) if scaled",
         "d.sbuf((PARTITIONS, tokens), x.dtype) if scaled",
     ),
-    Mutant("squares forget where a block begins", "stages", "cut.length(first + c)", "cut.length(c)"),
+    Mutant("squares of a block use the chunk lengths of the first", "stages", "cut.length(first + c)", "cut.length(c)"),
     Mutant(
         "tokens first: stored panel by panel", "stages", "tokens >= LONG_ROW and not first_tokens", "tokens >= LONG_ROW"
     ),
     Mutant(
-        "the residual of a span begins at the first feature",
+        "the residual of a span starts at the first feature",
         "stages",
         "options.residual, cut, first, last,",
         "options.residual, cut, 0, last - first,",
     ),
-    Mutant("a span with a bias adds its residual elsewhere", "stages", "at = j - first\n", "at = j\n"),
-    Mutant("long rows: a ragged chunk is whole", "moves", "(0, cut.length(first + i), first", "(0, cut.width, first"),
+    Mutant("a span with a bias adds the residual at the wrong feature", "stages", "at = j - first\n", "at = j\n"),
+    Mutant(
+        "long rows: a ragged chunk is stored as a full one",
+        "moves",
+        "(0, cut.length(first + i), first",
+        "(0, cut.width, first",
+    ),
     Mutant(
         "tokens first: a strip is stored at the first tokens",
         "moves",

@@ -1,11 +1,10 @@
-"""The Python that NKI 0.3 to 0.6 compiles, as far as its documentation and AWS's own kernels show it.
+"""A check of kernel files against the subset of Python that NKI 0.3 to 0.6 compiles.
 
-Their compilers parse a kernel and interpret a subset of Python. The guides name: values and containers ("NKI Values"),
-classes that inherit from NKIObject and no other class ("Class Support"), functions as values, ``for`` over ranges,
-lists and tuples, no ``is``, no ``*`` in a signature (migration guide to 0.3). What they do not name and no kernel of
-nki-library (April 2026), nki-samples or the SDK's examples uses in that dialect is refused too: comprehensions,
-``lambda``, ``zip``, ``enumerate``, ``sum``, tuples as loop targets, properties, class methods, inner functions, starred
-arguments.
+The compilers parse a kernel and interpret a subset of Python. Their guides name: values and containers ("NKI Values"),
+classes that inherit only from NKIObject ("Class Support"), functions as values, ``for`` over ranges, lists and tuples,
+no ``is``, no ``*`` in a signature (migration guide to 0.3). The check also refuses what the guides do not name and no
+kernel of nki-library (April 2026), nki-samples or the SDK's examples uses in this dialect: comprehensions, ``lambda``,
+``zip``, ``enumerate``, ``sum``, tuples as loop targets, properties, class methods, inner functions, starred arguments.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ PARTS = (
     ast.Lt, ast.LtE, ast.Gt, ast.GtE,
 )  # fmt: skip
 BUILTINS = {"range", "len", "min", "max", "divmod", "slice", "isinstance", "tuple", "int", "float", "str"}
-HOSTED = {"__future__", "typing", "dataclasses", "nki", "nki.isa", "nki.language"}
+ALLOWED_IMPORTS = {"__future__", "typing", "dataclasses", "nki", "nki.isa", "nki.language"}
 BASES = {"NKIObject", "nl.NKIObject"}
 
 
 def problems(source: str, modules: set[str]) -> Iterator[str]:
-    """What the compilers may not take in a file of kernels that may import from ``modules``."""
+    """Yield "line: problem" for what is outside of the subset; the file may import from ``modules``."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (f"{node.lineno}: imports {a.name}" for a in node.names if a.name not in HOSTED | modules)
-        if isinstance(node, ast.ImportFrom) and node.module not in HOSTED | modules:
+            imported = [a.name for a in node.names if a.name not in ALLOWED_IMPORTS | modules]
+            yield from (f"{node.lineno}: imports {name}" for name in imported)
+        if isinstance(node, ast.ImportFrom) and node.module not in ALLOWED_IMPORTS | modules:
             yield f"{node.lineno}: imports {node.module}"
         if isinstance(node, ast.ClassDef):
             yield from _class(node)
@@ -44,9 +44,9 @@ def problems(source: str, modules: set[str]) -> Iterator[str]:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """What a file defines or imports by name."""
-    found = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    return found | {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    """Return the functions and classes that a file defines or imports by name."""
+    defined = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    return defined | {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
 
 
 def _class(node: ast.ClassDef) -> Iterator[str]:

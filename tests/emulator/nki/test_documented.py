@@ -1,4 +1,4 @@
-"""Semantics of the first dialect as AWS documents them (SDK 2.26.1), each in a kernel of our own."""
+"""Semantics of the first dialect as AWS documents them (SDK 2.26.1)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def normal(*shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(F32)
 
 
-def out_like(x: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
+def output_like(x: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
     return xl.ndarray(shape or x.shape, dtype=dtype or x.dtype, buffer=xl.shared_hbm)
 
 
@@ -73,7 +73,7 @@ def test_the_documented_promotions(a: str, b: Any, result: str) -> None:
     assert promoted(NAMES[a], other) == promoted(other, NAMES[a]) == NAMES[result]
 
 
-def test_arithmetic_on_mixed_dtypes_keeps_the_wider_ones_digits() -> None:
+def test_arithmetic_on_mixed_dtypes_has_the_precision_of_the_wider() -> None:
     def kernel(half: Any, single: Any) -> Any:
         h, s = xl.load(half), xl.load(single)
         ones = xl.ones(h.shape, dtype=xl.bfloat16)
@@ -81,7 +81,7 @@ def test_arithmetic_on_mixed_dtypes_keeps_the_wider_ones_digits() -> None:
             xl.add(h, s), h + s, h * 1.5, 1.5 - h, xisa.tensor_tensor(h, s, op=xl.add),
             xisa.tensor_tensor_scan(ones, s, initial=0, op0=np.multiply, op1=np.add), xl.add(h, s, dtype=xl.bfloat16),
         ]  # fmt: skip
-        outs = [out_like(half, dtype=r.dtype) for r in results]
+        outs = [output_like(half, dtype=r.dtype) for r in results]
         for out, r in zip(outs, results, strict=True):
             xl.store(out, r)
         return tuple(outs)
@@ -92,29 +92,29 @@ def test_arithmetic_on_mixed_dtypes_keeps_the_wider_ones_digits() -> None:
         wide + single, wide + single, wide * F32(1.5), F32(1.5) - wide, wide + single, np.cumsum(single, 1),
         (wide + single).astype(BF16),
     ]  # fmt: skip
-    for got, want in zip(outputs, expected, strict=True):
-        assert got.dtype == want.dtype
-        np.testing.assert_allclose(got.astype(F32), want.astype(F32), rtol=1e-6)
+    for output, value in zip(outputs, expected, strict=True):
+        assert output.dtype == value.dtype
+        np.testing.assert_allclose(output.astype(F32), value.astype(F32), rtol=1e-6)
 
 
 def test_comparisons_are_boolean() -> None:
     def kernel(x: Any) -> Any:
         result = xl.less(xl.load(x), 0)
-        out = out_like(x, dtype=result.dtype)
+        out = output_like(x, dtype=result.dtype)
         xl.store(out, result)
         return out
 
     x = normal(4, 8)
-    (got,) = run(kernel, x).outputs
-    assert got.dtype == np.bool_
-    np.testing.assert_array_equal(got, x < 0)
+    (actual,) = run(kernel, x).outputs
+    assert actual.dtype == np.bool_
+    np.testing.assert_array_equal(actual, x < 0)
 
 
 @pytest.mark.parametrize("dialect", ["neuronxcc", "nki"])
 @pytest.mark.parametrize(("reverse0", "reverse1"), [(False, False), (True, False), (False, True)])
 def test_scan_takes_data0_on_the_left(dialect: str, reverse0: bool, reverse1: bool) -> None:
     def kernel(a: Any, b: Any) -> Any:
-        out = out_like(a)
+        out = output_like(a)
         x, y = xl.load(a), xl.load(b)
         flags = {"reverse0": reverse0, "reverse1": reverse1}
         if dialect == "nki":
@@ -136,7 +136,7 @@ def test_scan_takes_data0_on_the_left(dialect: str, reverse0: bool, reverse1: bo
 
 def test_a_copy_of_integers_keeps_every_bit() -> None:
     def kernel(x: Any) -> Any:
-        out = out_like(x)
+        out = output_like(x)
         xl.store(out, xisa.tensor_copy(xl.load(x)))
         return out
 
@@ -145,12 +145,12 @@ def test_a_copy_of_integers_keeps_every_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_transposition_may_be_assigned_to_sbuf(dtype: Any) -> None:
+def test_a_transpose_may_be_assigned_to_sbuf(dtype: Any) -> None:
     def kernel(x: Any) -> Any:
-        out = out_like(x, (x.shape[1], x.shape[0]))
-        turned = xl.ndarray((xl.par_dim(x.shape[1]), 2, x.shape[0]), dtype=x.dtype)
-        turned[:, 1, :] = xisa.nc_transpose(xl.load(x))
-        xl.store(out, turned[:, 1, :])
+        out = output_like(x, (x.shape[1], x.shape[0]))
+        transposed = xl.ndarray((xl.par_dim(x.shape[1]), 2, x.shape[0]), dtype=x.dtype)
+        transposed[:, 1, :] = xisa.nc_transpose(xl.load(x))
+        xl.store(out, transposed[:, 1, :])
         return out
 
     x = normal(16, 8).astype(dtype)
@@ -161,7 +161,7 @@ def test_a_transposition_may_be_assigned_to_sbuf(dtype: Any) -> None:
 
 def test_bfloat16_may_be_transposed_into_float32() -> None:
     def kernel(x: Any) -> Any:
-        out = out_like(x, (x.shape[1], x.shape[0]), F32)
+        out = output_like(x, (x.shape[1], x.shape[0]), F32)
         wide = xl.ndarray((xl.par_dim(x.shape[1]), 2 * x.shape[0]), dtype=xl.float32, buffer=xl.psum)
         wide[:, xl.ds(x.shape[0], x.shape[0])] = xisa.nc_transpose(xl.load(x))
         xl.store(out, xl.copy(wide[:, x.shape[0] : 2 * x.shape[0]]))
@@ -171,9 +171,9 @@ def test_bfloat16_may_be_transposed_into_float32() -> None:
     np.testing.assert_array_equal(run(kernel, x).outputs[0], x.T.astype(F32))
 
 
-def test_an_integer_index_leaves_a_tile_its_two_axes() -> None:
+def test_an_integer_index_keeps_two_axes() -> None:
     def kernel(x: Any) -> Any:
-        out = out_like(x, (x.shape[0], 1))
+        out = output_like(x, (x.shape[0], 1))
         tile = xl.load(x)
         assert tile[:, 0].shape == tile[:, 3].shape == (x.shape[0], 1)
         sums = xl.ndarray((x.shape[0], 4), dtype=x.dtype)
@@ -188,7 +188,7 @@ def test_an_integer_index_leaves_a_tile_its_two_axes() -> None:
 
 def test_transposing_loads() -> None:
     def kernel(x: Any, cube: Any) -> Any:
-        outs = out_like(x, x.shape[::-1]), out_like(x, x.shape[::-1]), out_like(cube, cube.shape[::-1])
+        outs = output_like(x, x.shape[::-1]), output_like(x, x.shape[::-1]), output_like(cube, cube.shape[::-1])
         xl.store(outs[0], xl.load_transpose2d(x))
         xl.store(outs[1], xisa.dma_transpose(xl.load(x)))
         xl.store(outs[2], xisa.dma_transpose(cube))
@@ -203,7 +203,7 @@ def test_transposing_loads() -> None:
         run(lambda x: xl.load_transpose2d(x), TensorSpec((8, 129)))
 
 
-def test_annotations() -> None:
+def test_nki_typing_annotations_match_tiles() -> None:
     def kernel(x: Any) -> None:
         assert isinstance(x, (xnki.tensor, xt.mutable_tensor, xt.tensor, xt.tensor[4, 8]))
 
@@ -216,7 +216,7 @@ def test_a_mask_of_a_reduction_has_the_axes_of_its_input(reduction: str, isa: bo
     ops = {"sum": np.add, "max": np.max, "min": np.min}
 
     def kernel(x: Any) -> Any:
-        out = out_like(x, (x.shape[0], x.shape[2]))
+        out = output_like(x, (x.shape[0], x.shape[2]))
         p, i, j = xl.mgrid[0:8, 0:3, 0:4]
         tile = xl.load(x)
         mask = (p < 6) & (2 * i + j < 4)
@@ -229,17 +229,17 @@ def test_a_mask_of_a_reduction_has_the_axes_of_its_input(reduction: str, isa: bo
         return out
 
     x = normal(8, 3, 4)
-    (got,) = run(kernel, x).outputs
+    (actual,) = run(kernel, x).outputs
     expected = np.full((8, 3), F32(-1))
-    for i, kept in enumerate((4, 2)):
-        expected[:6, i] = getattr(x[:6, i, :kept], reduction)(axis=1)
-    np.testing.assert_allclose(got[:, :3], expected, rtol=1e-6)  # of row 2 no element is under the mask
+    for i, count in enumerate((4, 2)):
+        expected[:6, i] = getattr(x[:6, i, :count], reduction)(axis=1)
+    np.testing.assert_allclose(actual[:, :3], expected, rtol=1e-6)  # the mask excludes every element of row 2
 
 
 def test_a_mean_takes_no_mask_along_its_axis() -> None:
     def kernel(columns: int) -> Callable[[Any], Any]:
         def body(x: Any) -> Any:
-            out = out_like(x, (x.shape[0], 1))
+            out = output_like(x, (x.shape[0], 1))
             p, f = xl.mgrid[0:8, 0:4]
             result = xl.full((8, 1), -1.0, dtype=x.dtype)
             result[...] = xl.mean(xl.load(x), axis=[1], mask=(p < 5) & (f < columns))
@@ -249,15 +249,15 @@ def test_a_mean_takes_no_mask_along_its_axis() -> None:
         return body
 
     x = normal(8, 4)
-    (got,) = run(kernel(4), x).outputs
-    np.testing.assert_allclose(got[:5, 0], x[:5].mean(axis=1), rtol=1e-5)
+    (actual,) = run(kernel(4), x).outputs
+    np.testing.assert_allclose(actual[:5, 0], x[:5].mean(axis=1), rtol=1e-5)
     with pytest.raises(NkiError, match="mean"):
         run(kernel(3), x)
 
 
 def test_a_store_under_a_mask_may_reach_past_the_row() -> None:
     def kernel(x: Any) -> Any:
-        out = out_like(x, (6, 10))
+        out = output_like(x, (6, 10))
         p, f = xl.mgrid[0:8, 0:16]
         tile = xl.load(x[p, f])
         xl.store(out[p, f], value=tile, mask=(p < 6) & (f < 10))
@@ -267,7 +267,7 @@ def test_a_store_under_a_mask_may_reach_past_the_row() -> None:
     np.testing.assert_array_equal(run(kernel, x).outputs[0], x[:6, :10])
 
     def twice(x: Any) -> Any:
-        out = out_like(x, (8, 10))
+        out = output_like(x, (8, 10))
         p, f = xl.mgrid[0:8, 0:16]
         xl.store(out[p, f - f], value=xl.load(x[p, f]), mask=f < 2)
         return out
@@ -276,9 +276,9 @@ def test_a_store_under_a_mask_may_reach_past_the_row() -> None:
         run(twice, x)
 
 
-def test_a_store_of_psum_goes_by_way_of_sbuf() -> None:
+def test_a_store_of_psum_copies_to_sbuf_first() -> None:
     def kernel(a: Any, b: Any) -> Any:
-        out = out_like(a, (a.shape[1], b.shape[1]))
+        out = output_like(a, (a.shape[1], b.shape[1]))
         xl.store(out, xisa.nc_matmul(xl.load(a), xl.load(b)))
         return out
 
@@ -288,9 +288,9 @@ def test_a_store_of_psum_goes_by_way_of_sbuf() -> None:
     assert [i.op for i in result.trace.instructions[-2:]] == ["copy", "dma"]
 
 
-def test_a_matmul_takes_what_a_transposition_left_in_psum() -> None:
+def test_a_matmul_accepts_a_transpose_in_psum() -> None:
     def kernel(x: Any, y: Any) -> Any:
-        out = out_like(x, (x.shape[0], y.shape[0]))
+        out = output_like(x, (x.shape[0], y.shape[0]))
         xl.store(out, xl.matmul(xl.load(x), xl.transpose(xl.load(y))))
         return out
 
@@ -298,7 +298,7 @@ def test_a_matmul_takes_what_a_transposition_left_in_psum() -> None:
     np.testing.assert_allclose(run(kernel, x, y).outputs[0], x @ y.T, rtol=1e-5, atol=1e-5)
 
 
-def test_tensors_made_of_others_and_of_constants() -> None:
+def test_empty_like_zeros_like_constants_and_random_tiles() -> None:
     table = np.arange(24).reshape(4, 6)
 
     def kernel(x: Any) -> Any:
@@ -306,7 +306,7 @@ def test_tensors_made_of_others_and_of_constants() -> None:
         copied = xl.empty_like(tile, dtype=xl.float32)
         copied[...] = xl.copy(tile)
         total = xl.zeros_like(copied) + copied + xl.load(xl.shared_constant(table, dtype=xl.float32))
-        outs = out_like(x, dtype=xl.float32), out_like(x, (2, 12), xl.float32)
+        outs = output_like(x, dtype=xl.float32), output_like(x, (2, 12), xl.float32)
         xl.store(outs[0], total)
         xl.store(outs[1].reshape(shape=(4, 6)), xl.rand((4, 6)))
         return outs
@@ -323,18 +323,18 @@ def test_tensors_made_of_others_and_of_constants() -> None:
 )
 def test_activations_at_one(name: str, value: float) -> None:
     def kernel(x: Any) -> Any:
-        out = out_like(x)
+        out = output_like(x)
         xl.store(out, xisa.activation(op=getattr(xl, name), data=xl.load(x)))
         return out
 
-    (got,) = run(kernel, np.array([[1, 0, -40]], F32)).outputs
+    (actual,) = run(kernel, np.array([[1, 0, -40]], F32)).outputs
     expected = [value, np.log(2) if name == "softplus" else 0, 0]
-    np.testing.assert_allclose(got[0], expected, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(actual[0], expected, rtol=1e-6, atol=1e-9)
 
 
 def test_one_partition_is_broadcast_over_many() -> None:
     def kernel(x: Any, row: Any) -> Any:
-        out = out_like(x)
+        out = output_like(x)
         xl.store(out, xl.multiply(xl.load(x), xl.load(row)))
         return out
 
@@ -345,7 +345,7 @@ def test_one_partition_is_broadcast_over_many() -> None:
 @pytest.mark.parametrize("op", ["add", "maximum"])
 def test_a_loop_reduction(op: str) -> None:
     def kernel(x: Any) -> Any:
-        out = out_like(x, x.shape[1:])
+        out = output_like(x, x.shape[1:])
         total = xl.zeros(x.shape[1:], dtype=x.dtype)
         for i in xl.affine_range(x.shape[0]):
             total[...] = xl.loop_reduce(xl.load(x[i]), op=getattr(np, op), loop_indices=[i])
@@ -360,7 +360,7 @@ def test_a_loop_reduction(op: str) -> None:
 def test_an_activation_reduces_with_a_sum_only() -> None:
     def kernel(op: Any, **options: Any) -> Callable[[Any], Any]:
         def body(x: Any) -> Any:
-            outs = out_like(x), out_like(x, (x.shape[0], 1), F32)
+            outs = output_like(x), output_like(x, (x.shape[0], 1), F32)
             sums = xl.ndarray((x.shape[0], 1), dtype=xl.float32)
             wide = xl.ndarray((x.shape[0], 2 * x.shape[1]), dtype=xl.bfloat16)
             wide[:, 0 : x.shape[1]] = xisa.activation(
@@ -374,8 +374,8 @@ def test_an_activation_reduces_with_a_sum_only() -> None:
 
     x = normal(8, 16)
     result = run(kernel(np.add, reduce_cmd=xisa.reduce_cmd.reset_reduce), x)
-    np.testing.assert_allclose(result.outputs[1][:, 0], np.exp(x).sum(axis=1), rtol=1e-6)  # not of rounded elements
-    assert [i.op for i in result.trace.instructions] == ["dma", "reduce_add", "exp", "dma", "dma"]  # and no copy
+    np.testing.assert_allclose(result.outputs[1][:, 0], np.exp(x).sum(axis=1), rtol=1e-6)  # unrounded elements
+    assert [i.op for i in result.trace.instructions] == ["dma", "reduce_add", "exp", "dma", "dma"]  # no copy
     with pytest.raises(NkiError, match="sum only"):
         run(kernel(np.max, reduce_cmd=xisa.reduce_cmd.reset_reduce), x)
     for options in ({}, {"reduce_cmd": xisa.reduce_cmd.idle}, {"reduce_cmd": xisa.reduce_cmd.reduce}):
@@ -383,7 +383,7 @@ def test_an_activation_reduces_with_a_sum_only() -> None:
             run(kernel(np.add, **options), x)
 
 
-def test_what_needs_addresses_or_a_device_refuses_when_it_is_used() -> None:
+def test_direct_allocation_and_device_timing_refuse_on_use() -> None:
     with nki_modules():
         import neuronxcc.nki.compiler as ncc
 

@@ -1,4 +1,4 @@
-"""A host's view of a kernel: a config from shapes, and the kernel run from that config on arrays."""
+"""``FrameworkKernel``: a host gets a config from shapes, and the kernel of that config runs on arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with nki_modules():
 
 
 class HostTensor(NamedTuple):
-    """A tensor as a graph builder has it: a shape, and a dtype in the host's own spelling."""
+    """A tensor of a graph builder: a shape, and a dtype in the host's spelling."""
 
     sizes: tuple[int, ...]
     element: str = "F32"
@@ -52,7 +52,7 @@ def config(function: Any, *tensors: HostTensor, grid: tuple[int, ...] = ()) -> t
     return HostKernel(func_name=function.__name__, func=function, grid=grid).dump_config(*tensors)
 
 
-def test_a_launch_grid_and_names() -> None:
+def test_a_kernel_runs_on_its_launch_grid_and_keeps_its_parameter_names() -> None:
     text, inputs, outputs = config(scaled_copy(3.0), HostTensor((12, 8)), HostTensor((12, 8)), grid=(3,))
     assert (inputs, outputs) == (["x"], ["y"]) and json.loads(text)["grid"] == [3]
     x = np.arange(96, dtype=np.float32).reshape(12, 8)
@@ -60,7 +60,7 @@ def test_a_launch_grid_and_names() -> None:
     assert np.array_equal(y, 3 * x)
 
 
-def test_one_text_a_kernel() -> None:
+def test_configs_differ_if_and_only_if_the_kernels_differ() -> None:
     shapes = (HostTensor((4, 8)), HostTensor((4, 8)))
     texts = [config(scaled_copy(factor), *shapes)[0] for factor in (2.0, 2.0, 5.0)]
     assert texts[0] == texts[1] != texts[2]
@@ -70,19 +70,19 @@ def test_one_text_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_low_rank_kernel_from_a_host(dtype: torch.dtype) -> None:
+def test_a_host_runs_a_low_rank_kernel(dtype: torch.dtype) -> None:
     A, B, x = (torch.randn(s, dtype=dtype) for s in ((40, 200), (150, 40), (200, 7)))
     element, tensors = ("BF16" if dtype is torch.bfloat16 else "F32"), [x, pack(A), pack(B)]
     shapes = [HostTensor(tuple(t.shape), element) for t in tensors]
     text, inputs, outputs = config(entry.low_rank_matmul(40), *shapes, HostTensor((150, 7), element))
     assert (inputs, outputs) == (["x", "a", "b"], ["y"])
-    to = ml_dtypes.bfloat16 if dtype is torch.bfloat16 else np.float32
-    (y,) = execute(text, [t.float().numpy().astype(to) for t in tensors])
-    want = B.float() @ (A.float() @ x.float())
-    assert np.allclose(y.astype(np.float32), want, rtol=2e-2, atol=1e-2 * want.abs().max())
+    array_dtype = ml_dtypes.bfloat16 if dtype is torch.bfloat16 else np.float32
+    (y,) = execute(text, [t.float().numpy().astype(array_dtype) for t in tensors])
+    expected = B.float() @ (A.float() @ x.float())
+    assert np.allclose(y.astype(np.float32), expected, rtol=2e-2, atol=1e-2 * expected.abs().max())
 
 
-def test_a_broken_rule_surfaces_when_the_graph_is_built() -> None:
+def test_a_broken_rule_raises_while_the_graph_is_built() -> None:
     def kernel(x: Any, y: Any) -> None:
         nl.store(y, value=nl.load(x))
 
@@ -90,14 +90,14 @@ def test_a_broken_rule_surfaces_when_the_graph_is_built() -> None:
         config(kernel, HostTensor((129, 8)), HostTensor((129, 8)))
 
 
-def test_misuse_is_named() -> None:
-    def first(x: Any, y: Any) -> None:
+def test_wrong_tensors_and_unknown_configs_are_refused() -> None:
+    def writes_its_first_argument(x: Any, y: Any) -> None:
         nl.store(x, value=nl.load(y))
 
-    with pytest.raises(TypeError, match="first: the tensors it writes must be its last arguments"):
-        config(first, HostTensor((4, 8)), HostTensor((4, 8)))
+    with pytest.raises(TypeError, match="writes_its_first_argument: the tensors it writes must be its last arguments"):
+        config(writes_its_first_argument, HostTensor((4, 8)), HostTensor((4, 8)))
     with pytest.raises(TypeError, match="argument 1 is a float, not a tensor"):
-        config(first, HostTensor((4, 8)), 2.0)  # type: ignore[arg-type]
+        config(writes_its_first_argument, HostTensor((4, 8)), 2.0)  # type: ignore[arg-type]
     text = config(scaled_copy(2.0), HostTensor((4, 8)), HostTensor((4, 8)))[0]
     with pytest.raises(ValueError, match="it was built for"):
         execute(text, [np.ones((4, 9), np.float32)])
@@ -105,6 +105,6 @@ def test_misuse_is_named() -> None:
         execute(text.replace(json.loads(text)["key"], "0" * 32), [np.ones((4, 8), np.float32)])
 
 
-def test_the_sdks_own_kernels_import_and_refuse() -> None:
+def test_aws_attention_kernels_import_and_refuse_to_run() -> None:
     with pytest.raises(NkiError, match="flash_fwd is not emulated"):
         config(attention.flash_fwd, HostTensor((4, 8)), HostTensor((4, 8)))

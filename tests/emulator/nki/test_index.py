@@ -1,4 +1,4 @@
-"""Indexing a tile gives what indexing an array gives, without ever making one."""
+"""Indexing a tile selects the same elements as indexing a NumPy array."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(key: Any) -> np.ndarray:
 
 @st.composite
 def keys(draw: st.DrawFn) -> tuple:
-    """Basic indices that stay inside: integers, slices with and without ends and steps, ``nl.ds``, one ellipsis."""
+    """Basic indices within bounds: integers, slices with and without ends and steps, ``nl.ds``."""
     result: list[Any] = []
     for n in SHAPE[: draw(st.integers(1, 3))]:
         start = draw(st.integers(0, n - 1))
@@ -60,7 +60,7 @@ def keys(draw: st.DrawFn) -> tuple:
 
 @QUICK
 @given(key=keys())
-def test_basic_indices(key: tuple) -> None:
+def test_integers_and_slices(key: tuple) -> None:
     np.testing.assert_array_equal(read(key), values()[key])
 
 
@@ -71,7 +71,7 @@ def test_ellipsis_and_new_axes(key: Any) -> None:
 
 @QUICK
 @given(a=st.integers(1, 3), b=st.integers(0, 1), c=st.integers(1, 2), start=st.integers(0, 2))
-def test_grids(a: int, b: int, c: int, start: int) -> None:
+def test_index_grids(a: int, b: int, c: int, start: int) -> None:
     p, f, g = MGrid()[0:3, 0:2, 0:3]
     key = p + start, b + f * a, c * g + start
     array = tuple(k.values() for k in key)
@@ -81,13 +81,13 @@ def test_grids(a: int, b: int, c: int, start: int) -> None:
     np.testing.assert_array_equal(read((i + start, j)), values()[i.values() + start, j.values()])
 
 
-def test_affine_arithmetic_is_that_of_arrays() -> None:
+def test_grid_arithmetic_equals_array_arithmetic() -> None:
     i, j = arange(5)[:, None], arange(2, 6)[None, :]
     x, y = np.arange(5)[:, None], np.arange(2, 6)[None, :]
-    for got, want in ((3 * i + j - 1, 3 * x + y - 1), (7 - i, 7 - x), (i - j, x - y), (-j + i * 2, -y + x * 2)):
-        assert isinstance(got, Affine)
-        np.testing.assert_array_equal(got.values(), np.broadcast_to(want, got.shape))
-        assert got.bounds() == (want.min(), want.max())
+    for grid, array in ((3 * i + j - 1, 3 * x + y - 1), (7 - i, 7 - x), (i - j, x - y), (-j + i * 2, -y + x * 2)):
+        assert isinstance(grid, Affine)
+        np.testing.assert_array_equal(grid.values(), np.broadcast_to(array, grid.shape))
+        assert grid.bounds() == (array.min(), array.max())
     np.testing.assert_array_equal(np.asarray(i + j < 5), x + y < 5)
     np.testing.assert_array_equal(np.asarray(i >= j), x >= y)
 
@@ -105,7 +105,7 @@ def test_masks_bound_loads_and_stores(inside: int) -> None:
     assert np.isnan(out[inside:]).all() and np.isnan(out[:, 7]).all()
 
 
-def test_a_mask_that_lets_too_much_through() -> None:
+def test_a_mask_that_selects_elements_out_of_bounds() -> None:
     def kernel(x: Any) -> None:
         p, f = xl.arange(16)[:, None], xl.arange(8)[None, :]
         xl.load(x[p, 2, f], mask=p < 7)

@@ -1,4 +1,4 @@
-"""Loops of the first dialect: which index is a number, and what Python's ``range`` becomes.
+"""Loops of the first dialect: which indices are numbers, and what Python's ``range`` becomes.
 
 "Neuron compiler transforms any usage of Python range() API into nl.sequential_range()" (programming guide of NKI 2.26);
 only ``nl.static_range`` is unrolled while the kernel is traced.
@@ -33,48 +33,60 @@ def python_loop(x: Any, y: Any, use: Callable[[Any, Any], Any]) -> None:
         xl.store(y[:, i : i + 1], value=tile)
 
 
-def listed(i: Any, tile: Any) -> Any:
+def as_list_index(i: Any, tile: Any) -> Any:
     return [tile, tile, tile, tile][i]
 
 
-def branching(i: Any, tile: Any) -> Any:
+def as_condition(i: Any, tile: Any) -> Any:
     return tile if i == 0 else None
 
 
-def compared(i: Any, tile: Any) -> Any:
+def as_argument_of_min(i: Any, tile: Any) -> Any:
     return min(i, 2)
 
 
-def ending(i: Any, tile: Any) -> Any:
+def as_bound_of_a_loop(i: Any, tile: Any) -> Any:
     return [0 for _ in range(i)]
 
 
-def keyed(i: Any, tile: Any) -> Any:
+def as_dictionary_key(i: Any, tile: Any) -> Any:
     return {0: tile}.get(i)
 
 
-def multiplied(i: Any, tile: Any) -> Any:
+def times_itself(i: Any, tile: Any) -> Any:
     return i * i
 
 
-def added(i: Any, tile: Any) -> Any:
+def plus_a_float(i: Any, tile: Any) -> Any:
     return 0.5 + i
 
 
-def operand(i: Any, tile: Any) -> Any:
+def as_operand(i: Any, tile: Any) -> Any:
     return xl.multiply(tile, i)
 
 
-@pytest.mark.parametrize("use", [listed, branching, compared, ending, keyed, multiplied, added, operand])
-def test_pythons_range_gives_no_number(use: Callable[[Any, Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        as_list_index,
+        as_condition,
+        as_argument_of_min,
+        as_bound_of_a_loop,
+        as_dictionary_key,
+        times_itself,
+        plus_a_float,
+        as_operand,
+    ],
+)
+def test_an_index_of_pythons_range_is_a_symbol(use: Callable[[Any, Any], Any]) -> None:
     with pytest.raises(NkiError) as caught:
         run(lambda x, y: python_loop(x, y, use), X, outputs=[TensorSpec((4, 4))])
-    assert caught.value.rule == ("operand" if use is operand else "symbolic index")
+    assert caught.value.rule == ("operand" if use is as_operand else "symbolic index")
     assert caught.value.location.startswith(__file__)
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_nor_do_the_dialects_own_loops(name: str) -> None:
+def test_an_index_of_affine_range_and_sequential_range_is_a_symbol(name: str) -> None:
     def kernel(x: Any, y: Any) -> None:
         tiles = [xl.load(x[:, 0:1]), xl.load(x[:, 1:2])]
         for i in LOOPS[name](2):
@@ -84,7 +96,7 @@ def test_nor_do_the_dialects_own_loops(name: str) -> None:
         run(kernel, X, outputs=[TensorSpec((4, 2))])
 
 
-def test_an_unrolled_loop_has_numbers() -> None:
+def test_an_index_of_static_range_is_a_number() -> None:
     def kernel(x: Any, y: Any) -> None:
         tiles = [xl.load(x[:, 0:1]), xl.load(x[:, 1:2])]
         for i in xl.static_range(2):
@@ -94,7 +106,7 @@ def test_an_unrolled_loop_has_numbers() -> None:
     assert np.array_equal(run(kernel, X, outputs=[TensorSpec((4, 2))]).outputs[0], X[:, :2])
 
 
-def addressed(x: Any) -> Any:
+def copies_with_symbolic_addresses(x: Any) -> Any:
     y = xl.ndarray((4, 16), dtype=x.dtype, buffer=xl.shared_hbm)
     p, f = xl.arange(4)[:, None], xl.arange(3)[None, :]
     for i in range(2):
@@ -106,7 +118,7 @@ def addressed(x: Any) -> Any:
     return y
 
 
-def expected() -> np.ndarray:
+def expected_copies() -> np.ndarray:
     y = np.full((4, 16), np.nan, np.float32)
     for i in range(2):
         for j in range(1, 3):
@@ -116,7 +128,7 @@ def expected() -> np.ndarray:
 
 
 def test_indices_address_tiles_and_make_masks() -> None:
-    np.testing.assert_array_equal(xnki.simulate_kernel(xnki.jit(addressed), X), expected())
+    np.testing.assert_array_equal(xnki.simulate_kernel(xnki.jit(copies_with_symbolic_addresses), X), expected_copies())
 
 
 def test_a_mask_may_depend_on_an_index_alone() -> None:
@@ -137,7 +149,7 @@ def test_a_branch_on_a_grid_is_refused() -> None:
         run(kernel, X, outputs=[TensorSpec((4, 8))])
 
 
-def test_a_comprehension_is_pythons() -> None:
+def test_a_comprehension_has_numbers() -> None:
     def kernel(x: Any, y: Any) -> None:
         columns = [(i + 1) % 4 for i in range(4)]
         for i in xl.static_range(4):
@@ -146,7 +158,7 @@ def test_a_comprehension_is_pythons() -> None:
     assert np.array_equal(run(kernel, X, outputs=[TensorSpec((4, 4))]).outputs[0], X[:, [1, 2, 3, 0]])
 
 
-def test_range_is_pythons_again_after_the_kernel() -> None:
+def test_range_is_restored_after_the_kernel() -> None:
     run(lambda x, y: python_loop(x, y, lambda i, tile: None), X, outputs=[TensorSpec((4, 4))])
     assert "range" not in globals()
     for i in range(1):
@@ -154,7 +166,7 @@ def test_range_is_pythons_again_after_the_kernel() -> None:
 
 
 @nki.jit
-def second_dialect(x):  # type: ignore[no-untyped-def]
+def unrolled_kernel(x):  # type: ignore[no-untyped-def]
     y = nl.ndarray((4, 4), dtype=x.dtype, buffer=nl.shared_hbm)
     tiles = [nl.ndarray((4, 1), dtype=x.dtype, buffer=nl.sbuf) for _ in range(4)]
     for i in range(4):
@@ -165,11 +177,11 @@ def second_dialect(x):  # type: ignore[no-untyped-def]
     return y
 
 
-def test_the_second_dialect_unrolls() -> None:
-    np.testing.assert_array_equal(second_dialect(X), X[:, :4] * [2, 1, 2, 1])
+def test_the_second_dialect_unrolls_loops() -> None:
+    np.testing.assert_array_equal(unrolled_kernel(X), X[:, :4] * [2, 1, 2, 1])
 
 
-def test_products_accumulate_over_pythons_range() -> None:
+def test_matmuls_accumulate_over_pythons_range() -> None:
     def kernel(x: Any, y: Any) -> None:
         acc = xl.zeros((8, 8), dtype=xl.float32, buffer=xl.psum)
         for i in range(2):

@@ -1,4 +1,4 @@
-"""Loops of the first dialect: what a body allocates ends with it, ``affine_range`` iterations are independent."""
+"""Loops of the first dialect: allocations end with the loop body; ``affine_range`` iterations are independent."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ def tile_of_another_iteration(x: Any) -> None:
         tile_of_another_iteration,
     ],
 )
-def test_what_a_body_allocates_ends_with_it(kernel: Callable[..., None], x: Any) -> None:
+def test_an_allocation_of_a_loop_body_ends_with_it(kernel: Callable[..., None], x: Any) -> None:
     assert_breaks(kernel, x)
 
 
-def kept_from_an_unrolled_loop(x: Any) -> None:
+def used_after_static_range(x: Any) -> None:
     tiles = [xl.load(x) for _ in xl.static_range(2)]
     xl.exp(tiles[0])
 
 
-def kept_in_the_second_dialect(x: Any) -> None:
+def used_after_a_loop_of_the_second_dialect(x: Any) -> None:
     for _ in nl.affine_range(2):
         t = nl.ndarray((8, 4), dtype=F32, buffer=nl.sbuf)
         nisa.memset(t, 0.0)
     nisa.tensor_copy(nl.ndarray((8, 4), dtype=F32, buffer=nl.sbuf), t)
 
 
-@pytest.mark.parametrize("kernel", [kept_from_an_unrolled_loop, kept_in_the_second_dialect])
+@pytest.mark.parametrize("kernel", [used_after_static_range, used_after_a_loop_of_the_second_dialect])
 def test_an_unrolled_loop_has_no_scope(kernel: Callable[..., None]) -> None:
     run(kernel, TensorSpec((64, 128)))
 
 
-def carried(x: Any, out: Any) -> None:
+def carries_a_value(x: Any, out: Any) -> None:
     t = xl.ndarray((64, 1), dtype=F32)
     t[...] = xl.load(x[0:64, 0:1])
     for _ in xl.affine_range(4):
@@ -85,12 +85,12 @@ def carried(x: Any, out: Any) -> None:
     xl.store(out[0:64, 0:1], t)
 
 
-def overwritten(x: Any, out: Any) -> None:
+def overwrites_an_output(x: Any, out: Any) -> None:
     for i in xl.affine_range(4):
         xl.store(out[0:64, 0:1], xl.load(x[0:64, i : i + 1]))
 
 
-def read_then_overwritten(x: Any, out: Any) -> None:
+def overwrites_what_another_read(x: Any, out: Any) -> None:
     t = xl.ndarray((64, 5), dtype=F32)
     t[...] = xl.load(x[0:64, 0:5])
     for i in xl.affine_range(4):
@@ -98,7 +98,7 @@ def read_then_overwritten(x: Any, out: Any) -> None:
         t[0:64, i : i + 1] = xl.load(x[0:64, i : i + 1])
 
 
-def partial_sums(x: Any, out: Any) -> None:
+def reads_a_partial_sum(x: Any, out: Any) -> None:
     total = xl.zeros((64, 1), dtype=F32)
     for i in xl.affine_range(4):
         total += xl.load(x[0:64, i : i + 1])
@@ -107,19 +107,21 @@ def partial_sums(x: Any, out: Any) -> None:
 
 def independent(x: Any, out: Any) -> None:
     total = xl.zeros((64, 1), dtype=F32)
-    own = xl.zeros((64, 8), dtype=F32)
+    columns = xl.zeros((64, 8), dtype=F32)
     for i in xl.affine_range(4):
-        own[0:64, i::4] = xl.load(x[0:64, i : i + 2])
-        own[0:64, i::4] = own[0:64, i::4] + 1.0
+        columns[0:64, i::4] = xl.load(x[0:64, i : i + 2])
+        columns[0:64, i::4] = columns[0:64, i::4] + 1.0
         t = xl.load(x[0:64, i : i + 1])
         total += t
         xl.store(out[0:64, i + 1 : i + 2], t)
     xl.store(out[0:64, 0:1], total)
 
 
-@pytest.mark.parametrize("kernel", [carried, overwritten, read_then_overwritten, partial_sums])
+@pytest.mark.parametrize(
+    "kernel", [carries_a_value, overwrites_an_output, overwrites_what_another_read, reads_a_partial_sum]
+)
 @pytest.mark.parametrize("shuffle", [None, 3])
-def test_races_in_affine_range(kernel: Callable[..., None], shuffle: int | None) -> None:
+def test_a_race_in_affine_range_is_refused(kernel: Callable[..., None], shuffle: int | None) -> None:
     with pytest.raises(NkiError, match="affine_range") as caught:
         run(kernel, np.zeros((64, 128), F32), outputs=[TensorSpec((64, 8))], shuffle=shuffle)
     assert caught.value.rule == "race" and caught.value.location.startswith(__file__)

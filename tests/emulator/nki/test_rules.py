@@ -1,4 +1,4 @@
-"""Every rule of the emulator: a small kernel breaks it, and the error names this file, the line, limit and actual."""
+"""Every rule of the emulator: a small kernel breaks it; the error names this file, the line, limit and actual value."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ with nki_modules():
 F32 = np.float32
 
 
-def sb(*shape: int, dtype: Any = F32) -> Any:
+def sbuf(*shape: int, dtype: Any = F32) -> Any:
     return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
 
 
-def ps(*shape: int) -> Any:
+def psum(*shape: int) -> Any:
     return nl.ndarray(shape, dtype=F32, buffer=nl.psum)
 
 
@@ -40,112 +40,112 @@ def tile_beyond_a_partition(x: Any) -> None:
 
 
 def stationary_too_wide(x: Any) -> None:
-    nisa.nc_matmul(ps(128, 4), sb(128, 129), sb(128, 4))  # broken
+    nisa.nc_matmul(psum(128, 4), sbuf(128, 129), sbuf(128, 4))  # broken
 
 
 def moving_too_wide(x: Any) -> None:
-    nisa.nc_matmul(ps(128, 513), sb(128, 128), sb(128, 513))  # broken
+    nisa.nc_matmul(psum(128, 513), sbuf(128, 128), sbuf(128, 513))  # broken
 
 
 def contraction_differs(x: Any) -> None:
-    nisa.nc_matmul(ps(8, 4), sb(128, 8), sb(64, 4))  # broken
+    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(64, 4))  # broken
 
 
-def product_to_sbuf(x: Any) -> None:
-    nisa.nc_matmul(sb(8, 4), sb(128, 8), sb(128, 4))  # broken
+def matmul_to_sbuf(x: Any) -> None:
+    nisa.nc_matmul(sbuf(8, 4), sbuf(128, 8), sbuf(128, 4))  # broken
 
 
-def product_from_psum(x: Any) -> None:
-    nisa.nc_matmul(ps(8, 4), ps(128, 8), sb(128, 4))  # broken
+def matmul_from_psum(x: Any) -> None:
+    nisa.nc_matmul(psum(8, 4), psum(128, 8), sbuf(128, 4))  # broken
 
 
-def product_from_hbm(x: Any) -> None:
-    nisa.nc_matmul(ps(8, 4), x[0:64, 0:8], sb(64, 4))  # broken
+def matmul_from_hbm(x: Any) -> None:
+    nisa.nc_matmul(psum(8, 4), x[0:64, 0:8], sbuf(64, 4))  # broken
 
 
-def product_in_bfloat16(x: Any) -> None:
+def matmul_result_in_bfloat16(x: Any) -> None:
     acc = nl.ndarray((8, 4), dtype=nl.bfloat16, buffer=nl.psum)
-    nisa.nc_matmul(acc, sb(128, 8), sb(128, 4))  # broken
+    nisa.nc_matmul(acc, sbuf(128, 8), sbuf(128, 4))  # broken
 
 
 def mixed_precision(x: Any) -> None:
-    nisa.nc_matmul(ps(8, 4), sb(128, 8), sb(128, 4, dtype=nl.bfloat16))  # broken
+    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(128, 4, dtype=nl.bfloat16))  # broken
 
 
 def wrong_result_shape(x: Any) -> None:
-    nisa.nc_matmul(ps(4, 8), sb(128, 8), sb(128, 4))  # broken
+    nisa.nc_matmul(psum(4, 8), sbuf(128, 8), sbuf(128, 4))  # broken
 
 
-def product_over_two_banks(x: Any) -> None:
-    nisa.nc_matmul(ps(8, 600)[0:8, 500:520], sb(128, 8), sb(128, 20))  # broken
+def matmul_result_over_two_banks(x: Any) -> None:
+    nisa.nc_matmul(psum(8, 600)[0:8, 500:520], sbuf(128, 8), sbuf(128, 20))  # broken
 
 
-def accumulate_on_nothing(x: Any) -> None:
-    nisa.nc_matmul(ps(8, 4), sb(128, 8), sb(128, 4), accumulate=True)  # broken
+def accumulate_on_unwritten_psum(x: Any) -> None:
+    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken
 
 
 def accumulate_on_memset(x: Any) -> None:
-    acc = ps(8, 4)
+    acc = psum(8, 4)
     nisa.memset(acc, 0.0)
-    nisa.nc_matmul(acc, sb(128, 8), sb(128, 4))  # broken
+    nisa.nc_matmul(acc, sbuf(128, 8), sbuf(128, 4))  # broken
 
 
-def groups_overlap(x: Any) -> None:
-    acc = ps(8, 8)
-    nisa.nc_matmul(acc[0:8, 0:4], sb(128, 8), sb(128, 4))
-    nisa.nc_matmul(acc[0:8, 2:6], sb(128, 8), sb(128, 4))  # broken
+def matmul_results_overlap(x: Any) -> None:
+    acc = psum(8, 8)
+    nisa.nc_matmul(acc[0:8, 0:4], sbuf(128, 8), sbuf(128, 4))
+    nisa.nc_matmul(acc[0:8, 2:6], sbuf(128, 8), sbuf(128, 4))  # broken
 
 
-def start_partition(x: Any) -> None:
-    nisa.tensor_copy(sb(128, 4)[16:32, 0:4], sb(16, 4))  # broken
+def start_partition_not_allowed(x: Any) -> None:
+    nisa.tensor_copy(sbuf(128, 4)[16:32, 0:4], sbuf(16, 4))  # broken
 
 
-def start_partition_reach(x: Any) -> None:
-    nisa.tensor_copy(sb(128, 4)[32:128, 0:4], sb(96, 4))  # broken
+def too_many_partitions_from_the_start(x: Any) -> None:
+    nisa.tensor_copy(sbuf(128, 4)[32:128, 0:4], sbuf(96, 4))  # broken
 
 
 def every_other_partition(x: Any) -> None:
-    nisa.tensor_copy(sb(16, 4), sb(32, 4)[0:32:2, 0:4])  # broken
+    nisa.tensor_copy(sbuf(16, 4), sbuf(32, 4)[0:32:2, 0:4])  # broken
 
 
 def every_other_partition_by_pattern(x: Any) -> None:
-    nisa.tensor_copy(sb(8, 32), sb(16, 32).ap([[64, 8], [1, 32]]))  # broken
+    nisa.tensor_copy(sbuf(8, 32), sbuf(16, 32).ap([[64, 8], [1, 32]]))  # broken
 
 
 def stride_beyond_16_bits(x: Any) -> None:
-    nisa.tensor_copy(sb(128, 2), sb(128, 40_000, dtype=nl.bfloat16)[0:128, ::32_768])  # broken
+    nisa.tensor_copy(sbuf(128, 2), sbuf(128, 40_000, dtype=nl.bfloat16)[0:128, ::32_768])  # broken
 
 
 def dma_from_psum(x: Any) -> None:
-    nisa.dma_copy(dst=x[0:8, 0:4], src=ps(8, 4))  # broken
+    nisa.dma_copy(dst=x[0:8, 0:4], src=psum(8, 4))  # broken
 
 
 def dma_sizes_differ(x: Any) -> None:
-    nisa.dma_copy(dst=sb(64, 4), src=x[0:64, 0:8])  # broken
+    nisa.dma_copy(dst=sbuf(64, 4), src=x[0:64, 0:8])  # broken
 
 
 def vector_reads_hbm(x: Any) -> None:
-    nisa.tensor_copy(sb(64, 128), x)  # broken
+    nisa.tensor_copy(sbuf(64, 128), x)  # broken
 
 
 def gpsimd_reads_psum(x: Any) -> None:
-    nisa.tensor_tensor(sb(8, 4), ps(8, 4), sb(8, 4), op=nl.add, engine=nisa.engine.gpsimd)  # broken
+    nisa.tensor_tensor(sbuf(8, 4), psum(8, 4), sbuf(8, 4), op=nl.add, engine=nisa.engine.gpsimd)  # broken
 
 
 def both_in_psum(x: Any) -> None:
-    nisa.tensor_tensor(sb(8, 4), ps(8, 4), ps(8, 4), op=nl.add)  # broken
+    nisa.tensor_tensor(sbuf(8, 4), psum(8, 4), psum(8, 4), op=nl.add)  # broken
 
 
 def operand_shapes(x: Any) -> None:
-    nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 3), op=nl.add)  # broken
+    nisa.tensor_tensor(sbuf(8, 4), sbuf(8, 4), sbuf(8, 3), op=nl.add)  # broken
 
 
 def out_of_bounds(x: Any) -> None:
-    nisa.dma_copy(dst=sb(64, 100), src=x[0:64, 100:200])  # broken
+    nisa.dma_copy(dst=sbuf(64, 100), src=x[0:64, 100:200])  # broken
 
 
 def out_of_bounds_pattern(x: Any) -> None:
-    nisa.dma_copy(dst=sb(64, 128), src=x.ap([[128, 64], [1, 128]], offset=1))  # broken
+    nisa.dma_copy(dst=sbuf(64, 128), src=x.ap([[128, 64], [1, 128]], offset=1))  # broken
 
 
 def out_of_bounds_grid(x: Any) -> None:
@@ -153,33 +153,33 @@ def out_of_bounds_grid(x: Any) -> None:
     xl.load(x[i, j])  # broken
 
 
-def write_names_an_element_twice(x: Any) -> None:
-    nisa.dma_copy(dst=x.ap([[64, 4], [1, 128]]), src=sb(4, 128))  # broken
+def write_of_an_element_twice(x: Any) -> None:
+    nisa.dma_copy(dst=x.ap([[64, 4], [1, 128]]), src=sbuf(4, 128))  # broken
 
 
 def write_overlaps_its_source(x: Any) -> None:
-    t = sb(8, 16)
+    t = sbuf(8, 16)
     nisa.tensor_copy(t[0:8, 1:9], t[0:8, 0:8])  # broken
 
 
 def scale_must_be_float32(x: Any) -> None:
-    nisa.activation(sb(8, 4), op=nl.exp, data=sb(8, 4), scale=sb(8, 1, dtype=nl.bfloat16))  # broken
+    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 4), scale=sbuf(8, 1, dtype=nl.bfloat16))  # broken
 
 
 def operand_column_must_be_float32(x: Any) -> None:
-    nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.multiply, sb(8, 1, dtype=nl.bfloat16))  # broken
+    nisa.tensor_scalar(sbuf(8, 4), sbuf(8, 4), nl.multiply, sbuf(8, 1, dtype=nl.bfloat16))  # broken
 
 
 def second_operand_column_must_be_float32(x: Any) -> None:
-    nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.add, 1.0, False, nl.add, sb(8, 1, dtype=nl.bfloat16))  # broken
+    nisa.tensor_scalar(sbuf(8, 4), sbuf(8, 4), nl.add, 1.0, False, nl.add, sbuf(8, 1, dtype=nl.bfloat16))  # broken
 
 
 def power_reads_psum(x: Any) -> None:
-    nisa.tensor_tensor(sb(8, 4), ps(8, 4), sb(8, 4), op=nl.power)  # broken
+    nisa.tensor_tensor(sbuf(8, 4), psum(8, 4), sbuf(8, 4), op=nl.power)  # broken
 
 
 def power_writes_psum(x: Any) -> None:
-    nisa.tensor_tensor(ps(8, 4), sb(8, 4), sb(8, 4), op=nl.power)  # broken
+    nisa.tensor_tensor(psum(8, 4), sbuf(8, 4), sbuf(8, 4), op=nl.power)  # broken
 
 
 def power_of_psum_by_a_number(x: Any) -> None:
@@ -187,7 +187,7 @@ def power_of_psum_by_a_number(x: Any) -> None:
 
 
 def activation_the_table_lacks(x: Any) -> None:
-    nisa.activation(sb(8, 4), op=nl.cos, data=sb(8, 4))  # broken
+    nisa.activation(sbuf(8, 4), op=nl.cos, data=sbuf(8, 4))  # broken
 
 
 def activation_by_a_binary_operator(x: Any) -> None:
@@ -195,23 +195,23 @@ def activation_by_a_binary_operator(x: Any) -> None:
 
 
 def bias_must_be_a_column(x: Any) -> None:
-    nisa.activation(sb(8, 4), op=nl.exp, data=sb(8, 4), bias=sb(8, 4))  # broken
+    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 4), bias=sbuf(8, 4))  # broken
 
 
 def bias_must_be_a_tile_on_v2(x: Any) -> None:
-    nisa.activation(sb(8, 4), op=nl.exp, data=sb(8, 4), bias=1.0)  # broken
+    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 4), bias=1.0)  # broken
 
 
 def scalar_engine_of_v2_copies_only_by_activation(x: Any) -> None:
-    nisa.tensor_copy(sb(8, 4), sb(8, 4), engine=nisa.scalar_engine)  # broken
+    nisa.tensor_copy(sbuf(8, 4), sbuf(8, 4), engine=nisa.scalar_engine)  # broken
 
 
 def reduction_over_partitions(x: Any) -> None:
-    nisa.tensor_reduce(sb(1, 4), nl.add, sb(8, 4), axis=0)  # broken
+    nisa.tensor_reduce(sbuf(1, 4), nl.add, sbuf(8, 4), axis=0)  # broken
 
 
 def transpose_too_wide(x: Any) -> None:
-    nisa.nc_transpose(ps(128, 4), sb(4, 512))  # broken
+    nisa.nc_transpose(psum(128, 4), sbuf(4, 512))  # broken
 
 
 def partitions_are_the_first_axis(x: Any) -> None:
@@ -223,7 +223,7 @@ def assigned_result_shape(x: Any) -> None:
     xl.ndarray((8, 8), dtype=F32)[...] = xisa.tensor_copy(xl.ndarray((8, 4), dtype=F32))  # broken
 
 
-def product_assigned_to_sbuf(x: Any) -> None:
+def matmul_assigned_to_sbuf(x: Any) -> None:
     xl.ndarray((8, 4), dtype=F32)[...] = xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32))  # broken
 
 
@@ -231,7 +231,7 @@ def load_assigned_to_psum(x: Any) -> None:
     xl.ndarray((64, 128), dtype=F32, buffer=xl.psum)[...] = xl.load(x)  # broken
 
 
-def masked_product(x: Any) -> None:
+def masked_matmul(x: Any) -> None:
     i = xl.arange(128)[:, None]
     xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32), mask=i < 5)  # broken
 
@@ -263,7 +263,7 @@ BROKEN: list[Callable[..., None]] = [
 
 @pytest.mark.parametrize("data", [True, False], ids=["data", "shapes"])
 @pytest.mark.parametrize("kernel", BROKEN, ids=lambda f: f.__name__)
-def test_each_violation_names_file_line_and_figures(kernel: Callable[..., None], data: bool) -> None:
+def test_each_violation_names_file_and_line(kernel: Callable[..., None], data: bool) -> None:
     x = np.zeros((64, 128), F32) if data else TensorSpec((64, 128))
     assert_breaks(kernel, x)
 
@@ -274,15 +274,15 @@ def test_each_violation_names_file_line_and_figures(kernel: Callable[..., None],
         (too_many_partitions, "partitions", 128, 129),
         (stationary_too_wide, "stationary size", 128, 129),
         (moving_too_wide, "moving size", 512, 513),
-        (start_partition_reach, "start partition", 32, 96),
+        (too_many_partitions_from_the_start, "start partition", 32, 96),
         (every_other_partition, "partition stride", 1, 2),
         (stride_beyond_16_bits, "stride", 32_767, 32_768),
         (tile_beyond_a_partition, "free size", 192 * 1024, 200_000),
         (out_of_bounds, "out of bounds", 127, 199),
-        (product_over_two_banks, "psum bank", 2048, 80),
+        (matmul_result_over_two_banks, "psum bank", 2048, 80),
     ],
 )
-def test_limit_and_actual_value_are_given(kernel: Callable[..., None], rule: str, limit: int, actual: int) -> None:
+def test_the_error_has_limit_and_actual_value(kernel: Callable[..., None], rule: str, limit: int, actual: int) -> None:
     with pytest.raises(NkiError) as caught:
         run(kernel, TensorSpec((64, 128)))
     assert (caught.value.rule, caught.value.limit, caught.value.actual) == (rule, limit, actual)
@@ -294,17 +294,17 @@ def test_v3_allows_what_v2_does_not(kernel: Callable[..., None]) -> None:
     run(kernel, TensorSpec((64, 128)), core=TRN2)
 
 
-def test_strides_an_engine_can_take() -> None:
+def test_strides_within_16_bits_are_accepted() -> None:
     def kernel(x: Any) -> None:
-        t = sb(128, 2, 40_000, dtype=nl.bfloat16)
-        nisa.memset(t, 0.0)  # its free axes lie as one
-        nisa.tensor_copy(sb(128, 2), t[0:128, 0, 0:40_000:32_767])
-        nisa.dma_copy(dst=t[0:4, 0:2, 0], src=t[64:72:2, 0:2, 1])  # a DMA goes by addresses
+        t = sbuf(128, 2, 40_000, dtype=nl.bfloat16)
+        nisa.memset(t, 0.0)  # its free axes are contiguous
+        nisa.tensor_copy(sbuf(128, 2), t[0:128, 0, 0:40_000:32_767])
+        nisa.dma_copy(dst=t[0:4, 0:2, 0], src=t[64:72:2, 0:2, 1])  # a DMA has no stride limit
 
     run(kernel, TensorSpec((64, 128)))
 
 
-def test_a_bfloat16_operand_column_in_the_first_dialect_and_power_in_sbuf() -> None:
+def test_the_first_dialect_accepts_a_bfloat16_operand_column_and_power_in_sbuf() -> None:
     def kernel(x: Any) -> None:
         tile, column = xl.ndarray((8, 4), F32), xl.ndarray((8, 1), xl.bfloat16)
         xisa.tensor_scalar(tile, xl.multiply, column)
@@ -314,7 +314,7 @@ def test_a_bfloat16_operand_column_in_the_first_dialect_and_power_in_sbuf() -> N
     assert [(i.op, i.engine) for i in trace.instructions][1:] == [("cos", Engine.SCALAR), ("power", Engine.GPSIMD)]
 
 
-def test_the_location_is_that_of_the_file_that_ran() -> None:
+def test_the_location_names_the_file_that_ran() -> None:
     source = "def kernel(x):\n    nl.ndarray((129, 4), dtype='float32', buffer=nl.sbuf)\n"
     for file in ("one.py", "copy_of_one.py"):
         names: dict[str, Any] = {"nl": nl}
@@ -324,8 +324,8 @@ def test_the_location_is_that_of_the_file_that_ran() -> None:
         assert caught.value.location == f"{file}:2"
 
 
-def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[Any], None]:
-    """A kernel with ``buffers`` tiles, live ``together`` or one after the other."""
+def allocating_kernel(buffers: int, space: Any, columns: int, together: bool) -> Callable[[Any], None]:
+    """Return a kernel with ``buffers`` tiles, live ``together`` or one after the other."""
 
     def kernel(x: Any) -> None:
         tiles = []
@@ -335,7 +335,7 @@ def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[A
             if together:
                 tiles.append(tile)
         for tile in tiles:
-            nisa.tensor_copy(sb(128, 1), tile[0:128, 0:1])
+            nisa.tensor_copy(sbuf(128, 1), tile[0:128, 0:1])
 
     return kernel
 
@@ -347,9 +347,9 @@ def holds(buffers: int, space: Any, columns: int, together: bool) -> Callable[[A
 )
 def test_capacity_counts_live_ranges(space: Any, columns: int, fits: int) -> None:
     x = TensorSpec((64, 128))
-    run(holds(fits, space, columns, together=True), x)
-    run(holds(3 * fits, space, columns, together=False), x)
+    run(allocating_kernel(fits, space, columns, together=True), x)
+    run(allocating_kernel(3 * fits, space, columns, together=False), x)
     with pytest.raises(NkiError, match="capacity") as caught:
-        run(holds(fits + 1, space, columns, together=True), x)
+        run(allocating_kernel(fits + 1, space, columns, together=True), x)
     assert caught.value.location.startswith(__file__)
-    assert run(holds(fits + 1, space, columns, together=True), x, capacity=False).trace.instructions
+    assert run(allocating_kernel(fits + 1, space, columns, together=True), x, capacity=False).trace.instructions

@@ -1,4 +1,4 @@
-"""Selections, placements, top-8 and statistics against NumPy, in both dialects where both have them."""
+"""Selections, shuffles, top-8 and statistics against NumPy, in both dialects where both have them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def normal(*shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(F32)
 
 
-def kept(*tiles: Any) -> Any:
-    """The tiles as outputs."""
+def outputs_of(*tiles: Any) -> Any:
+    """Store the tiles in outputs and return these."""
     outs = tuple(xl.ndarray(t.shape, dtype=t.dtype, buffer=xl.shared_hbm) for t in tiles)
     for out, tile in zip(outs, tiles, strict=True):
         xl.store(out, tile)
     return outs
 
 
-def new(*shape: int, dtype: Any = F32) -> Any:
+def sbuf_tile(*shape: int, dtype: Any = F32) -> Any:
     return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
 
 
@@ -42,27 +42,27 @@ def test_iota_and_affine_select() -> None:
     def first(x: Any) -> Any:
         p, f = xl.mgrid[0:8, 0:12]
         tile = xl.load(x)
-        return kept(
+        return outputs_of(
             xisa.iota(3 * p - f + 5, dtype=xl.int32), xisa.affine_select(2 * f <= p, tile[p, f], on_false_value=-7.0)
         )
 
     def second(x: Any) -> Any:
-        numbers, chosen = new(8, 3, 4, dtype=np.int32), new(8, 12)
+        numbers, selected = sbuf_tile(8, 3, 4, dtype=np.int32), sbuf_tile(8, 12)
         nisa.iota(numbers, [[-4, 3], [-1, 4]], offset=5, channel_multiplier=3)
-        nisa.affine_select(chosen, [[-2, 12]], 1, xl.load(x), -7.0, cmp_op=nl.greater_equal)
-        return kept(numbers, chosen)
+        nisa.affine_select(selected, [[-2, 12]], 1, xl.load(x), -7.0, cmp_op=nl.greater_equal)
+        return outputs_of(numbers, selected)
 
     x, (p, f) = normal(8, 12), np.mgrid[0:8, 0:12]
     for kernel in (first, second):
-        numbers, chosen = run(kernel, x).outputs
+        numbers, selected = run(kernel, x).outputs
         np.testing.assert_array_equal(numbers.reshape(8, 12), 3 * p - f + 5)
-        np.testing.assert_array_equal(chosen, np.where(2 * f <= p, x, F32(-7)))
+        np.testing.assert_array_equal(selected, np.where(2 * f <= p, x, F32(-7)))
 
 
-def test_affine_select_of_psum_goes_by_way_of_sbuf() -> None:
+def test_affine_select_of_psum_copies_to_sbuf_first() -> None:
     def kernel(a: Any, b: Any) -> Any:
         p, f = xl.mgrid[0:8, 0:12]
-        return kept(xisa.affine_select(f <= p, xisa.nc_matmul(xl.load(a), xl.load(b)), on_false_value=-7.0))
+        return outputs_of(xisa.affine_select(f <= p, xisa.nc_matmul(xl.load(a), xl.load(b)), on_false_value=-7.0))
 
     a, b, (p, f) = normal(4, 8), normal(4, 12), np.mgrid[0:8, 0:12]
     result = run(kernel, a, b)
@@ -80,30 +80,31 @@ def test_predicated_copies_and_selects(reverse: bool) -> None:
             dst=dst, predicate=p, on_true=a, on_false=xl.load(column), reduce_res=largest, reverse_pred=reverse,
             reduce_cmd=xisa.reduce_cmd.reset_reduce, reduce_op=xl.max,
         )  # fmt: skip
-        return kept(target, dst, largest)
+        return outputs_of(target, dst, largest)
 
     def second(x: Any, y: Any, predicate: Any, column: Any) -> Any:
-        a, p, target, dst, largest = xl.load(x), xl.load(predicate), xl.load(y), new(8, 12, dtype=BF16), new(8, 1)
+        a, p, target = xl.load(x), xl.load(predicate), xl.load(y)
+        dst, largest = sbuf_tile(8, 12, dtype=BF16), sbuf_tile(8, 1)
         nisa.tensor_copy_predicated(target, a, p, reverse_pred=reverse)
         nisa.select_reduce(
             dst, p, a, xl.load(column), largest, nisa.reduce_cmd.reset_reduce, reverse_pred=reverse
         )  # fmt: skip
-        return kept(target, dst, largest)
+        return outputs_of(target, dst, largest)
 
     x, y, column = normal(8, 12), normal(8, 12), normal(8, 1) - 9
     predicate = rng.integers(0, 3, (8, 12)).astype(np.uint8)
-    chosen = (predicate != 0) != reverse
+    selected = (predicate != 0) != reverse
     for kernel in (first, second):
         target, dst, largest = run(kernel, x, y, predicate, column).outputs
-        np.testing.assert_array_equal(target, np.where(chosen, x, y))
-        np.testing.assert_array_equal(dst, np.where(chosen, x, column).astype(BF16))
-        np.testing.assert_array_equal(largest, np.where(chosen, x, column).max(axis=1, keepdims=True))
+        np.testing.assert_array_equal(target, np.where(selected, x, y))
+        np.testing.assert_array_equal(dst, np.where(selected, x, column).astype(BF16))
+        np.testing.assert_array_equal(largest, np.where(selected, x, column).max(axis=1, keepdims=True))
 
 
-def test_where_takes_any_condition() -> None:
+def test_where() -> None:
     def kernel(x: Any, y: Any) -> Any:
         a, b = xl.load(x), xl.load(y)
-        return kept(xl.where(xl.less(a, b), a, b), xl.where(xl.less(a, b), a, 1.5))
+        return outputs_of(xl.where(xl.less(a, b), a, b), xl.where(xl.less(a, b), a, 1.5))
 
     x, y = normal(8, 12), normal(8, 12)
     smaller, other = run(kernel, x, y).outputs
@@ -111,7 +112,7 @@ def test_where_takes_any_condition() -> None:
     np.testing.assert_array_equal(other, np.where(x < y, x, F32(1.5)))
 
 
-def test_range_select_is_of_v3() -> None:
+def test_range_select_needs_v3() -> None:
     def kernel(x: Any, low: Any, high: Any) -> Any:
         largest = xl.ndarray((x.shape[0], 1), dtype=xl.float32)
         result = xisa.range_select(
@@ -119,11 +120,11 @@ def test_range_select_is_of_v3() -> None:
             bound1=xl.load(high), range_start=3, on_false_value=xl.fp32.min, reduce_op=np.max, reduce_res=largest,
             reduce_cmd=xisa.reduce_cmd.reset_reduce, dtype=xl.bfloat16,
         )  # fmt: skip
-        return kept(result, largest)
+        return outputs_of(result, largest)
 
     x, low, high = normal(8, 12), np.full((8, 1), F32(5)), np.arange(6, 14, dtype=F32)[:, None]
-    place = 3 + np.arange(12)
-    expected = np.where((place >= low) & (place < high), x, np.finfo(F32).min)
+    position = 3 + np.arange(12)
+    expected = np.where((position >= low) & (position < high), x, np.finfo(F32).min)
     result, largest = run(kernel, x, low, high, core=TRN2).outputs
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(result, expected.astype(BF16))  # FP32_MIN is -inf in bfloat16 ...
@@ -146,13 +147,13 @@ def test_shuffles_within_quadrants(partitions: int, dialect: str) -> None:
             nisa.nc_stream_shuffle(target, source, order)
             nisa.nc_stream_shuffle(row, source[0:1, :], [0] * 32)
         xisa.nc_stream_shuffle(src=source, dst=source, shuffle_mask=list(range(31, -1, -1)))
-        return kept(target, row, source)
+        return outputs_of(target, row, source)
 
     x = rng.integers(2**24, 2**31, (partitions, 6)).astype(np.int32)
     target, row, inplace = run(kernel, x, -x).outputs
-    places = np.arange(partitions)
-    moved = x[places // 32 * 32 + np.array(order)[places % 32] % 32]
-    np.testing.assert_array_equal(target, np.where((places % 32 == 5)[:, None], -x, moved))
+    positions = np.arange(partitions)
+    moved = x[positions // 32 * 32 + np.array(order)[positions % 32] % 32]
+    np.testing.assert_array_equal(target, np.where((positions % 32 == 5)[:, None], -x, moved))
     np.testing.assert_array_equal(row, np.repeat(x[:1], 32, axis=0))
     np.testing.assert_array_equal(inplace, x.reshape(-1, 32, 6)[:, ::-1].reshape(x.shape))
 
@@ -171,42 +172,42 @@ def test_a_shuffle_stays_within_its_source(order: list[int]) -> None:
         run(shuffled(order), TensorSpec((32, 6)))
 
 
-def test_the_eight_largest_their_places_and_their_replacement() -> None:
+def test_max8_find_index8_and_match_replace8() -> None:
     def first(x: Any) -> Any:
         data = xl.load(x)
-        places = xl.ndarray((x.shape[0], 8), dtype=xl.uint32)
+        positions = xl.ndarray((x.shape[0], 8), dtype=xl.uint32)
         top = xisa.max8(src=data)
-        rest = xisa.nc_match_replace8(data=data, vals=top, imm=-9.0, dst_idx=places)
-        return kept(top, xisa.nc_find_index8(data=data, vals=top), places, rest)
+        remaining = xisa.nc_match_replace8(data=data, vals=top, imm=-9.0, dst_idx=positions)
+        return outputs_of(top, xisa.nc_find_index8(data=data, vals=top), positions, remaining)
 
     def second(x: Any) -> Any:
-        data, top, found = xl.load(x), new(4, 8), new(4, 8, dtype=U32)
-        places, rest = new(4, 8, dtype=U32), new(4, 3, 5)
+        data, top, indices = xl.load(x), sbuf_tile(4, 8), sbuf_tile(4, 8, dtype=U32)
+        positions, remaining = sbuf_tile(4, 8, dtype=U32), sbuf_tile(4, 3, 5)
         nisa.max8(top, data)
-        nisa.nc_find_index8(found, data, top)
-        nisa.nc_match_replace8(rest, data, top, -9.0, places)
-        return kept(top, found, places, rest)
+        nisa.nc_find_index8(indices, data, top)
+        nisa.nc_match_replace8(remaining, data, top, -9.0, positions)
+        return outputs_of(top, indices, positions, remaining)
 
     x = normal(4, 3, 5)
     x[0, 0, :2] = 7.0  # a tie
     rows = x.reshape(4, 15)
     order = np.argsort(-rows, axis=1, kind="stable")[:, :8]
     expected = np.take_along_axis(rows, order, axis=1)
-    rest = rows.copy()
-    np.put_along_axis(rest, order, F32(-9), axis=1)
+    remaining = rows.copy()
+    np.put_along_axis(remaining, order, F32(-9), axis=1)
     for kernel in (first, second):
-        top, found, places, replaced = run(kernel, x).outputs
+        top, indices, positions, replaced = run(kernel, x).outputs
         np.testing.assert_array_equal(top, expected)
-        np.testing.assert_array_equal(places, order)
-        np.testing.assert_array_equal(found[:, 2:], order[:, 2:])
-        assert list(found[0, :2]) == [0, 0]  # the first occurrence, for both of a tie
-        np.testing.assert_array_equal(replaced.reshape(4, 15), rest)
-    assert found.dtype == places.dtype == U32
+        np.testing.assert_array_equal(positions, order)
+        np.testing.assert_array_equal(indices[:, 2:], order[:, 2:])
+        assert list(indices[0, :2]) == [0, 0]  # both equal values give their first position
+        np.testing.assert_array_equal(replaced.reshape(4, 15), remaining)
+    assert indices.dtype == positions.dtype == U32
 
 
-def test_a_value_that_is_not_in_the_data() -> None:
+def test_a_search_for_a_missing_value_is_refused() -> None:
     def kernel(x: Any, values: Any) -> Any:
-        return kept(xisa.nc_find_index8(data=xl.load(x), vals=xl.load(values)))
+        return outputs_of(xisa.nc_find_index8(data=xl.load(x), vals=xl.load(values)))
 
     with pytest.raises(NkiError, match="undefined"):
         run(kernel, normal(4, 16), normal(4, 8))
@@ -215,9 +216,9 @@ def test_a_value_that_is_not_in_the_data() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["neuronxcc", "nki"])
-def test_means_and_variances_in_two_steps(dialect: str) -> None:
+def test_bn_stats_and_bn_aggr(dialect: str) -> None:
     def kernel(x: Any) -> Any:
-        tile, stats, result = xl.load(x), xl.ndarray((8, 12), dtype=xl.float32), new(8, 2)
+        tile, stats, result = xl.load(x), xl.ndarray((8, 12), dtype=xl.float32), sbuf_tile(8, 2)
         for i in range(2):
             part = tile[:, i * 15 : i * 15 + 15 + i * 6]
             if dialect == "nki":
@@ -228,7 +229,7 @@ def test_means_and_variances_in_two_steps(dialect: str) -> None:
             nisa.bn_aggr(result, stats)
         else:
             result = xisa.bn_aggr(stats)
-        return kept(stats, result)
+        return outputs_of(stats, result)
 
     x = normal(8, 36) + 3
     stats, result = run(kernel, x).outputs
@@ -252,9 +253,9 @@ def test_reductions_beside_a_result_and_over_partitions() -> None:
         both = xisa.scalar_tensor_tensor(
             data=a, op0=np.subtract, operand0=0.5, reverse0=True, op1=np.multiply, operand1=b
         )
-        second = new(8, 12)
+        second = sbuf_tile(8, 12)
         nisa.scalar_tensor_tensor(second, a, nl.subtract, 0.5, nl.multiply, b, reverse0=True)
-        return kept(doubled, largest, both, second, xisa.tensor_partition_reduce(np.add, a))
+        return outputs_of(doubled, largest, both, second, xisa.tensor_partition_reduce(np.add, a))
 
     x, y = normal(8, 12), normal(8, 12)
     doubled, largest, both, second, total = run(kernel, x, y).outputs
@@ -270,9 +271,9 @@ def test_reductions_beside_a_result_and_over_partitions() -> None:
     [((64, 0), (64, 64), True), ((64,), (), False), ((16, 0), (64, 64), False), ((96, 0), (64, 64), False),
      ((0, 0), (64, 32), False)],
 )  # fmt: skip
-def test_a_product_on_a_part_of_the_engine(position: tuple[int, ...], size: tuple[int, ...], fits: bool) -> None:
+def test_a_matmul_on_a_part_of_the_engine(position: tuple[int, ...], size: tuple[int, ...], fits: bool) -> None:
     def kernel(a: Any, b: Any) -> Any:
-        return kept(xisa.nc_matmul(xl.load(a), xl.load(b), tile_position=position, tile_size=size))
+        return outputs_of(xisa.nc_matmul(xl.load(a), xl.load(b), tile_position=position, tile_size=size))
 
     a, b = normal(40, 30), normal(40, 9)
     if fits:
@@ -288,11 +289,11 @@ def test_a_launch_grid_without_programs_and_indirect_addresses_are_refused() -> 
 
     @xnki.jit
     def kernel(x: Any) -> Any:
-        return kept(xl.load(x[xl.load(x), 0:4]))
+        return outputs_of(xl.load(x[xl.load(x), 0:4]))
 
     @xnki.jit
     def gathered(x: Any) -> Any:
-        return kept(xl.load(x[xl.load(x)[xl.arange(4)[:, None], 0], xl.arange(4)[None, :]]))
+        return outputs_of(xl.load(x[xl.load(x)[xl.arange(4)[:, None], 0], xl.arange(4)[None, :]]))
 
     with pytest.raises(NkiError, match="programs"):
         kernel[0](normal(4, 4))
@@ -318,7 +319,7 @@ def test_a_traced_kernel_writes_into_the_arrays_it_is_given() -> None:
         np.testing.assert_array_equal(x, before)
 
 
-def test_a_loop_places_products_on_parts_of_the_engine() -> None:
+def test_a_loop_index_may_place_a_matmul_on_a_part_of_the_engine() -> None:
     """As AWS's test of ``nc_matmul``: the position is an expression of a loop's index."""
 
     def kernel(a: Any, b: Any) -> Any:
@@ -328,20 +329,20 @@ def test_a_loop_places_products_on_parts_of_the_engine() -> None:
         return out
 
     a, b = normal(40, 30), normal(40, 9)
-    for product in run(kernel, a, b).outputs[0]:
-        np.testing.assert_allclose(product, a.T @ b, rtol=1e-5, atol=1e-5)
+    for result in run(kernel, a, b).outputs[0]:
+        np.testing.assert_allclose(result, a.T @ b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["trn2", "trn3"])
 def test_a_kernel_may_name_its_device(name: str) -> None:
     with nki_modules():
         import neuronxcc.nki as xnki
-    seen = []
+    versions = []
 
     @xnki.jit(platform_target=name)
     def kernel(x: Any) -> None:
-        seen.append(xisa.get_nc_version())
+        versions.append(xisa.get_nc_version())
 
     run(kernel, TensorSpec((4, 4)))
-    assert seen == [{"trn2": xisa.nc_version.gen3, "trn3": xisa.nc_version.gen4}[name]]
-    assert seen[0] >= xisa.nc_version.gen3
+    assert versions == [{"trn2": xisa.nc_version.gen3, "trn3": xisa.nc_version.gen4}[name]]
+    assert versions[0] >= xisa.nc_version.gen3

@@ -1,4 +1,4 @@
-"""What memory and arithmetic do: unwritten NaN, overwrite and accumulate, roundings, and the two modes' one trace."""
+"""Memory and arithmetic: unwritten NaN, accumulation, rounding; runs on arrays and on shapes give one trace."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ with nki_modules():
 F32, BF16 = np.float32, ml_dtypes.bfloat16
 
 
-def sb(*shape: int, dtype: Any = F32) -> Any:
+def sbuf_tile(*shape: int, dtype: Any = F32) -> Any:
     return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
 
 
-def loaded(x: Any) -> Any:
-    tile = sb(*x.shape, dtype=x.dtype)
+def load(x: Any) -> Any:
+    tile = sbuf_tile(*x.shape, dtype=x.dtype)
     nisa.dma_copy(dst=tile, src=x)
     return tile
 
 
-def stored(tile: Any, dtype: Any = F32) -> Any:
+def store_output(tile: Any, dtype: Any = F32) -> Any:
     out = nl.ndarray(tile.shape, dtype=dtype, buffer=nl.shared_hbm)
     if tile.space is Space.PSUM:
-        copy = sb(*tile.shape)
+        copy = sbuf_tile(*tile.shape)
         nisa.tensor_copy(copy, tile)
         tile = copy
     nisa.dma_copy(dst=out, src=tile)
@@ -46,7 +46,7 @@ def test_unwritten_memory_is_nan(dtype: str, buffer: str) -> None:
     def kernel() -> Any:
         space = {"sbuf": nl.sbuf, "psum": nl.psum, "hbm": nl.hbm}[buffer]
         tile = nl.ndarray((4, 8), dtype=getattr(nl, dtype), buffer=space)
-        return stored(tile)
+        return store_output(tile)
 
     assert np.isnan(run(kernel).outputs[0]).all()
 
@@ -54,7 +54,7 @@ def test_unwritten_memory_is_nan(dtype: str, buffer: str) -> None:
 def test_unwritten_output_stays_nan() -> None:
     def kernel(x: Any) -> Any:
         out = nl.ndarray((4, 8), dtype=F32, buffer=nl.shared_hbm)
-        nisa.dma_copy(dst=out[0:4, 0:7], src=loaded(x)[0:4, 0:7])
+        nisa.dma_copy(dst=out[0:4, 0:7], src=load(x)[0:4, 0:7])
         return out
 
     out = run(kernel, np.ones((4, 8), F32)).outputs[0]
@@ -65,17 +65,17 @@ def test_unwritten_output_stays_nan() -> None:
 def test_overwrite_and_accumulate(flags: tuple[bool | None, bool | None]) -> None:
     def kernel(a: Any, b: Any) -> Any:
         acc = nl.ndarray((8, 4), dtype=F32, buffer=nl.psum)
-        left, right = loaded(a), loaded(b)
+        left, right = load(a), load(b)
         for flag in flags:
             nisa.nc_matmul(acc, left, right, accumulate=flag)
-        return stored(acc)
+        return store_output(acc)
 
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((16, 8)).astype(F32), rng.standard_normal((16, 4)).astype(F32)
     result = run(kernel, a, b)
     np.testing.assert_allclose(result.outputs[0], a.T @ b * (1 if flags[1] is False else 2), rtol=1e-6)
-    products = [i for i in result.trace.instructions if i.op == "matmul"]
-    assert [i.accumulate for i in products] == [False, flags[1] is not False]
+    matmuls = [i for i in result.trace.instructions if i.op == "matmul"]
+    assert [i.accumulate for i in matmuls] == [False, flags[1] is not False]
 
 
 def test_first_dialect_accumulates_into_zeros_without_an_instruction() -> None:
@@ -93,15 +93,15 @@ def test_first_dialect_accumulates_into_zeros_without_an_instruction() -> None:
     assert [i.accumulate for i in result.trace.instructions if i.op == "matmul"] == [False, True, True]
 
 
-def test_products_accumulate_in_float32_and_round_once() -> None:
+def test_matmuls_accumulate_in_float32_and_round_once() -> None:
     def kernel(a: Any, b: Any) -> Any:
         acc = nl.ndarray((1, 1), dtype=F32, buffer=nl.psum)
-        left, right = loaded(a), loaded(b)
+        left, right = load(a), load(b)
         for i in range(64):
             nisa.nc_matmul(acc, left[0:1, i : i + 1], right[0:1, i : i + 1])
-        result = sb(1, 1, dtype=BF16)
+        result = sbuf_tile(1, 1, dtype=BF16)
         nisa.tensor_copy(result, acc)
-        return stored(result, BF16)
+        return store_output(result, BF16)
 
     a = np.full((1, 64), 1.0, BF16)
     b = np.full((1, 64), 1 / 256, BF16)
@@ -111,19 +111,19 @@ def test_products_accumulate_in_float32_and_round_once() -> None:
 
 def test_dma_converts_and_engines_compute_in_float32() -> None:
     def kernel(x: Any) -> Any:
-        tile = sb(*x.shape)
+        tile = sbuf_tile(*x.shape)
         nisa.dma_copy(dst=tile, src=x)
-        half = sb(*x.shape, dtype=BF16)
+        half = sbuf_tile(*x.shape, dtype=BF16)
         nisa.activation(half, op=nl.exp, data=tile, scale=0.5)
-        return stored(half, BF16)
+        return store_output(half, BF16)
 
     x = np.linspace(-4, 4, 64).astype(BF16).reshape(4, 16)
     expected = np.exp(x.astype(F32) * F32(0.5)).astype(BF16)
     np.testing.assert_array_equal(run(kernel, x).outputs[0].astype(F32), expected.astype(F32))
 
 
-def blocked(a: Any, b: Any, out: Any) -> None:
-    """A tiled product in the first dialect with loops the emulator sees."""
+def blocked_matmul(a: Any, b: Any, out: Any) -> None:
+    """A tiled matmul in the first dialect, with loops that the emulator records."""
     for m in xl.affine_range(a.shape[1] // 64):
         acc = xl.zeros((64, 96), dtype=F32, buffer=xl.psum)
         for k in xl.affine_range(a.shape[0] // 128):
@@ -133,10 +133,10 @@ def blocked(a: Any, b: Any, out: Any) -> None:
         xl.store(out[m * 64 : (m + 1) * 64, 0:96], xl.copy(acc, dtype=out.dtype))
 
 
-def test_shapes_alone_leave_the_same_trace() -> None:
+def test_a_shape_only_run_gives_the_same_trace() -> None:
     a, b = np.ones((256, 384), F32), np.ones((256, 96), F32)
-    with_data = run(blocked, a, b, outputs=[TensorSpec((384, 96))])
-    shapes = run(blocked, TensorSpec(a.shape), TensorSpec(b.shape), outputs=[TensorSpec((384, 96))])
+    with_data = run(blocked_matmul, a, b, outputs=[TensorSpec((384, 96))])
+    shapes = run(blocked_matmul, TensorSpec(a.shape), TensorSpec(b.shape), outputs=[TensorSpec((384, 96))])
     assert (with_data.outputs[0] == 256).all() and shapes.outputs == ()
     assert with_data.trace.instructions == shapes.trace.instructions
     assert [b.bytes_per_partition for b in with_data.trace.buffers] == [
@@ -146,14 +146,14 @@ def test_shapes_alone_leave_the_same_trace() -> None:
 
 def test_folding_keeps_totals_and_peaks() -> None:
     arguments = TensorSpec((256, 640)), TensorSpec((256, 96))
-    whole = run(blocked, *arguments, outputs=[TensorSpec((640, 96))]).trace
-    folded = run(blocked, *arguments, outputs=[TensorSpec((640, 96))], fold=True).trace
-    assert len(folded.instructions) == 3 * len(whole.instructions) // 10
-    assert folded.traffic() == whole.traffic() and folded.multiply_adds() == whole.multiply_adds() == 256 * 640 * 96
-    assert folded.peak(Space.SBUF) == whole.peak(Space.SBUF)
+    full = run(blocked_matmul, *arguments, outputs=[TensorSpec((640, 96))]).trace
+    folded = run(blocked_matmul, *arguments, outputs=[TensorSpec((640, 96))], fold=True).trace
+    assert len(folded.instructions) == 3 * len(full.instructions) // 10
+    assert folded.traffic() == full.traffic() and folded.multiply_adds() == full.multiply_adds() == 256 * 640 * 96
+    assert folded.peak(Space.SBUF) == full.peak(Space.SBUF)
 
 
-def test_the_record_of_each_kind_of_instruction() -> None:
+def test_the_recorded_fields_of_each_kind_of_instruction() -> None:
     def kernel(x: Any, out: Any) -> None:
         t = xl.load(x[0:64, 32:96])
         acc = xl.zeros((64, 64), dtype=F32, buffer=xl.psum)
@@ -161,14 +161,14 @@ def test_the_record_of_each_kind_of_instruction() -> None:
         xl.store(out, xisa.activation(op=xl.exp, data=acc, dtype=BF16))
 
     trace = run(kernel, TensorSpec((64, 128), BF16), outputs=[TensorSpec((64, 64), BF16)]).trace
-    load, product, activation, store = trace.instructions
-    assert (load.engine, load.bytes, load.row_bytes, load.source, load.target) == (
+    loading, matmul, activation, storing = trace.instructions
+    assert (loading.engine, loading.bytes, loading.row_bytes, loading.source, loading.target) == (
         Engine.DMA, 64 * 64 * 2, 64 * 2, Space.HBM, Space.SBUF,
     )  # fmt: skip
-    assert load.reads == (Region(0, 0, 64, 64, 192),)
-    assert (product.engine, product.k, product.m, product.n, product.dtype) == (Engine.TENSOR, 64, 64, 64, "bfloat16")
+    assert loading.reads == (Region(0, 0, 64, 64, 192),)
+    assert (matmul.engine, matmul.k, matmul.m, matmul.n, matmul.dtype) == (Engine.TENSOR, 64, 64, 64, "bfloat16")
     assert (activation.engine, activation.partitions, activation.elements) == (Engine.SCALAR, 64, 64)
-    assert (store.row_bytes, store.source, store.target) == (64 * 2, Space.SBUF, Space.HBM)
+    assert (storing.row_bytes, storing.source, storing.target) == (64 * 2, Space.SBUF, Space.HBM)
     assert trace.traffic() == (64 * 64 * 2, 64 * 64 * 2) and trace.multiply_adds() == 64**3
     used = {region.buffer for i in trace.instructions for region in (*i.reads, *i.writes)}
     for buffer in trace.buffers:

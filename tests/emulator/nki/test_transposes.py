@@ -1,7 +1,7 @@
-"""What the tensor engine writes when it transposes, for each generation of the NeuronCore.
+"""The result of a transpose on the tensor engine, for each generation of the NeuronCore.
 
 Sources: "the output data of a TensorE calculation is always in FP32" (architecture guide of Trainium and Inferentia2);
-16-bit output of a 16-bit transposition, and no spreading of NaN (guide of Trainium2); ``dst`` of
+16-bit output of a 16-bit transpose, and no spreading of NaN (guide of Trainium2); ``dst`` of
 ``nki.isa.nc_transpose`` has the dtype of ``data`` (reference of NKI 0.3 and later).
 """
 
@@ -26,17 +26,17 @@ with nki_modules():
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
-def written_to(dtype: str) -> Any:
+def transpose_into(dtype: str) -> Any:
     def kernel(x: Any, y: Any) -> None:
-        turned = xl.ndarray((xl.par_dim(3), 4), dtype=dtype, buffer=xl.psum)
-        turned[...] = xisa.nc_transpose(xl.load(x))
-        xl.store(y, value=xisa.tensor_copy(turned, dtype=x.dtype))
+        transposed = xl.ndarray((xl.par_dim(3), 4), dtype=dtype, buffer=xl.psum)
+        transposed[...] = xisa.nc_transpose(xl.load(x))
+        xl.store(y, value=xisa.tensor_copy(transposed, dtype=x.dtype))
 
     return kernel
 
 
 @pytest.mark.parametrize(
-    ("core", "source", "right"),
+    ("core", "source", "result_dtype"),
     [
         (TRN1, "bfloat16", "float32"),
         (TRN1, "float32", "float32"),
@@ -45,34 +45,34 @@ def written_to(dtype: str) -> Any:
         (TRN3, "bfloat16", "bfloat16"),
     ],
 )
-def test_a_transposition_leaves_in_the_generations_dtype(core: NeuronCore, source: str, right: str) -> None:
+def test_a_transpose_has_the_dtype_of_the_generation(core: NeuronCore, source: str, result_dtype: str) -> None:
     x = X.astype(ml_dtypes.bfloat16 if source == "bfloat16" else np.float32)
     out = TensorSpec((3, 4), source)
-    assert np.array_equal(run(written_to(right), x, outputs=[out], core=core).outputs[0], x.T)
-    wrong = "bfloat16" if right == "float32" else "float32"
+    assert np.array_equal(run(transpose_into(result_dtype), x, outputs=[out], core=core).outputs[0], x.T)
+    wrong = "bfloat16" if result_dtype == "float32" else "float32"
     with pytest.raises(NkiError, match="result dtype"):
-        run(written_to(wrong), x, outputs=[out], core=core)
+        run(transpose_into(wrong), x, outputs=[out], core=core)
 
 
-@pytest.mark.parametrize(("core", "right"), [(TRN2, True), (TRN3, True)])
-def test_the_second_dialect_keeps_the_dtype(core: NeuronCore, right: bool) -> None:
+@pytest.mark.parametrize("core", [TRN2, TRN3])
+def test_a_transpose_of_the_second_dialect_keeps_the_dtype(core: NeuronCore) -> None:
     def kernel(x: Any, y: Any, dtype: Any) -> None:
         tile = nl.ndarray((4, 3), dtype=x.dtype, buffer=nl.sbuf)
-        turned = nl.ndarray((3, 4), dtype=dtype, buffer=nl.psum)
+        transposed = nl.ndarray((3, 4), dtype=dtype, buffer=nl.psum)
         out = nl.ndarray((3, 4), dtype=y.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=tile, src=x)
-        nisa.nc_transpose(turned, tile)
-        nisa.tensor_copy(out, turned)
+        nisa.nc_transpose(transposed, tile)
+        nisa.tensor_copy(out, transposed)
         nisa.dma_copy(dst=y, src=out)
 
     x, out = X.astype(ml_dtypes.bfloat16), TensorSpec((3, 4), "bfloat16")
-    made = run(lambda x, y: kernel(x, y, nl.bfloat16), x, outputs=[out], core=core).outputs[0]
-    assert np.array_equal(made, x.T)
+    result = run(lambda x, y: kernel(x, y, nl.bfloat16), x, outputs=[out], core=core).outputs[0]
+    assert np.array_equal(result, x.T)
     with pytest.raises(NkiError, match="result dtype"):
         run(lambda x, y: kernel(x, y, nl.float32), x, outputs=[out], core=core)
 
 
-def test_another_dtype_takes_one_more_copy() -> None:
+def test_a_transpose_to_another_dtype_takes_one_more_copy() -> None:
     def kernel(x: Any, y: Any, dtype: Any) -> None:
         xl.store(y, value=xisa.tensor_copy(xisa.nc_transpose(xl.load(x), dtype=dtype)))
 
@@ -80,39 +80,39 @@ def test_another_dtype_takes_one_more_copy() -> None:
     copies = []
     for dtype in (xl.float32, xl.bfloat16):
         spec = TensorSpec((3, 4), np.dtype(dtype))
-        made = run(lambda x, y, dtype=dtype: kernel(x, y, dtype), x, outputs=[spec], core=TRN1)
-        assert np.array_equal(made.outputs[0].astype(np.float32), X.T)
-        copies.append(sum(i.op == "copy" for i in made.trace.instructions))
+        result = run(lambda x, y, dtype=dtype: kernel(x, y, dtype), x, outputs=[spec], core=TRN1)
+        assert np.array_equal(result.outputs[0].astype(np.float32), X.T)
+        copies.append(sum(i.op == "copy" for i in result.trace.instructions))
     assert copies == [1, 2]
 
 
-def marked(x: Any, y: Any, scale: float = 1.0) -> None:
+def matmul_marked_is_transpose(x: Any, y: Any, scale: float = 1.0) -> None:
     identity = xl.load(xl.shared_identity_matrix(4, dtype=x.dtype))
     if scale != 1.0:
         identity = xl.multiply(identity, scale)
-    turned = xl.ndarray((xl.par_dim(3), 4), dtype=xl.float32, buffer=xl.psum)
-    turned[...] = xisa.nc_matmul(xl.load(x), identity, is_moving_onezero=True, is_transpose=True)
-    xl.store(y, value=xisa.tensor_copy(turned))
+    transposed = xl.ndarray((xl.par_dim(3), 4), dtype=xl.float32, buffer=xl.psum)
+    transposed[...] = xisa.nc_matmul(xl.load(x), identity, is_moving_onezero=True, is_transpose=True)
+    xl.store(y, value=xisa.tensor_copy(transposed))
 
 
-def test_a_product_marked_as_a_transposition_is_one() -> None:
-    made = run(marked, X, outputs=[TensorSpec((3, 4))], core=TRN1)
-    assert np.array_equal(made.outputs[0], X.T)
-    assert [i.op for i in made.trace.instructions if i.engine is Engine.TENSOR] == ["transpose"]
+def test_a_matmul_marked_is_transpose_is_a_transpose() -> None:
+    result = run(matmul_marked_is_transpose, X, outputs=[TensorSpec((3, 4))], core=TRN1)
+    assert np.array_equal(result.outputs[0], X.T)
+    assert [i.op for i in result.trace.instructions if i.engine is Engine.TENSOR] == ["transpose"]
     with pytest.raises(NkiError, match="identity"):
-        run(lambda x, y: marked(x, y, 2.0), X, outputs=[TensorSpec((3, 4))], core=TRN1)
+        run(lambda x, y: matmul_marked_is_transpose(x, y, 2.0), X, outputs=[TensorSpec((3, 4))], core=TRN1)
 
 
 @pytest.mark.parametrize(("core", "spread"), [(TRN1, True), (TRN2, False)])
-def test_nan_spreads_only_where_a_transposition_multiplies(core: NeuronCore, spread: bool) -> None:
+def test_nan_spreads_only_where_a_transpose_multiplies(core: NeuronCore, spread: bool) -> None:
     x = X.copy()
     x[1, 1] = np.nan
-    made = run(written_to("float32"), x, outputs=[TensorSpec((3, 4))], core=core).outputs[0]
-    assert np.isnan(made).sum() == (4 if spread else 1)
+    result = run(transpose_into("float32"), x, outputs=[TensorSpec((3, 4))], core=core).outputs[0]
+    assert np.isnan(result).sum() == (4 if spread else 1)
 
 
-def test_a_kernel_may_ask_for_the_generation() -> None:
-    found = []
+def test_get_nc_version() -> None:
+    versions = []
     for core in (TRN1, TRN2, TRN3):
-        run(lambda: found.append(xisa.get_nc_version()), core=core)
-    assert found == [xisa.nc_version.gen2, xisa.nc_version.gen3, xisa.nc_version.gen4]
+        run(lambda: versions.append(xisa.get_nc_version()), core=core)
+    assert versions == [xisa.nc_version.gen2, xisa.nc_version.gen3, xisa.nc_version.gen4]

@@ -1,4 +1,4 @@
-"""Kernels in the manner of the public tutorials, in both dialects, against NumPy."""
+"""Kernels in the style of the public tutorials, in both dialects, against NumPy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def softmax(x):  # type: ignore[no-untyped-def]
 
 
 @xnki.jit
-def add_on_a_grid(a, b):  # type: ignore[no-untyped-def]
+def add_on_a_launch_grid(a, b):  # type: ignore[no-untyped-def]
     out = xl.ndarray(a.shape, dtype=a.dtype, buffer=xl.shared_hbm)
     i = xl.program_id(0) * 64 + xl.arange(64)[:, None]
     j = xl.program_id(1) * 32 + xl.arange(32)[None, :]
@@ -48,15 +48,15 @@ def add_on_a_grid(a, b):  # type: ignore[no-untyped-def]
 def transpose_rows(x, rows, columns):  # type: ignore[no-untyped-def]
     out = xl.ndarray(x.shape, dtype=x.dtype, buffer=xl.shared_hbm)
     tile = xl.load(x)
-    turned = xl.ndarray(x.shape, dtype=x.dtype)
+    transposed = xl.ndarray(x.shape, dtype=x.dtype)
     p, i, j = xl.mgrid[0 : x.shape[0], 0:rows, 0:columns]
-    turned[p, j * rows + i] = xl.copy(tile[p, i * columns + j])
-    xl.store(out, value=turned)
+    transposed[p, j * rows + i] = xl.copy(tile[p, i * columns + j])
+    xl.store(out, value=transposed)
     return out
 
 
 @xnki.jit
-def scanned(a, b):  # type: ignore[no-untyped-def]
+def scan(a, b):  # type: ignore[no-untyped-def]
     out = xl.ndarray(a.shape, dtype=a.dtype, buffer=xl.shared_hbm)
     result: xt.tensor[a.shape] = xisa.tensor_tensor_scan(xl.load(a), xl.load(b), initial=0, op0=np.multiply, op1=np.add)
     xl.store(out, result)
@@ -64,7 +64,7 @@ def scanned(a, b):  # type: ignore[no-untyped-def]
 
 
 @xnki.jit
-def pooled(x):  # type: ignore[no-untyped-def]
+def average_pool(x):  # type: ignore[no-untyped-def]
     c, h, w = x.shape
     out = xl.ndarray((c, h // 2, w // 2), dtype=x.dtype, buffer=xl.shared_hbm)
     tile = xl.load(x)
@@ -74,7 +74,7 @@ def pooled(x):  # type: ignore[no-untyped-def]
 
 
 @xnki.jit
-def blocked_product(a, b):  # type: ignore[no-untyped-def]
+def blocked_matmul(a, b):  # type: ignore[no-untyped-def]
     depth, height = a.shape
     out = xl.ndarray((height, b.shape[1]), dtype=a.dtype, buffer=xl.shared_hbm)
     grid = xl.mgrid[0:128, 0:128]
@@ -94,7 +94,7 @@ def blocked_product(a, b):  # type: ignore[no-untyped-def]
 
 
 @nki.jit
-def tiled_product(a, b):  # type: ignore[no-untyped-def]
+def tiled_matmul(a, b):  # type: ignore[no-untyped-def]
     depth, height = a.shape
     out = nl.ndarray((height, b.shape[1]), dtype=a.dtype, buffer=nl.shared_hbm)
     for m in nl.affine_range(height // 128):
@@ -119,70 +119,70 @@ def attention_row(q, k, v):  # type: ignore[no-untyped-def]
     weights = xisa.activation(op=xl.exp, data=shifted)
     norm = xisa.reciprocal(xisa.tensor_reduce(op=xl.add, data=weights, axis=1))
     weights = xisa.tensor_scalar(weights, op0=xl.multiply, operand0=norm)
-    turned = xisa.tensor_copy(xisa.nc_transpose(weights))
+    transposed = xisa.tensor_copy(xisa.nc_transpose(weights))
     values = xisa.tensor_copy(xisa.nc_transpose(xl.load(v)))
-    result = xisa.nc_matmul(turned, values)
+    result = xisa.nc_matmul(transposed, values)
     xl.store(out, value=xl.copy(result))
     return out
 
 
-def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+def normal_arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     rng = np.random.default_rng(7)
     return [rng.standard_normal(shape).astype(F32) for shape in shapes]
 
 
-def close(actual: Any, expected: np.ndarray) -> None:
+def assert_close(actual: Any, expected: np.ndarray) -> None:
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_softmax_with_masks() -> None:
-    (x,) = arrays((200, 50))
+    (x,) = normal_arrays((200, 50))
     e = np.exp(x - x.max(1, keepdims=True))
-    close(softmax(x), e / e.sum(1, keepdims=True))
+    assert_close(softmax(x), e / e.sum(1, keepdims=True))
 
 
 def test_launch_grid() -> None:
-    a, b = arrays((128, 96), (128, 96))
-    np.testing.assert_array_equal(add_on_a_grid[2, 3](a, b), a + b)
+    a, b = normal_arrays((128, 96), (128, 96))
+    np.testing.assert_array_equal(add_on_a_launch_grid[2, 3](a, b), a + b)
 
 
 def test_free_axis_transposition() -> None:
-    (x,) = arrays((5, 12))
+    (x,) = normal_arrays((5, 12))
     np.testing.assert_array_equal(transpose_rows(x, 3, 4), x.reshape(5, 3, 4).transpose(0, 2, 1).reshape(5, 12))
 
 
 def test_scan() -> None:
-    a, b = arrays((8, 30), (8, 30))
+    a, b = normal_arrays((8, 30), (8, 30))
     a /= 2
     state, expected = np.zeros(8), np.zeros_like(b)
     for t in range(30):
         state = state * a[:, t] + b[:, t]
         expected[:, t] = state
-    close(scanned(a, b), expected)
+    assert_close(scan(a, b), expected)
 
 
 def test_pooling_over_a_five_axis_view() -> None:
-    (x,) = arrays((3, 6, 8))
-    close(pooled(x), x.reshape(3, 3, 2, 4, 2).mean(axis=(2, 4)))
+    (x,) = normal_arrays((3, 6, 8))
+    assert_close(average_pool(x), x.reshape(3, 3, 2, 4, 2).mean(axis=(2, 4)))
 
 
-@pytest.mark.parametrize("kernel", [blocked_product, tiled_product], ids=["neuronxcc", "nki"])
-def test_products(kernel: Any) -> None:
-    a, b = arrays((256, 256), (256, 200))
+@pytest.mark.parametrize("kernel", [blocked_matmul, tiled_matmul], ids=["neuronxcc", "nki"])
+def test_matmuls(kernel: Any) -> None:
+    a, b = normal_arrays((256, 256), (256, 200))
     np.testing.assert_allclose(kernel(a, b), a.T @ b, rtol=1e-4, atol=1e-4)
     trace = run(kernel, TensorSpec(a.shape), TensorSpec(b.shape)).trace
     assert trace.multiply_adds() == 256 * 256 * 200
 
 
 def test_attention() -> None:
-    q, k, v = arrays((64, 128), (64, 128), (64, 128))
+    q, k, v = normal_arrays((64, 128), (64, 128), (64, 128))
     scores = q.T @ k
     e = np.exp(scores - scores.max(1, keepdims=True))
-    close(attention_row(q, k, v), e / e.sum(1, keepdims=True) @ v.T)
+    assert_close(attention_row(q, k, v), e / e.sum(1, keepdims=True) @ v.T)
 
 
-def test_simulate_is_the_same_run() -> None:
-    a, b = arrays((128, 128), (128, 64))
+def test_simulate_equals_a_launch() -> None:
+    a, b = normal_arrays((128, 128), (128, 64))
     with nki_modules():
         from nki import simulate
-    np.testing.assert_array_equal(simulate(tiled_product)(a, b), tiled_product(a, b))
+    np.testing.assert_array_equal(simulate(tiled_matmul)(a, b), tiled_matmul(a, b))

@@ -13,7 +13,7 @@ import pytest
 from nki_subset import problems
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
-from neuronmm.emulator.nki.values import check_values
+from neuronmm.emulator.nki.contract import check_values
 from neuronmm.kernels import nki as kernels_package
 from neuronmm.kernels.nki import tiling
 from neuronmm.kernels.nki.blocks import Ranks
