@@ -48,7 +48,7 @@ _MOVING = 512
 
 @dataclass(frozen=True)
 class GraphTime:
-    """The predicted time of one run of a graph, in seconds per core.
+    """The predicted time of one run of a graph, in seconds; all cores run it at the same time.
 
     Attributes:
         stream: everything but NKI kernels and collectives.

@@ -55,13 +55,9 @@ def tutorial_matmul(
     sketch.open_fold()
     results = [sketch.tile("result", COLUMNS, "float32") for _ in range(m // TILE)]
     for k0 in range(0, k, depth):
-        b = sketch.tile("right block", depth // TILE * COLUMNS)
-        for t in range(depth // TILE):
-            sketch.load(b, t * COLUMNS, COLUMNS, right, k0 + t * TILE)
+        b = _load_block(sketch, "right block", right, depth, COLUMNS, k0)
         for m0 in range(0, m, rows):
-            a = sketch.tile("left block", depth // TILE * rows)
-            for t in range(depth // TILE):
-                sketch.load(a, t * rows, rows, left, k0 + t * TILE, m0)
+            a = _load_block(sketch, "left block", left, depth, rows, k0, m0)
             for m1 in range(0, rows, TILE):
                 psum = sketch.tile("psum", COLUMNS, "float32", Space.PSUM)
                 for t in range(depth // TILE):
@@ -89,13 +85,9 @@ def fused_xuv(
     sketch.open_fold()
     xu = sketch.tile("strip", r // TILE * strip)
     for k0 in range(0, k, depth):
-        a = sketch.tile("x block", depth // TILE * strip)
-        for t in range(depth // TILE):
-            sketch.load(a, t * strip, strip, x, k0 + t * TILE)
+        a = _load_block(sketch, "x block", x, depth, strip, k0)
         for r0 in range(0, r, ranks):
-            b = sketch.tile("u block", depth // TILE * ranks)
-            for t in range(depth // TILE):
-                sketch.load(b, t * ranks, ranks, u, k0 + t * TILE, r0)
+            b = _load_block(sketch, "u block", u, depth, ranks, k0, r0)
             for m0 in range(0, strip, TILE):
                 for r1 in range(0, ranks, TILE):
                     psum = sketch.tile("psum", TILE, "float32", Space.PSUM)
@@ -108,9 +100,7 @@ def fused_xuv(
     for n0 in range(0, n, columns):
         out = [sketch.tile("out", columns) for _ in range(strip // TILE)]
         for r0 in range(0, r, ranks):
-            b = sketch.tile("v block", ranks // TILE * columns)
-            for t in range(ranks // TILE):
-                sketch.load(b, t * columns, columns, v, r0 + t * TILE, n0)
+            b = _load_block(sketch, "v block", v, ranks, columns, r0, n0)
             for m0 in range(0, strip, TILE):
                 for n1 in range(0, columns, COLUMNS):
                     psum = sketch.tile("psum", COLUMNS, "float32", Space.PSUM)
@@ -126,6 +116,16 @@ def fused_xuv(
     sketch.free(xu)
     sketch.close_fold(m // strip)
     return sketch.trace
+
+
+def _load_block(
+    sketch: Sketch, name: str, tensor: Buffer, rows: int, columns: int, row: int, column: int = 0
+) -> Buffer:
+    """Load [rows, columns] of ``tensor`` from (row, column) to one tile, 128 rows beside the next 128."""
+    block = sketch.tile(name, rows // TILE * columns)
+    for t in range(rows // TILE):
+        sketch.load(block, t * columns, columns, tensor, row + t * TILE, column)
+    return block
 
 
 def _accumulate(sketch: Sketch, tile: Buffer, column: int, psum: Buffer, elements: int, first: bool) -> None:

@@ -150,10 +150,10 @@ def test_instructions_that_rearrange_elements(like_xla: Like, data: st.DataObjec
     like_xla(lambda s, x: x.dtype[x.sizes[::-1]].Reshape(x), x)
     like_xla(lambda s, x: x.dtype[x.sizes].Reverse(x, dimensions=order[: rank // 2]), x)
     out = data.draw(st.lists(st.integers(1, 3), min_size=rank, max_size=rank + 2))
-    places = sorted(data.draw(st.permutations(range(len(out))))[:rank])
-    for place, size in zip(places, shape, strict=True):
-        out[place] = size
-    like_xla(lambda s, x: x.dtype[out].Broadcast(x, dimensions=places), x)
+    dimensions = sorted(data.draw(st.permutations(range(len(out))))[:rank])
+    for dimension, size in zip(dimensions, shape, strict=True):
+        out[dimension] = size
+    like_xla(lambda s, x: x.dtype[out].Broadcast(x, dimensions=dimensions), x)
     slices = []
     for size in shape:
         start = data.draw(st.integers(0, size - 1))

@@ -151,8 +151,8 @@ def test_a_value_that_ranks_share_is_not_overwritten() -> None:
         total = f32[4, 3].AllReduce(x, replica_groups=[[0, 1]], to_apply=addition(f32))
         return write_row(total, at, row)
 
-    places = [torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)]
-    ((a, b),) = Program(module(graph), 2)([[torch.ones(4, 3)] * 2, places, [torch.zeros(1, 3)] * 2])
+    indices = [torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)]
+    ((a, b),) = Program(module(graph), 2)([[torch.ones(4, 3)] * 2, indices, [torch.zeros(1, 3)] * 2])
     assert a.sum(1).tolist() == [0, 6, 6, 6] and b.sum(1).tolist() == [6, 6, 6, 0]
 
 
