@@ -1,4 +1,4 @@
-"""The Neuron SDK's surface on a CPU: ``nki`` (language and hardware rules), graphs, runtime and timing."""
+"""The Neuron SDK emulated on a CPU: the NKI language, HLO graphs, the runtime below a host, and a timing model."""
 
 if "." not in __name__:
     from neuronmm_checkout import stand_back

@@ -1,4 +1,4 @@
-"""Modules that exist for the time of a ``with`` block."""
+"""Install modules in ``sys.modules`` for the duration of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -12,49 +12,56 @@ from typing import Any
 
 
 def offers(module: str, attribute: str) -> bool:
-    """Whether a module is here and is more than a stub: the SDK's names on the package index refuse to import.
+    """Return whether ``module`` can be imported and has ``attribute``.
 
-    What was imported to find out that it is not stays out of ``sys.modules``.
+    The package index has stubs under the SDK's names; importing one raises. If the answer is False, ``sys.modules`` is
+    left as it was: the packages that the attempt imported are removed.
     """
+    root = module.split(".")[0]
     before = dict(sys.modules)
     try:
-        found = hasattr(importlib.import_module(module), attribute)
+        offered = hasattr(importlib.import_module(module), attribute)
     except Exception:
-        found = False
-    if not found:
-        remove({module.split(".")[0]})
-        sys.modules.update({n: m for n, m in before.items() if n.split(".")[0] == module.split(".")[0]})
-    return found
+        offered = False
+    if not offered:
+        remove({root})
+        sys.modules.update({name: value for name, value in before.items() if name.split(".")[0] == root})
+    return offered
 
 
 @contextmanager
 def importable(surface: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Put modules of the given attributes in place of whatever has their top-level names; put that back afterwards."""
+    """Make modules importable inside the block; restore ``sys.modules`` afterwards.
+
+    Args:
+        surface: dotted module name -> attributes. All existing modules below the same top-level names are hidden.
+    """
     roots = {name.split(".")[0] for name in surface}
-    made: dict[str, ModuleType] = {}
+    modules: dict[str, ModuleType] = {}
     for name, attributes in surface.items():
-        made[name] = ModuleType(name, "Emulated.")
-        made[name].__spec__ = ModuleSpec(name, None, is_package=True)
-        made[name].__dict__.update(attributes, __path__=[])
-    for name, module in made.items():
+        modules[name] = ModuleType(name, "Emulated.")
+        modules[name].__spec__ = ModuleSpec(name, None, is_package=True)
+        modules[name].__dict__.update(attributes, __path__=[])
+    for name, module in modules.items():
         parent, _, child = name.rpartition(".")
         if parent:
-            setattr(made[parent], child, module)
-    before = remove(roots)
-    sys.modules.update(made)
+            setattr(modules[parent], child, module)
+    hidden = remove(roots)
+    sys.modules.update(modules)
     try:
         yield
     finally:
         remove(roots)
-        sys.modules.update(before)
+        sys.modules.update(hidden)
 
 
 def remove(packages: Collection[str]) -> dict[str, ModuleType]:
-    """Take packages, by dotted name, and all below them out of ``sys.modules``; what was taken."""
-    below = tuple(f"{package}." for package in packages)
-    taken = {n: sys.modules.pop(n) for n in list(sys.modules) if n in packages or n.startswith(below)}
+    """Remove packages, by dotted name, and their submodules from ``sys.modules``; return them by name."""
+    prefixes = tuple(f"{package}." for package in packages)
+    names = [name for name in sys.modules if name in packages or name.startswith(prefixes)]
+    removed = {name: sys.modules.pop(name) for name in names}
     for package in packages:
         parent, _, child = package.rpartition(".")
         if parent in sys.modules:
             sys.modules[parent].__dict__.pop(child, None)
-    return taken
+    return removed

@@ -13,7 +13,7 @@ from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.trace import Trace
 from neuronmm.emulator.timing import report, simulate, spill
 from neuronmm.emulator.timing.measured import SWEEP
-from neuronmm.emulator.timing.published import dense_xw, fused_xuv, sequential_xuv
+from neuronmm.emulator.timing.published_kernels import dense_xw, fused_xuv, sequential_xuv
 from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
 from neuronmm.kernels.nki import baselines
 from neuronmm.kernels.nki.blocks import Blocks, Ranks

@@ -37,7 +37,7 @@ def _seeded() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _xla_verifies_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where XLA is installed, every graph that a test loads into the interpreter has to be one that XLA takes."""
+    """Where XLA is installed, every graph that a test loads into the interpreter must be one that XLA accepts."""
     if find_spec("jax") is None:
         return
 

@@ -1,4 +1,4 @@
-"""Collectives: instructions whose result on a rank depends on other ranks' operands."""
+"""Collectives: instructions whose result on one rank depends on other ranks' operands."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from neuronmm.emulator.hlo.node import ACROSS, Function, Node
+from neuronmm.emulator.hlo.node import COLLECTIVES, Function, Node
 from neuronmm.emulator.hlo.reducing import PAIRWISE
 
 Ranks = list[Tensor]
+"""One value per rank."""
 
 
 def _collective(opcode: str) -> Callable[[Callable[[Node], Callable[[Ranks], Ranks]]], None]:
-    """Register what a collective does within one group, ranks in the group's order."""
+    """Register a factory of the function that one replica group runs, on its ranks' values in the group's order."""
 
-    def register(make: Callable[[Node], Callable[[Ranks], Ranks]]) -> None:
-        def across(node: Node, ranks: int) -> Function:
-            within, groups = make(node), _groups(node, ranks)
+    def register(factory: Callable[[Node], Callable[[Ranks], Ranks]]) -> None:
+        def implementation(node: Node, ranks: int) -> Function:
+            run_group, groups = factory(node), _groups(node, ranks)
 
             def run(values: Ranks) -> Ranks:
                 results: list[Tensor | None] = [None] * ranks
                 for group in groups:
-                    for rank, value in zip(group, within([values[r] for r in group]), strict=True):
+                    for rank, value in zip(group, run_group([values[r] for r in group]), strict=True):
                         results[rank] = value
                 return results  # type: ignore[return-value]
 
             return run
 
-        ACROSS[opcode] = across
+        COLLECTIVES[opcode] = implementation
 
     return register
 
 
 def _groups(node: Node, ranks: int) -> list[list[int]]:
-    """The replica groups; none given: one of all ranks.
+    """Return the replica groups; if the instruction has none, one group of all ranks.
 
     Raises:
         UnsupportedError: the groups are not a partition of the ranks.
@@ -47,21 +48,21 @@ def _groups(node: Node, ranks: int) -> list[list[int]]:
     return groups
 
 
-def _sum(node: Node) -> Callable[[Ranks], Tensor]:
-    """The combination of a group's values, in rank order: every rank gets the same bits."""
-    how = node.applied()
-    if how not in PAIRWISE or len(node.operands) != 1:
-        raise node.unsupported(f"to apply {how}")
-    return functools.partial(functools.reduce, PAIRWISE[how])
+def _reduction(node: Node) -> Callable[[Ranks], Tensor]:
+    """Return the function that combines a group's values in the group's order, so every rank gets the same bits."""
+    opcode = node.applied_opcode()
+    if opcode not in PAIRWISE or len(node.operands) != 1:
+        raise node.unsupported(f"it applies {opcode} to {len(node.operands)} operands")
+    return functools.partial(functools.reduce, PAIRWISE[opcode])
 
 
 @_collective("all-reduce")
 def _all_reduce(node: Node) -> Callable[[Ranks], Ranks]:
-    combine = _sum(node)
+    combine = _reduction(node)
 
     def all_reduce(values: Ranks) -> Ranks:
-        total = combine(values)
-        return [total if len(values) > 1 else total.clone()] * len(values)
+        result = combine(values)
+        return [result if len(values) > 1 else result.clone()] * len(values)
 
     return all_reduce
 
@@ -74,8 +75,8 @@ def _all_gather(node: Node) -> Callable[[Ranks], Ranks]:
 
 @_collective("reduce-scatter")
 def _reduce_scatter(node: Node) -> Callable[[Ranks], Ranks]:
-    combine, (dimension,) = _sum(node), node.proto.dimensions
-    return lambda values: [part.clone() for part in combine(values).chunk(len(values), dimension)]
+    combine, (dimension,) = _reduction(node), node.proto.dimensions
+    return lambda values: [chunk.clone() for chunk in combine(values).chunk(len(values), dimension)]
 
 
 @_collective("all-to-all")
@@ -83,8 +84,8 @@ def _all_to_all(node: Node) -> Callable[[Ranks], Ranks]:
     (dimension,) = node.proto.dimensions
 
     def all_to_all(values: Ranks) -> Ranks:
-        pieces = [value.chunk(len(values), dimension) for value in values]
-        return [torch.cat([piece[rank] for piece in pieces], dimension) for rank in range(len(values))]
+        chunks = [value.chunk(len(values), dimension) for value in values]
+        return [torch.cat([sent[rank] for sent in chunks], dimension) for rank in range(len(values))]
 
     return all_to_all
 
@@ -94,4 +95,4 @@ def _replica_id(node: Node, ranks: int) -> Function:
     return lambda: [torch.tensor(rank, dtype=dtype) for rank in range(ranks)]
 
 
-ACROSS["replica-id"] = _replica_id
+COLLECTIVES["replica-id"] = _replica_id

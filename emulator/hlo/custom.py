@@ -1,4 +1,4 @@
-"""Neuron's custom calls: a few operators of its own, and NKI kernels."""
+"""Neuron's custom calls: the SDK's own operators, and NKI kernels."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuronmm.emulator.hlo.node import Function, Node, held, local, text
-from neuronmm.emulator.hlo.types import InvalidGraphError
+from neuronmm.emulator.hlo.node import Function, Node, local, storage_dtype
+from neuronmm.emulator.hlo.types import InvalidGraphError, Type
 from neuronmm.emulator.nki.framework import TARGET, execute, kernel_of
 
-_CALLS: dict[str, Callable[[Node], Function]] = {}
+_TARGETS: dict[str, Callable[[Node], Function]] = {}
+"""Custom-call target -> implementation."""
 TRANSFER = "AwsNeuronTransferWithStaticRing"
-"""Marks a tensor that stays in device memory: the operand itself."""
+"""Marks a tensor that stays in device memory; the result is the operand."""
 
 
-def _call(target: str) -> Callable[[Callable[[Node], Function]], Callable[[Node], Function]]:
-    def register(make: Callable[[Node], Function]) -> Callable[[Node], Function]:
-        _CALLS[target] = make
-        return make
+def _target(name: str) -> Callable[[Callable[[Node], Function]], Callable[[Node], Function]]:
+    def register(factory: Callable[[Node], Function]) -> Callable[[Node], Function]:
+        _TARGETS[name] = factory
+        return factory
 
     return register
 
@@ -30,9 +31,9 @@ def _call(target: str) -> Callable[[Callable[[Node], Function]], Callable[[Node]
 @local("custom-call", view=True)
 def _custom_call(node: Node) -> Function:
     target, calls = node.proto.custom_call_target, node.settings.calls
-    if target not in _CALLS:
+    if target not in _TARGETS:
         raise node.unsupported()
-    function = _CALLS[target](node)
+    function = _TARGETS[target](node)
     if target in (TRANSFER, TARGET):
         return function
 
@@ -43,45 +44,45 @@ def _custom_call(node: Node) -> Function:
     return counted
 
 
-@_call(TRANSFER)
+@_target(TRANSFER)
 def _transfer(node: Node) -> Function:
     return lambda x: x
 
 
-@_call("AwsNeuronRmsNorm")
+@_target("AwsNeuronRmsNorm")
 def _rms_norm(node: Node) -> Function:
-    """``x / sqrt(mean(x^2) + eps) * weight`` in float32 along the dimension that the config names."""
+    """Compute ``x / sqrt(mean(x^2) + epsilon) * weight`` in float32, along the dimension that the config names."""
     dim, dtype, rank = int(node.proto.backend_config), node.dtype, len(node.sizes)
     along = [-1 if d == dim % rank else 1 for d in range(rank)]
 
     def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim, keepdim=True) + epsilon)
-        return (wide * scale * weight.float().reshape(along)).to(dtype)
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(dim, keepdim=True) + epsilon)
+        return (x32 * scale * weight.float().reshape(along)).to(dtype)
 
     return rms_norm
 
 
-@_call("AwsNeuronSoftmax")
+@_target("AwsNeuronSoftmax")
 def _softmax(node: Node) -> Function:
     dim, dtype = int(node.proto.backend_config), node.dtype
     return lambda x: torch.softmax(x.float(), dim).to(dtype)
 
 
-@_call("AwsNeuronGeluApprxTanh")
+@_target("AwsNeuronGeluApprxTanh")
 def _gelu(node: Node) -> Function:
     return lambda x: torch.nn.functional.gelu(x, approximate="tanh")
 
 
-@_call("AwsNeuronArgMax")
+@_target("AwsNeuronArgMax")
 def _argmax(node: Node) -> Function:
     dim, sizes = int(node.proto.backend_config), node.sizes
     return lambda x: x.argmax(dim).reshape(sizes)
 
 
-@_call("AwsNeuronTopK")
+@_target("AwsNeuronTopK")
 def _topk(node: Node) -> Function:
-    """The largest k along the last dimension and where they are."""
+    """Return the k largest values along the last dimension, and their indices."""
     k = int(node.proto.backend_config)
 
     def topk(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,13 +92,13 @@ def _topk(node: Node) -> Function:
     return topk
 
 
-@_call(TARGET)
+@_target(TARGET)
 def _native_kernel(node: Node) -> Function:
-    """An NKI kernel, interpreted; or, where the settings say so, the function's ``reference`` on the same tensors."""
+    """Interpret an NKI kernel, or run the function's ``reference`` on the same tensors if the settings ask for it."""
     config, settings = node.proto.backend_config, node.settings
-    several = bool(node.proto.shape.tuple_shapes)
-    shapes = list(node.proto.shape.tuple_shapes) if several else [node.proto.shape]
-    wanted = [(tuple(s.dimensions), held(s.element_type)) for s in shapes]
+    is_tuple = bool(node.proto.shape.tuple_shapes)
+    shapes = list(node.proto.shape.tuple_shapes) if is_tuple else [node.proto.shape]
+    expected = [(tuple(s.dimensions), storage_dtype(s.element_type)) for s in shapes]
 
     def native_kernel(*tensors: Tensor) -> Any:
         if settings.kernels == "reference":
@@ -106,21 +107,22 @@ def _native_kernel(node: Node) -> Function:
             if reference is None:
                 raise node.unsupported(f"kernel {function.__name__} has no attribute 'reference'")
             settings.calls["reference"] += 1
-            made = reference(*tensors)
-            made = made if isinstance(made, tuple) else (made,)
+            results = reference(*tensors)
+            results = results if isinstance(results, tuple) else (results,)
         else:
             settings.calls["nki"] += 1
-            made = tuple(_from_numpy(a) for a in execute(config, [_to_numpy(t) for t in tensors]))
-        if [(tuple(t.shape), t.dtype) for t in made] != wanted:
-            given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in made)
-            raise InvalidGraphError(f"kernel {kernel_of(config).__name__} made {given}, not {text(node.proto.shape)}")
-        return made if several else made[0]
+            results = tuple(_from_numpy(a) for a in execute(config, [_to_numpy(t) for t in tensors]))
+        if [(tuple(t.shape), t.dtype) for t in results] != expected:
+            actual = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in results)
+            declared = Type.of(node.proto.shape)
+            raise InvalidGraphError(f"kernel {kernel_of(config).__name__} returned {actual}, not {declared}")
+        return results if is_tuple else results[0]
 
     return native_kernel
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
-    """The same memory where it is contiguous; bfloat16 as ml_dtypes has it."""
+    """Return an array on the same memory, or a copy if the tensor is not contiguous; bfloat16 as ml_dtypes' type."""
     tensor = tensor.contiguous()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

@@ -53,7 +53,7 @@ COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @local(*_UNARY)
 def _unary(node: Node) -> Function:
-    return node.wrapped(_UNARY[node.proto.opcode])
+    return node.wrap(_UNARY[node.proto.opcode])
 
 
 @local(*_BINARY)
@@ -62,12 +62,12 @@ def _binary(node: Node) -> Function:
         logical: dict[str, Any] = {"add": torch.logical_or, "maximum": torch.logical_or, "multiply": torch.logical_and}
         logical["minimum"] = torch.logical_and
         return logical.get(node.proto.opcode, _BINARY[node.proto.opcode])
-    return node.wrapped(_BINARY[node.proto.opcode])
+    return node.wrap(_BINARY[node.proto.opcode])
 
 
 @local("divide")
 def _divide(node: Node) -> Function:
-    """Integers divide towards zero, and anything by zero is -1: all bits set."""
+    """Integer division truncates; division by zero gives -1 (all bits set)."""
     if node.dtype.is_floating_point:
         return torch.div
 
@@ -75,12 +75,12 @@ def _divide(node: Node) -> Function:
         quotient = torch.div(a, torch.where(b == 0, torch.ones_like(b), b), rounding_mode="trunc")
         return torch.where(b == 0, torch.full_like(a, -1), quotient)
 
-    return node.wrapped(divide)
+    return node.wrap(divide)
 
 
 @local("remainder")
 def _remainder(node: Node) -> Function:
-    """The sign is the dividend's; modulo zero is the dividend, or NaN."""
+    """The result has the dividend's sign; modulo zero is the dividend for integers, NaN for floats."""
     if node.dtype.is_floating_point:
         return torch.fmod
     return lambda a, b: torch.where(b == 0, a, torch.fmod(a, torch.where(b == 0, torch.ones_like(b), b)))
@@ -92,16 +92,16 @@ def _shift(node: Node) -> Function:
     opcode = node.proto.opcode
 
     def shift(a: Tensor, b: Tensor) -> Tensor:
-        inside = (b >= 0) & (b < bits)
-        by = torch.where(inside, b, torch.zeros_like(b))
+        in_range = (b >= 0) & (b < bits)
+        distance = torch.where(in_range, b, torch.zeros_like(b))
         if opcode == "shift-left":
-            return torch.where(inside, a << by, torch.zeros_like(a))
+            return torch.where(in_range, a << distance, torch.zeros_like(a))
         if opcode == "shift-right-arithmetic":
-            return torch.where(inside, a >> by, torch.where(a < 0, -1, 0).to(a.dtype))
-        kept = torch.where(by > 0, (1 << (bits - by)) - 1, torch.full_like(a, -1)).to(a.dtype)
-        return torch.where(inside, (a >> by) & kept, torch.zeros_like(a))
+            return torch.where(in_range, a >> distance, torch.where(a < 0, -1, 0).to(a.dtype))
+        low_bits = torch.where(distance > 0, (1 << (bits - distance)) - 1, torch.full_like(a, -1)).to(a.dtype)
+        return torch.where(in_range, (a >> distance) & low_bits, torch.zeros_like(a))
 
-    return node.wrapped(shift)
+    return node.wrap(shift)
 
 
 @local("compare")
@@ -121,7 +121,7 @@ def _clamp(node: Node) -> Function:
 
 @local("convert", view=True)
 def _convert(node: Node) -> Function:
-    """Floats become integers by truncation, NaN 0, what is out of range the nearest integer of the type."""
+    """Float to integer truncates and saturates, and NaN gives 0; integer to integer wraps."""
     dtype, mask = node.dtype, node.mask
     if dtype.is_floating_point or dtype is torch.bool:
         return lambda x: x.to(dtype)
@@ -130,14 +130,14 @@ def _convert(node: Node) -> Function:
 
     def convert(x: Tensor) -> Tensor:
         if x.dtype.is_floating_point:
-            return _saturated(x, smallest, largest, dtype)
+            return _saturate(x, smallest, largest, dtype)
         return x.to(dtype) if mask is None else x.to(torch.int64).bitwise_and(mask).to(dtype)
 
     return convert
 
 
-def _saturated(x: Tensor, smallest: int, largest: int, dtype: torch.dtype) -> Tensor:
-    wide = torch.nan_to_num(x.double(), nan=0.0).trunc()
-    inside = wide.clamp(float(smallest), float(min(largest, 2**62))).to(torch.int64)
-    inside = torch.where(wide >= float(largest), torch.full_like(inside, min(largest, 2**63 - 1)), inside)
-    return inside.to(dtype)
+def _saturate(x: Tensor, smallest: int, largest: int, dtype: torch.dtype) -> Tensor:
+    truncated = torch.nan_to_num(x.double(), nan=0.0).trunc()
+    result = truncated.clamp(float(smallest), float(min(largest, 2**62))).to(torch.int64)
+    result = torch.where(truncated >= float(largest), torch.full_like(result, min(largest, 2**63 - 1)), result)
+    return result.to(dtype)

@@ -1,8 +1,10 @@
-"""One instruction of a graph as its implementation sees it, and the tables of implementations.
+"""An instruction as its implementation sees it, and the tables of implementations.
 
-An implementation is made once, when a graph is loaded: it reads the instruction's attributes and returns a function
-of the operands' values. A value is a tensor, or a tuple of values. XLA's unsigned types wider than 8 bits, which torch
-hardly computes with, are held in the next wider signed type (``u64`` in int64, so up to 2^63).
+An implementation is a factory. When a graph is loaded, the factory reads the instruction's attributes and returns a
+function of the operands' values. A value is a tensor or a tuple of values.
+
+torch supports few operations on unsigned types wider than 8 bits. Their values are stored in a wider signed type:
+``u16`` in int32, ``u32`` in int64, ``u64`` in int64 (so only values below 2^63 are correct).
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from typing import Any, Literal
 
 import torch
 
+from neuronmm.emulator.hlo.types import Type, UnsupportedError
 from neuronmm.emulator.pyhlo.literal import DTYPES
 from neuronmm.emulator.pyhlo.messages import PrimitiveType
 
 Value = Any
 Function = Callable[..., Value]
 
-_HELD = {
+_WIDER_STORAGE = {
     PrimitiveType.U16: torch.int32,
     PrimitiveType.U32: torch.int64,
     PrimitiveType.U64: torch.int64,
@@ -28,15 +31,11 @@ _HELD = {
 _MASKS = {PrimitiveType.U16: 0xFFFF, PrimitiveType.U32: 0xFFFFFFFF}
 
 
-class UnsupportedError(NotImplementedError):
-    """The graph holds an instruction that the emulator does not have."""
-
-
 @dataclass
 class Settings:
-    """How custom NKI kernels run, and what ran: executions by custom-call target, summed over ranks.
+    """How NKI kernels run, and a count of the custom calls that ran, by target and summed over ranks.
 
-    An NKI kernel counts as ``nki`` where it was interpreted and as ``reference`` where its torch reference ran.
+    An NKI kernel counts as ``nki`` if it was interpreted and as ``reference`` if its torch reference ran instead.
     """
 
     kernels: Literal["nki", "reference"] = "nki"
@@ -45,7 +44,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Node:
-    """An instruction, its operands' shapes, those of their values that are constants, and what it may apply."""
+    """An instruction of the graph.
+
+    Attributes:
+        proto: its HloInstructionProto.
+        operands: the operands' ShapeProtos.
+        constants: the operands' values where they are constants, else None.
+        computations: the module's computations by id, for instructions that apply one.
+        settings: how custom calls run.
+    """
 
     proto: Any
     operands: list[Any]
@@ -60,28 +67,30 @@ class Node:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that holds the result."""
-        return held(self.proto.shape.element_type)
+        """The dtype that stores the result."""
+        return storage_dtype(self.proto.shape.element_type)
 
     @property
     def mask(self) -> int | None:
-        """The bits of the result's type, where its holder has more."""
+        """The bits of the result's type, if its storage dtype has more."""
         return _MASKS.get(self.proto.shape.element_type)
 
     def sizes_of(self, operand: int) -> tuple[int, ...]:
         """An operand's dimensions."""
         return tuple(self.operands[operand].dimensions)
 
-    def wrapped(self, function: Function) -> Function:
-        """``function`` with its result brought back into the range of an unsigned type."""
+    def wrap(self, function: Function) -> Function:
+        """Return ``function`` with its result reduced to the range of the result's unsigned type."""
         mask = self.mask
         return function if mask is None else lambda *values: function(*values) & mask
 
-    def applied(self) -> str:
-        """The opcode that the applied computation is, on its parameters 0 and 1; ``second`` if it returns the latter.
+    def applied_opcode(self) -> str:
+        """Return the opcode of the one instruction that the applied computation runs on its parameters 0 and 1.
+
+        A comparison gives its direction; a computation that returns parameter 1 gives ``second``.
 
         Raises:
-            UnsupportedError: it is something else.
+            UnsupportedError: the computation is anything else.
         """
         computation = self.computations[self.proto.called_computation_ids[0]]
         by_id = {i.id: i for i in computation.instructions}
@@ -91,60 +100,53 @@ class Node:
         operands = [by_id[i] for i in root.operand_ids]
         if [(o.opcode, o.parameter_number) for o in operands] == [("parameter", 0), ("parameter", 1)]:
             return str(root.comparison_direction if root.opcode == "compare" else root.opcode)
-        raise self.unsupported("an applied computation of more than one instruction")
+        raise self.unsupported("it applies a computation of more than one instruction")
 
-    def unsupported(self, what: str = "") -> UnsupportedError:
-        """The error that names this instruction."""
+    def unsupported(self, reason: str = "") -> UnsupportedError:
+        """Return an error that names this instruction, its types and the reason."""
         opcode = self.proto.opcode + (f" {self.proto.custom_call_target}" if self.proto.custom_call_target else "")
-        operands = ", ".join(text(shape) for shape in self.operands)
-        why = f": {what}" if what else ""
-        return UnsupportedError(f"HLO {opcode} {text(self.proto.shape)}({operands}) is not emulated{why}")
+        operands = ", ".join(str(Type.of(shape)) for shape in self.operands)
+        suffix = f": {reason}" if reason else ""
+        return UnsupportedError(f"HLO {opcode} {Type.of(self.proto.shape)}({operands}) is not emulated{suffix}")
 
 
 LOCAL: dict[str, Callable[[Node], Function]] = {}
 """Opcode -> implementation on one rank's values."""
 IN_PLACE: dict[str, Callable[[Node], Function]] = {}
 """Opcode -> implementation that overwrites its first operand and returns it."""
-ACROSS: dict[str, Callable[[Node, int], Function]] = {}
-"""Opcode -> implementation on all ranks' values: each operand, and the result, is a list with a value a rank."""
+COLLECTIVES: dict[str, Callable[[Node, int], Function]] = {}
+"""Opcode -> implementation on all ranks' values: each operand, and the result, is a list with one value per rank."""
 VIEWS: set[str] = set()
 """Opcodes whose result may share memory with their first operand."""
 
 
 def local(*opcodes: str, view: bool = False) -> Callable[[Callable[[Node], Function]], Callable[[Node], Function]]:
-    """Register an implementation for opcodes."""
+    """Register an implementation in :data:`LOCAL`, and with ``view`` in :data:`VIEWS`."""
 
-    def register(make: Callable[[Node], Function]) -> Callable[[Node], Function]:
-        LOCAL.update(dict.fromkeys(opcodes, make))
+    def register(factory: Callable[[Node], Function]) -> Callable[[Node], Function]:
+        LOCAL.update(dict.fromkeys(opcodes, factory))
         if view:
             VIEWS.update(opcodes)
-        return make
+        return factory
 
     return register
 
 
-def held(element_type: int) -> torch.dtype:
-    """The torch dtype that holds values of an XLA element type."""
-    return _HELD.get(element_type) or DTYPES[element_type]
+def storage_dtype(element_type: int) -> torch.dtype:
+    """Return the torch dtype that stores values of an XLA element type."""
+    return _WIDER_STORAGE.get(element_type) or DTYPES[element_type]
 
 
-def entered(value: torch.Tensor, element_type: int) -> torch.Tensor | None:
-    """``value``, from outside the graph, in the dtype that holds the element type; None if it is of another type.
+def to_storage(value: torch.Tensor, element_type: int) -> torch.Tensor | None:
+    """Convert an input of the graph to the storage dtype of ``element_type``; None if its dtype does not match.
 
-    torch had no wide unsigned dtypes for long, so hosts keep such values in the signed dtype of the same width.
+    Hosts may pass a wide unsigned value in the signed dtype of the same width, with the same bits.
     """
-    holder = held(element_type)
-    if value.dtype is holder:
+    storage = storage_dtype(element_type)
+    if value.dtype is storage:
         return value
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32}.get(DTYPES[element_type])
-    if element_type not in _HELD or value.dtype not in (DTYPES[element_type], signed):
+    if element_type not in _WIDER_STORAGE or value.dtype not in (DTYPES[element_type], signed):
         return None
     mask = _MASKS.get(element_type, -1)
-    return value.to(holder) & mask
-
-
-def text(shape: Any) -> str:
-    """A shape as XLA writes it."""
-    if shape.element_type == PrimitiveType.TUPLE:
-        return f"({', '.join(text(s) for s in shape.tuple_shapes)})"
-    return f"{PrimitiveType.Name(shape.element_type).lower()}[{','.join(map(str, shape.dimensions))}]"
+    return value.to(storage) & mask

@@ -1,4 +1,4 @@
-"""Instructions that contract, reduce and sort."""
+"""Instructions that contract, reduce or sort."""
 
 from __future__ import annotations
 
@@ -38,25 +38,28 @@ def _one_by_one(reduce: Callable[..., Tensor], x: Tensor, dims: list[int]) -> Te
 
 @local("dot")
 def _dot(node: Node) -> Function:
-    """Products accumulate in float32, whatever the operands' float type; one rounding to the result's."""
+    """Float dots accumulate in float32, whatever the operands' type, and round once to the result's type."""
     n = node.proto.dot_dimension_numbers
     left = _arrange(node.sizes_of(0), list(n.lhs_batch_dimensions), list(n.lhs_contracting_dimensions), False)
     right = _arrange(node.sizes_of(1), list(n.rhs_batch_dimensions), list(n.rhs_contracting_dimensions), True)
     sizes, dtype = node.sizes, node.dtype
-    same = {o.element_type for o in node.operands} == {node.proto.shape.element_type}
+    same_type = {o.element_type for o in node.operands} == {node.proto.shape.element_type}
 
     def dot(a: Tensor, b: Tensor) -> Tensor:
         return torch.matmul(left(a), right(b)).reshape(sizes)
 
-    def widened(a: Tensor, b: Tensor) -> Tensor:
+    def mixed_dot(a: Tensor, b: Tensor) -> Tensor:
         common = torch.promote_types(torch.promote_types(a.dtype, b.dtype), dtype)
         return dot(a.to(common), b.to(common)).to(dtype)
 
-    return dot if same and node.mask is None else node.wrapped(widened)
+    return dot if same_type and node.mask is None else node.wrap(mixed_dot)
 
 
 def _arrange(sizes: tuple[int, ...], batch: list[int], contracted: list[int], right: bool) -> Callable[[Tensor], Any]:
-    """An operand as a (batch of) matrices: [batch, free, contracted], on the right [batch, contracted, free]."""
+    """Return a function that brings an operand of ``dot`` into the form of a (batched) matrix.
+
+    The left operand becomes [batch, free, contracted], the right one [batch, contracted, free].
+    """
     free = [d for d in range(len(sizes)) if d not in batch and d not in contracted]
     groups = [batch, contracted, free] if right else [batch, free, contracted]
     order = [d for group in groups for d in group]
@@ -72,47 +75,47 @@ def _arrange(sizes: tuple[int, ...], batch: list[int], contracted: list[int], ri
 @local("reduce")
 def _reduce(node: Node) -> Function:
     if len(node.operands) != 2:
-        raise node.unsupported("more than one operand")
-    how, dims = node.applied(), list(node.proto.dimensions)
-    if how not in _REDUCTIONS:
-        raise node.unsupported(f"to apply {how}")
-    reduction, combine, init = _REDUCTIONS[how], PAIRWISE[how], node.constants[1]
+        raise node.unsupported("it has more than one operand")
+    opcode, dims = node.applied_opcode(), list(node.proto.dimensions)
+    if opcode not in _REDUCTIONS:
+        raise node.unsupported(f"it applies {opcode}")
+    reduction, combine, init = _REDUCTIONS[opcode], PAIRWISE[opcode], node.constants[1]
     if not dims:
         return combine
-    if init is not None and float(init) == _IDENTITIES[how]:
-        return node.wrapped(lambda x, _: reduction(x, dims))
-    return node.wrapped(lambda x, start: combine(reduction(x, dims), start))
+    if init is not None and float(init) == _IDENTITIES[opcode]:
+        return node.wrap(lambda x, _: reduction(x, dims))
+    return node.wrap(lambda x, start: combine(reduction(x, dims), start))
 
 
 @local("reduce-window")
 def _reduce_window(node: Node) -> Function:
-    how, window = node.applied(), node.proto.window.dimensions
-    if how not in _REDUCTIONS or any(d.window_dilation > 1 or d.base_dilation > 1 for d in window):
-        raise node.unsupported("a dilated window or another reduction")
+    opcode, window = node.applied_opcode(), node.proto.window.dimensions
+    if opcode not in _REDUCTIONS or any(d.window_dilation > 1 or d.base_dilation > 1 for d in window):
+        raise node.unsupported(f"it applies {opcode}, or its window is dilated")
     sizes = node.sizes_of(0)
-    padded = [size + d.padding_low + d.padding_high for size, d in zip(sizes, window, strict=True)]
-    place = tuple(slice(d.padding_low, d.padding_low + size) for size, d in zip(sizes, window, strict=True))
+    padded_sizes = [size + d.padding_low + d.padding_high for size, d in zip(sizes, window, strict=True)]
+    interior = tuple(slice(d.padding_low, d.padding_low + size) for size, d in zip(sizes, window, strict=True))
 
     def reduce_window(x: Tensor, start: Tensor) -> Tensor:
-        base = start.expand(padded).clone(memory_format=torch.contiguous_format)
-        base[place] = x
+        padded = start.expand(padded_sizes).clone(memory_format=torch.contiguous_format)
+        padded[interior] = x
         for dim, d in enumerate(window):
-            base = base.unfold(dim, d.size, d.stride or 1)
-        rank = len(padded)
-        return PAIRWISE[how](_REDUCTIONS[how](base, list(range(rank, 2 * rank))), start)
+            padded = padded.unfold(dim, d.size, d.stride or 1)
+        rank = len(padded_sizes)
+        return PAIRWISE[opcode](_REDUCTIONS[opcode](padded, list(range(rank, 2 * rank))), start)
 
-    return node.wrapped(reduce_window)
+    return node.wrap(reduce_window)
 
 
 @local("sort")
 def _sort(node: Node) -> Function:
-    """By the first operand, ascending or descending, stable; the other operands follow."""
-    how, (dim,) = node.applied(), node.proto.dimensions
-    if how not in ("LT", "GT"):
-        raise node.unsupported(f"to compare by {how}")
+    """Sort by the first operand, stable, ascending or descending; the other operands are permuted with it."""
+    comparison, (dim,) = node.applied_opcode(), node.proto.dimensions
+    if comparison not in ("LT", "GT"):
+        raise node.unsupported(f"it compares by {comparison}")
 
     def sort(*values: Tensor) -> Any:
-        order = torch.sort(values[0], dim=dim, descending=how == "GT", stable=True).indices
+        order = torch.sort(values[0], dim=dim, descending=comparison == "GT", stable=True).indices
         ordered = tuple(v.gather(dim, order) for v in values)
         return ordered[0] if len(ordered) == 1 else ordered
 
@@ -121,14 +124,14 @@ def _sort(node: Node) -> Function:
 
 @local("batch-norm-training")
 def _batch_norm_training(node: Node) -> Function:
-    """Normalised, mean and variance over all dimensions but one."""
+    """Return the normalised operand, and the mean and variance over all dimensions but the feature dimension."""
     feature, epsilon = node.proto.feature_index, node.proto.epsilon
 
     def batch_norm(x: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dims = [d for d in range(x.ndim) if d != feature]
         along = [-1 if d == feature else 1 for d in range(x.ndim)]
         variance, mean = torch.var_mean(x, dims, correction=0)
-        normal = (x - mean.reshape(along)) * torch.rsqrt(variance.reshape(along) + epsilon)
-        return normal * scale.reshape(along) + offset.reshape(along), mean, variance
+        normalised = (x - mean.reshape(along)) * torch.rsqrt(variance.reshape(along) + epsilon)
+        return normalised * scale.reshape(along) + offset.reshape(along), mean, variance
 
     return batch_norm

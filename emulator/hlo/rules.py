@@ -1,10 +1,10 @@
-"""Type rules of instructions that work element by element, and of those that make, move and cut."""
+"""Type rules of instructions that work element by element, create values, or rearrange elements."""
 
 from __future__ import annotations
 
 import math
 
-from neuronmm.emulator.hlo.types import FLOATS, INTEGERS, PRED, Type, Use, rule, tuple_of
+from neuronmm.emulator.hlo.types import FLOATS, INTEGERS, PRED, Instruction, Type, rule, tuple_of
 
 _FLOAT_UNARY = (
     "cbrt", "ceil", "cosine", "exponential", "exponential-minus-one", "floor", "log", "log-plus-one", "logistic",
@@ -13,218 +13,222 @@ _FLOAT_UNARY = (
 
 
 @rule(*_FLOAT_UNARY)
-def _float_unary(use: Use) -> Type:
-    (x,) = use.take(1)
-    use.need(x.element in FLOATS, "it takes floats")
+def _float_unary(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    op.require(x.element in FLOATS, "it takes floats")
     return x
 
 
 @rule("abs", "negate", "sign")
-def _numeric_unary(use: Use) -> Type:
-    (x,) = use.take(1)
-    use.need(x.element in FLOATS | INTEGERS, "it takes numbers")
+def _numeric_unary(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    op.require(x.element in FLOATS | INTEGERS, "it takes numbers")
     return x
 
 
 @rule("not")
-def _not(use: Use) -> Type:
-    (x,) = use.take(1)
-    use.need(x.element in {PRED.element} | INTEGERS, "it takes integers or booleans")
+def _not(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    op.require(x.element in {PRED.element} | INTEGERS, "it takes integers or booleans")
     return x
 
 
-def _pair(use: Use) -> Type:
-    x, y = use.take(2)
-    use.need(x == y, "both operands have to be of one type; nothing is promoted or broadcast")
+def _pair(op: Instruction) -> Type:
+    x, y = op.take(2)
+    op.require(x == y, "both operands must have the same type; nothing is promoted or broadcast")
     return x
 
 
 @rule("add", "maximum", "minimum", "multiply")
-def _binary(use: Use) -> Type:
-    return _pair(use)
+def _binary(op: Instruction) -> Type:
+    return _pair(op)
 
 
 @rule("divide", "power", "remainder", "subtract")
-def _arithmetic(use: Use) -> Type:
-    x = _pair(use)
-    use.need(x.element in FLOATS | INTEGERS, "it takes numbers")
+def _arithmetic(op: Instruction) -> Type:
+    x = _pair(op)
+    op.require(x.element in FLOATS | INTEGERS, "it takes numbers")
     return x
 
 
 @rule("and", "or", "xor")
-def _logical(use: Use) -> Type:
-    x = _pair(use)
-    use.need(x.element in {PRED.element} | INTEGERS, "it takes integers or booleans")
+def _logical(op: Instruction) -> Type:
+    x = _pair(op)
+    op.require(x.element in {PRED.element} | INTEGERS, "it takes integers or booleans")
     return x
 
 
 @rule("shift-left", "shift-right-arithmetic", "shift-right-logical")
-def _shift(use: Use) -> Type:
-    x = _pair(use)
-    use.need(x.element in INTEGERS, "it takes integers")
+def _shift(op: Instruction) -> Type:
+    x = _pair(op)
+    op.require(x.element in INTEGERS, "it takes integers")
     return x
 
 
 @rule("compare")
-def _compare(use: Use) -> Type:
-    return PRED.resized(_pair(use).sizes)
+def _compare(op: Instruction) -> Type:
+    return PRED.resized(_pair(op).sizes)
 
 
 @rule("select")
-def _select(use: Use) -> Type:
-    which, x, y = use.take(3)
-    use.need(x == y, "both values have to be of one type")
-    use.need(which in (PRED, PRED.resized(x.sizes)), "it selects by one boolean, or by one for each element")
+def _select(op: Instruction) -> Type:
+    predicate, x, y = op.take(3)
+    op.require(x == y, "both values must have the same type")
+    op.require(predicate in (PRED, PRED.resized(x.sizes)), "it selects by one boolean, or by one per element")
     return x
 
 
 @rule("clamp")
-def _clamp(use: Use) -> Type:
-    low, x, high = use.take(3)
-    use.need(all(bound in (x, x.scalar) for bound in (low, high)), "a bound is a scalar, or of the value's type")
+def _clamp(op: Instruction) -> Type:
+    low, x, high = op.take(3)
+    valid = all(bound in (x, x.scalar) for bound in (low, high))
+    op.require(valid, "a bound must be a scalar or have the value's type")
     return x
 
 
 @rule("convert")
-def _convert(use: Use) -> Type:
-    (x,) = use.take(1)
-    return use.declared.resized(x.sizes)
+def _convert(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    return op.declared.resized(x.sizes)
 
 
 @rule("constant")
-def _constant(use: Use) -> Type:
-    use.take(0)
-    return Type.of(use.proto.literal.shape)
+def _constant(op: Instruction) -> Type:
+    op.take(0)
+    return Type.of(op.proto.literal.shape)
 
 
 @rule("parameter")
-def _parameter(use: Use) -> Type:
-    use.take(0)
-    return use.declared
+def _parameter(op: Instruction) -> Type:
+    op.take(0)
+    return op.declared
 
 
 @rule("iota")
-def _iota(use: Use) -> Type:
-    use.take(0)
-    use.need(len(use.proto.dimensions) == 1, "it counts along one dimension")
-    use.dimensions(use.proto.dimensions, len(use.declared.sizes))
-    return use.declared
+def _iota(op: Instruction) -> Type:
+    op.take(0)
+    op.require(len(op.proto.dimensions) == 1, "it must count along one dimension")
+    op.require_dimensions(op.proto.dimensions, len(op.declared.sizes))
+    return op.declared
 
 
 @rule("rng")
-def _rng(use: Use) -> Type:
-    low, high = use.take(2)
-    use.need(low == high == use.declared.scalar, "both parameters are scalars of the result's element type")
-    return use.declared
+def _rng(op: Instruction) -> Type:
+    low, high = op.take(2)
+    op.require(low == high == op.declared.scalar, "both parameters must be scalars of the result's element type")
+    return op.declared
 
 
 @rule("broadcast")
-def _broadcast(use: Use) -> Type:
-    (x,) = use.take(1)
-    places = use.dimensions(use.proto.dimensions, len(use.declared.sizes))
-    use.need(len(places) == len(x.sizes), "it names a place for each of the operand's dimensions")
-    sizes = list(use.declared.sizes)
-    for place, size in zip(places, x.sizes, strict=True):
-        sizes[place] = size
+def _broadcast(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    mapping = op.require_dimensions(op.proto.dimensions, len(op.declared.sizes))
+    op.require(len(mapping) == len(x.sizes), "it must map every dimension of the operand")
+    sizes = list(op.declared.sizes)
+    for dimension, size in zip(mapping, x.sizes, strict=True):
+        sizes[dimension] = size
     return x.resized(sizes)
 
 
 @rule("reshape")
-def _reshape(use: Use) -> Type:
-    (x,) = use.take(1)
-    use.need(math.prod(x.sizes) == math.prod(use.declared.sizes), "the number of elements changes")
-    return x.resized(use.declared.sizes)
+def _reshape(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    op.require(math.prod(x.sizes) == math.prod(op.declared.sizes), "the number of elements changes")
+    return x.resized(op.declared.sizes)
 
 
 @rule("transpose")
-def _transpose(use: Use) -> Type:
-    (x,) = use.take(1)
-    order = use.dimensions(use.proto.dimensions, len(x.sizes))
-    use.need(len(order) == len(x.sizes), "it names every dimension once")
-    return x.resized([x.sizes[place] for place in order])
+def _transpose(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    order = op.require_dimensions(op.proto.dimensions, len(x.sizes))
+    op.require(len(order) == len(x.sizes), "it must name every dimension once")
+    return x.resized([x.sizes[d] for d in order])
 
 
 @rule("slice")
-def _slice(use: Use) -> Type:
-    (x,) = use.take(1)
-    cuts = use.proto.slice_dimensions
-    use.need(len(cuts) == len(x.sizes), "it cuts every dimension")
-    for cut, size in zip(cuts, x.sizes, strict=True):
-        use.need(0 <= cut.start <= cut.limit <= size and cut.stride > 0, f"{cut.start}:{cut.limit}:{cut.stride}")
-    return x.resized([-(-(cut.limit - cut.start) // cut.stride) for cut in cuts])
+def _slice(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    slices = op.proto.slice_dimensions
+    op.require(len(slices) == len(x.sizes), "it must slice every dimension")
+    for bounds, size in zip(slices, x.sizes, strict=True):
+        valid = 0 <= bounds.start <= bounds.limit <= size and bounds.stride > 0
+        op.require(valid, f"slice {bounds.start}:{bounds.limit}:{bounds.stride} of a dimension of {size}")
+    return x.resized([-(-(bounds.limit - bounds.start) // bounds.stride) for bounds in slices])
 
 
 @rule("reverse")
-def _reverse(use: Use) -> Type:
-    (x,) = use.take(1)
-    use.dimensions(use.proto.dimensions, len(x.sizes))
+def _reverse(op: Instruction) -> Type:
+    (x,) = op.take(1)
+    op.require_dimensions(op.proto.dimensions, len(x.sizes))
     return x
 
 
 @rule("concatenate")
-def _concatenate(use: Use) -> Type:
-    use.need(bool(use.operands), "it takes at least one operand")
-    first = use.operands[0]
-    use.need(len(use.proto.dimensions) == 1, "it joins along one dimension")
-    (place,) = use.dimensions(use.proto.dimensions, len(first.sizes))
+def _concatenate(op: Instruction) -> Type:
+    op.require(bool(op.operands), "it takes at least one operand")
+    first = op.operands[0]
+    op.require(len(op.proto.dimensions) == 1, "it must join along one dimension")
+    (dimension,) = op.require_dimensions(op.proto.dimensions, len(first.sizes))
 
-    def joined(x: Type, size: int) -> Type:
-        return x.resized([*x.sizes[:place], size, *x.sizes[place + 1 :]])
+    def with_size(x: Type, size: int) -> Type:
+        return x.resized([*x.sizes[:dimension], size, *x.sizes[dimension + 1 :]])
 
     total = 0
-    for x in use.operands:
-        use.need(len(x.sizes) == len(first.sizes), "the operands' ranks differ")
-        use.need(joined(x, 0) == joined(first, 0), f"the operands differ in more than dimension {place}")
-        total += x.sizes[place]
-    return joined(first, total)
+    for x in op.operands:
+        op.require(len(x.sizes) == len(first.sizes), "the operands' ranks differ")
+        op.require(with_size(x, 0) == with_size(first, 0), f"the operands differ in more than dimension {dimension}")
+        total += x.sizes[dimension]
+    return with_size(first, total)
 
 
 @rule("pad")
-def _pad(use: Use) -> Type:
-    x, value = use.take(2)
-    edges = use.proto.padding_config.dimensions
-    use.need(value == x.scalar, "the padding value is a scalar of the operand's element type")
-    use.need(len(edges) == len(x.sizes), "it pads every dimension")
+def _pad(op: Instruction) -> Type:
+    x, value = op.take(2)
+    edges = op.proto.padding_config.dimensions
+    op.require(value == x.scalar, "the padding value must be a scalar of the operand's element type")
+    op.require(len(edges) == len(x.sizes), "it must pad every dimension")
     sizes = [
         edge.edge_padding_low + size + max(size - 1, 0) * edge.interior_padding + edge.edge_padding_high
         for edge, size in zip(edges, x.sizes, strict=True)
     ]
-    use.need(all(edge.interior_padding >= 0 for edge in edges) and min(sizes, default=0) >= 0, "a negative size")
+    op.require(all(edge.interior_padding >= 0 for edge in edges), "interior padding is negative")
+    op.require(min(sizes, default=0) >= 0, "a padded size is negative")
     return x.resized(sizes)
 
 
-def _starts(use: Use, x: Type, starts: list[Type], window: list[int]) -> None:
-    same = len(set(starts)) <= 1 and all(start.element in INTEGERS and not start.sizes for start in starts)
-    use.need(same and len(starts) == len(x.sizes), "a start for each dimension, integer scalars of one type")
+def _check_window(op: Instruction, x: Type, starts: list[Type], window: list[int]) -> None:
+    valid = len(set(starts)) <= 1 and all(start.element in INTEGERS and not start.sizes for start in starts)
+    valid = valid and len(starts) == len(x.sizes)
+    op.require(valid, "it takes one start per dimension, integer scalars of one type")
     fits = len(window) == len(x.sizes) and all(a <= b for a, b in zip(window, x.sizes, strict=False))
-    use.need(fits, "the window does not fit the operand")
+    op.require(fits, "the window does not fit the operand")
 
 
 @rule("dynamic-slice")
-def _dynamic_slice(use: Use) -> Type:
-    use.need(bool(use.operands), "it takes an operand and its starts")
-    x, *starts = use.operands
-    _starts(use, x, starts, list(use.proto.dynamic_slice_sizes))
-    return x.resized(use.proto.dynamic_slice_sizes)
+def _dynamic_slice(op: Instruction) -> Type:
+    op.require(bool(op.operands), "it takes an operand and its starts")
+    x, *starts = op.operands
+    _check_window(op, x, starts, list(op.proto.dynamic_slice_sizes))
+    return x.resized(op.proto.dynamic_slice_sizes)
 
 
 @rule("dynamic-update-slice")
-def _dynamic_update_slice(use: Use) -> Type:
-    use.need(len(use.operands) >= 2, "it takes an operand, an update and its starts")
-    x, part, *starts = use.operands
-    use.need(part.element == x.element, "the update has another element type")
-    _starts(use, x, starts, list(part.sizes))
+def _dynamic_update_slice(op: Instruction) -> Type:
+    op.require(len(op.operands) >= 2, "it takes an operand, an update and its starts")
+    x, update, *starts = op.operands
+    op.require(update.element == x.element, "the update has another element type")
+    _check_window(op, x, starts, list(update.sizes))
     return x
 
 
 @rule("tuple")
-def _tuple(use: Use) -> Type:
-    return tuple_of(*use.operands)
+def _tuple(op: Instruction) -> Type:
+    return tuple_of(*op.operands)
 
 
 @rule("get-tuple-element")
-def _get_tuple_element(use: Use) -> Type:
-    (values,) = use.take(1)
-    use.need(0 <= use.proto.tuple_index < len(values.parts), f"there is no element {use.proto.tuple_index}")
-    part: Type = values.parts[use.proto.tuple_index]
-    return part
+def _get_tuple_element(op: Instruction) -> Type:
+    (values,) = op.take(1)
+    op.require(0 <= op.proto.tuple_index < len(values.parts), f"there is no element {op.proto.tuple_index}")
+    element: Type = values.parts[op.proto.tuple_index]
+    return element

@@ -1,8 +1,6 @@
-"""Instructions that make, move and cut: most give views."""
+"""Instructions that create values or rearrange elements; most return views."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,13 +51,13 @@ def _transpose(node: Node) -> Function:
 
 @local("slice", view=True)
 def _slice(node: Node) -> Function:
-    cuts = tuple(slice(d.start, d.limit, d.stride or 1) for d in node.proto.slice_dimensions)
-    cut = [d for d, (c, size) in enumerate(zip(cuts, node.sizes_of(0), strict=True)) if c != slice(0, size, 1)]
-    if len(cut) == 1 and cuts[cut[0]].step == 1:
-        (dimension,) = cut
-        start, length = cuts[dimension].start, node.sizes[dimension]
+    slices = tuple(slice(d.start, d.limit, d.stride or 1) for d in node.proto.slice_dimensions)
+    partial = [d for d, (s, size) in enumerate(zip(slices, node.sizes_of(0), strict=True)) if s != slice(0, size, 1)]
+    if len(partial) == 1 and slices[partial[0]].step == 1:
+        (dimension,) = partial
+        start, length = slices[dimension].start, node.sizes[dimension]
         return lambda x: x.narrow(dimension, start, length)
-    return lambda x: x[cuts]
+    return lambda x: x[slices]
 
 
 @local("reverse")
@@ -76,16 +74,16 @@ def _concatenate(node: Node) -> Function:
 
 @local("pad")
 def _pad(node: Node) -> Function:
-    """Interior padding goes between elements; negative edges cut."""
+    """Interior padding goes between elements; negative edge padding removes elements."""
     sizes, dimensions = node.sizes, node.proto.padding_config.dimensions
     target, source = [], []
     for size, length, d in zip(sizes, node.sizes_of(0), dimensions, strict=True):
         step = d.interior_padding + 1
-        kept = [i for i in range(length) if 0 <= d.edge_padding_low + i * step < size]
-        first, last = (kept[0], kept[-1]) if kept else (0, -1)
+        visible = [i for i in range(length) if 0 <= d.edge_padding_low + i * step < size]
+        first, last = (visible[0], visible[-1]) if visible else (0, -1)
         source.append(slice(first, last + 1))
         start = d.edge_padding_low + first * step
-        target.append(slice(start, start + (last - first) * step + 1, step) if kept else slice(0, 0))
+        target.append(slice(start, start + (last - first) * step + 1, step) if visible else slice(0, 0))
 
     def pad(x: Tensor, value: Tensor) -> Tensor:
         result = value.expand(sizes).clone(memory_format=torch.contiguous_format)
@@ -95,29 +93,29 @@ def _pad(node: Node) -> Function:
     return pad
 
 
-def _starts(indices: tuple[Tensor, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[slice, ...]:
-    """Where a dynamic slice lies: its start is moved so that it fits."""
-    cuts = []
+def _window(indices: tuple[Tensor, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the slices of a dynamic slice; a start out of range is moved so that the slice fits."""
+    slices = []
     for index, size, length in zip(indices, sizes, lengths, strict=True):
         start = min(max(int(index), 0), size - length)
-        cuts.append(slice(start, start + length))
-    return tuple(cuts)
+        slices.append(slice(start, start + length))
+    return tuple(slices)
 
 
 @local("dynamic-slice", view=True)
 def _dynamic_slice(node: Node) -> Function:
     lengths, sizes = tuple(node.proto.dynamic_slice_sizes), node.sizes_of(0)
-    return lambda x, *indices: x[_starts(indices, sizes, lengths)]
+    return lambda x, *indices: x[_window(indices, sizes, lengths)]
 
 
 def _dynamic_update_slice(node: Node) -> Function:
     sizes, lengths = node.sizes, node.sizes_of(1)
 
-    def update(x: Tensor, part: Tensor, *indices: Tensor) -> Tensor:
-        x[_starts(indices, sizes, lengths)] = part
+    def dynamic_update_slice(x: Tensor, update: Tensor, *indices: Tensor) -> Tensor:
+        x[_window(indices, sizes, lengths)] = update
         return x
 
-    return update
+    return dynamic_update_slice
 
 
 IN_PLACE["dynamic-update-slice"] = _dynamic_update_slice
@@ -136,7 +134,7 @@ def _get_tuple_element(node: Node) -> Function:
 
 @local("rng")
 def _rng(node: Node) -> Function:
-    """Uniform in [a, b), or normal with mean a and deviation b, from torch's generator."""
+    """Draw from torch's generator: uniform in [a, b), or normal with mean a and standard deviation b."""
     sizes, dtype, normal = node.sizes, node.dtype, node.proto.distribution == 2
 
     def rng(a: Tensor, b: Tensor) -> Tensor:
@@ -145,19 +143,3 @@ def _rng(node: Node) -> Function:
         return torch.rand(sizes).mul(b - a).add(a).to(dtype)
 
     return rng
-
-
-def indices_of_window(sizes: tuple[int, ...], kept: list[int], windows: tuple[int, ...], starts: list[Any]) -> Any:
-    """Advanced indices of windows of a tensor: batch dimensions first, then the ``kept`` dimensions' windows."""
-    batch = next((s.ndim for s in starts if s is not None), 0)
-    indices = []
-    for dimension in range(len(sizes)):
-        index = torch.zeros((1,) * (batch + len(kept)), dtype=torch.int64)
-        if starts[dimension] is not None:
-            index = index + starts[dimension].reshape(*starts[dimension].shape, *[1] * len(kept))
-        if dimension in kept:
-            along = [1] * (batch + len(kept))
-            along[batch + kept.index(dimension)] = windows[dimension]
-            index = index + torch.arange(windows[dimension]).reshape(along)
-        indices.append(index)
-    return tuple(indices)

@@ -1,8 +1,8 @@
 """The type check of a graph before it runs: each instruction's operands, and the declared type of its result.
 
-The rules are XLA's (its operation semantics, openxla.org/xla/operation_semantics): an instruction does not promote
-element types and does not broadcast; only ``convert`` and ``broadcast`` do. torch is more lenient: without the check, a
-graph could run here that a compiler refuses.
+The rules are XLA's (operation semantics, openxla.org/xla/operation_semantics): an instruction neither promotes element
+types nor broadcasts; only ``convert`` and ``broadcast`` do. torch is more lenient, so without this check a graph could
+run here that a compiler refuses.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from neuronmm.emulator.hlo.node import UnsupportedError
 from neuronmm.emulator.pyhlo.messages import PrimitiveType
 
 
 class InvalidGraphError(ValueError):
-    """XLA refuses the graph: an operand's or a result's type breaks an instruction's rule."""
+    """XLA refuses the graph: the type of an operand or a result breaks an instruction's rule."""
+
+
+class UnsupportedError(NotImplementedError):
+    """The graph contains an instruction that is not emulated."""
 
 
 class Type(NamedTuple):
-    """An element type, by XLA's number, and dimensions; for a tuple its ``parts``."""
+    """An element type (XLA's number) and dimensions; a tuple has ``parts``, the types of its elements."""
 
     element: int
     sizes: tuple[int, ...] = ()
@@ -28,16 +31,16 @@ class Type(NamedTuple):
 
     @classmethod
     def of(cls, shape: Any) -> Type:
-        """The type that a ShapeProto says."""
+        """Return the type of a ShapeProto."""
         return cls(shape.element_type, tuple(shape.dimensions), tuple(cls.of(part) for part in shape.tuple_shapes))
 
     @property
     def scalar(self) -> Type:
-        """The scalar of this element type."""
+        """The scalar type of this element type."""
         return Type(self.element)
 
     def resized(self, sizes: Sequence[int]) -> Type:
-        """This element type with other dimensions."""
+        """Return a type of the same element type with other dimensions."""
         return Type(self.element, tuple(sizes))
 
     def __str__(self) -> str:
@@ -55,19 +58,26 @@ INTEGERS = {
 
 
 def tuple_of(*parts: Type) -> Type:
-    """The type of a tuple."""
+    """Return the type of a tuple."""
     return Type(PrimitiveType.TUPLE, (), parts)
 
 
-def together(parts: Sequence[Type]) -> Type:
-    """The result of an instruction that takes one operand or several: one value, or a tuple of them."""
+def one_or_tuple(parts: Sequence[Type]) -> Type:
+    """Return the result type of an instruction that takes one or several operands: one type, or a tuple."""
     return parts[0] if len(parts) == 1 else tuple_of(*parts)
 
 
 @dataclass(frozen=True)
-class Use:
-    """An instruction as its rule sees it: its message, the declared type, its operands' types, the types of the
-    computations it applies (parameters and result), and the number of ranks."""
+class Instruction:
+    """An instruction as its rule sees it.
+
+    Attributes:
+        proto: its HloInstructionProto.
+        declared: the declared type of its result.
+        operands: the types of its operands.
+        applied: (parameters' types, result's type) of each computation that it applies.
+        ranks: the number of ranks that the program runs on.
+    """
 
     proto: Any
     declared: Type
@@ -76,56 +86,56 @@ class Use:
     ranks: int
 
     def take(self, count: int) -> list[Type]:
-        """The operands, of which there have to be ``count``."""
-        self.need(len(self.operands) == count, f"it takes {count} operands")
+        """Return the operands; there must be exactly ``count``."""
+        self.require(len(self.operands) == count, f"it takes {count} operands")
         return self.operands
 
-    def need(self, condition: bool, otherwise: str) -> None:
-        """Raise :class:`InvalidGraphError` with the instruction and ``otherwise`` if the condition does not hold."""
+    def require(self, condition: bool, problem: str) -> None:
+        """Raise :class:`InvalidGraphError` with this instruction and ``problem`` unless ``condition`` holds."""
         if not condition:
-            raise InvalidGraphError(f"HLO {self} is invalid: {otherwise}")
+            raise InvalidGraphError(f"HLO {self} is invalid: {problem}")
 
-    def accumulates(self, found: Sequence[Type], wanted: Sequence[Type], what: str) -> None:
-        """Check types of a reduction, which XLA also lets differ in floating-point precision; that is not emulated.
+    def require_accumulators(self, actual: Sequence[Type], expected: Sequence[Type], problem: str) -> None:
+        """Check the types of a reduction. XLA lets them differ in float precision; the emulator does not.
 
         Raises:
-            UnsupportedError: ``found`` is ``wanted`` in another floating-point precision.
-            InvalidGraphError: they differ in more than that.
+            UnsupportedError: the types differ in float precision only.
+            InvalidGraphError: the types differ in more than that.
         """
-        self.need(_without_precision(found) == _without_precision(wanted), what)
-        if list(found) != list(wanted):
+        self.require(_without_precision(actual) == _without_precision(expected), problem)
+        if list(actual) != list(expected):
             raise UnsupportedError(f"HLO {self} is not emulated: it reduces in another precision than its operand's")
 
-    def dimensions(self, numbers: Sequence[int], rank: int) -> list[int]:
-        """``numbers``, which have to be different dimensions of a value with ``rank`` of them."""
-        good = len(set(numbers)) == len(numbers) and all(0 <= number < rank for number in numbers)
-        self.need(good, f"dimensions {list(numbers)} of a value that has {rank}")
+    def require_dimensions(self, numbers: Sequence[int], rank: int) -> list[int]:
+        """Return ``numbers`` as a list; they must be distinct dimensions of a value with ``rank`` dimensions."""
+        valid = len(set(numbers)) == len(numbers) and all(0 <= number < rank for number in numbers)
+        self.require(valid, f"dimensions {list(numbers)} of a value that has {rank}")
         return list(numbers)
 
-    def applies(self, parameters: Sequence[Type], result: Type) -> None:
-        """Check the type of the computation that the instruction applies."""
-        wanted = f"the computation it applies has to be {', '.join(map(str, parameters))} -> {result}"
-        self.need(len(self.applied) == 1, wanted)
-        ((given, made),) = self.applied
-        self.accumulates([*given, made], [*parameters, result], wanted)
+    def require_computation(self, parameters: Sequence[Type], result: Type) -> None:
+        """Check the type of the one computation that the instruction applies."""
+        problem = f"the computation it applies must be {', '.join(map(str, parameters))} -> {result}"
+        self.require(len(self.applied) == 1, problem)
+        ((actual_parameters, actual_result),) = self.applied
+        self.require_accumulators([*actual_parameters, actual_result], [*parameters, result], problem)
 
     def __str__(self) -> str:
         return f"{self.proto.name} {self.declared}({', '.join(map(str, self.operands))})"
 
 
 def _without_precision(types: Sequence[Type]) -> list[Type]:
-    """The types with every floating-point element type the same one."""
+    """Return the types with every float element type replaced by F32."""
     return [t._replace(element=PrimitiveType.F32) if t.element in FLOATS else t for t in types]
 
 
-RULES: dict[str, Callable[[Use], Type]] = {}
-"""Opcode -> the check of its operands; returns the type that the result has to be declared with."""
+RULES: dict[str, Callable[[Instruction], Type]] = {}
+"""Opcode -> rule: it checks the operands and returns the type that the result must be declared with."""
 
 
-def rule(*opcodes: str) -> Callable[[Callable[[Use], Type]], Callable[[Use], Type]]:
-    """Register a rule for opcodes."""
+def rule(*opcodes: str) -> Callable[[Callable[[Instruction], Type]], Callable[[Instruction], Type]]:
+    """Register a rule in :data:`RULES`."""
 
-    def register(check: Callable[[Use], Type]) -> Callable[[Use], Type]:
+    def register(check: Callable[[Instruction], Type]) -> Callable[[Instruction], Type]:
         RULES.update(dict.fromkeys(opcodes, check))
         return check
 
@@ -133,11 +143,11 @@ def rule(*opcodes: str) -> Callable[[Callable[[Use], Type]], Callable[[Use], Typ
 
 
 def check(module: Any, ranks: int) -> None:
-    """Check every instruction of every computation whose opcode is emulated, and the program's declared interface.
+    """Check an HloModuleProto: every instruction that has a rule, the program's declared shape, and its aliases.
 
     Raises:
-        InvalidGraphError: the first instruction, in the module's order, that XLA would refuse.
-        UnsupportedError: a reduction in another precision than its operand's.
+        InvalidGraphError: XLA would refuse the graph; names the first such instruction in the module's order.
+        UnsupportedError: a reduction has another precision than its operand.
     """
     signatures: dict[int, tuple[list[Type], Type]] = {}
     for computation in module.computations:
@@ -146,13 +156,13 @@ def check(module: Any, ranks: int) -> None:
     shape = module.host_program_shape
     declared = [Type.of(parameter) for parameter in shape.parameters], Type.of(shape.result)
     if declared != (parameters, result):
-        raise InvalidGraphError(f"{module.name}: its program shape is not that of its entry computation")
+        raise InvalidGraphError(f"{module.name}: the program shape is not that of the entry computation")
     outputs = result.parts if result.element == PrimitiveType.TUPLE else (result,)
     for entry in module.input_output_alias.entries:
         (output,) = entry.output_shape_index or [0]
         if outputs[output] != parameters[entry.parameter_number]:
             raise InvalidGraphError(
-                f"{module.name}: output {output}, {outputs[output]}, cannot lie in the memory of parameter "
+                f"{module.name}: output {output}, {outputs[output]}, cannot share the memory of parameter "
                 f"{entry.parameter_number}, {parameters[entry.parameter_number]}"
             )
 
@@ -160,21 +170,21 @@ def check(module: Any, ranks: int) -> None:
 def _check_computation(
     computation: Any, signatures: dict[int, tuple[list[Type], Type]], ranks: int
 ) -> tuple[list[Type], Type]:
-    """The types of a computation's parameters and of its result."""
+    """Check a computation; return the types of its parameters and of its result."""
     types: dict[int, Type] = {}
     parameters: dict[int, Type] = {}
-    for instruction in computation.instructions:
-        declared = Type.of(instruction.shape)
-        missing = [number for number in instruction.operand_ids if number not in types]
+    for proto in computation.instructions:
+        declared = Type.of(proto.shape)
+        missing = [number for number in proto.operand_ids if number not in types]
         if missing:
-            raise InvalidGraphError(f"HLO {instruction.name} reads {missing}, which no instruction before it makes")
-        operands = [types[number] for number in instruction.operand_ids]
-        applied = [signatures[number] for number in instruction.called_computation_ids]
-        use = Use(instruction, declared, operands, applied, ranks)
-        if instruction.opcode in RULES:
-            made = RULES[instruction.opcode](use)
-            use.need(made == declared, f"its result is {made}")
-        if instruction.opcode == "parameter":
-            parameters[instruction.parameter_number] = declared
-        types[instruction.id] = declared
+            raise InvalidGraphError(f"HLO {proto.name} reads {missing}, which no earlier instruction defines")
+        operands = [types[number] for number in proto.operand_ids]
+        applied = [signatures[number] for number in proto.called_computation_ids]
+        if proto.opcode in RULES:
+            instruction = Instruction(proto, declared, operands, applied, ranks)
+            inferred = RULES[proto.opcode](instruction)
+            instruction.require(inferred == declared, f"its result is {inferred}")
+        if proto.opcode == "parameter":
+            parameters[proto.parameter_number] = declared
+        types[proto.id] = declared
     return [parameters[number] for number in sorted(parameters)], types[computation.root_id]

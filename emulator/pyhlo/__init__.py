@@ -1,4 +1,4 @@
-"""PyHLO on a CPU: a Python function written as ``f32[2, 3].Add(a, b)`` becomes a genuine XLA ``HloModuleProto``."""
+"""PyHLO on a CPU: a Python function that calls ``f32[2, 3].Add(a, b)`` becomes a genuine XLA ``HloModuleProto``."""
 
 from neuronmm.emulator.pyhlo.scribe import HloScribe, HloShape
 

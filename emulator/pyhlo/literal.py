@@ -1,4 +1,4 @@
-"""Constants: torch tensors as XLA literals, and back."""
+"""Convert constants between torch tensors and XLA literals."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DTYPES = {
     PrimitiveType.F64: torch.float64,
     PrimitiveType.BF16: torch.bfloat16,
 }
-"""XLA's element type -> the torch dtype of the same values."""
+"""XLA's element type -> torch dtype."""
 
 
 def serialize_torch(tensor: torch.Tensor) -> Any:
-    """``tensor`` as a LiteralProto; half-width floats and 8- and 16-bit integers as little-endian bytes.
+    """Return ``tensor`` as a LiteralProto; 16-bit floats and 8- and 16-bit integers become little-endian bytes.
 
     Raises:
-        KeyError: a dtype that XLA has no literal of.
+        KeyError: XLA has no literal of the tensor's dtype.
     """
     element_type = {dtype: number for number, dtype in DTYPES.items()}[tensor.dtype]
     literal = LiteralProto()
@@ -47,7 +47,7 @@ def serialize_torch(tensor: torch.Tensor) -> Any:
 
 
 def tensor_of(literal: Any) -> torch.Tensor:
-    """The values of a LiteralProto (not a tuple)."""
+    """Return the values of a LiteralProto; tuples are not supported."""
     element_type = literal.shape.element_type
     values = getattr(literal, f"{PrimitiveType.Name(element_type).lower()}s")
     dtype, dimensions = DTYPES[element_type], list(literal.shape.dimensions)

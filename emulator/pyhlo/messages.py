@@ -1,8 +1,8 @@
-"""XLA's messages, as far as PyHLO writes and the interpreter reads them, with XLA's field numbers.
+"""XLA's messages, with the fields that PyHLO writes or the interpreter reads.
 
-Facts of the wire format (xla/xla_data.proto, xla/service/hlo.proto of OpenXLA): any XLA reads these modules.
-``metaneff`` describes a compiled program's tensors to the Neuron runtime; its numbers are our own, as hosts only look
-names up and the emulated runtime reads shapes from the module.
+Field numbers are those of OpenXLA's xla/xla_data.proto and xla/service/hlo.proto, so XLA can read these modules.
+``metaneff`` describes a compiled program's tensors to the Neuron runtime. Its field numbers are this project's own:
+hosts use the names only, and the emulated runtime reads shapes from the module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Protocol-buffer messages from a short text, without a compiler.
+"""Build protocol-buffer message classes from a short text, without protoc.
 
-A line ``name type number`` is a field; ``*`` before the type makes it repeated; a nested ``...Entry`` makes a map.
-The messages live in a pool of their own, so that they never meet another package's registration of the same format.
+A line ``name type number`` declares a field; ``*`` before the type makes it repeated; a nested message ``...Entry``
+makes a map. Every package has its own descriptor pool, so it cannot conflict with another registration of the same
+messages.
 """
 
 from __future__ import annotations
@@ -26,34 +27,37 @@ _SCALARS = {
 
 
 def build(package: str, enums: dict[str, str], messages: dict[str, str]) -> dict[str, Any]:
-    """Message classes by name; a dot nests one message or enum in another.
+    """Return message classes by name; a dot in a name nests a message or enum in another message.
 
-    ``enums`` maps an enum's name to its values, in order from 0; ``messages`` a message's name to its fields.
+    Args:
+        package: the package's name.
+        enums: enum name -> its values, numbered from 0.
+        messages: message name -> its fields, one per line.
     """
     file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
-    made: dict[str, descriptor_pb2.DescriptorProto] = {}
+    descriptors: dict[str, descriptor_pb2.DescriptorProto] = {}
     for name, text in messages.items():
         outer, _, inner = name.rpartition(".")
-        message = made[outer].nested_type.add(name=inner) if outer else file.message_type.add(name=inner)
-        made[name] = message
+        message = descriptors[outer].nested_type.add(name=inner) if outer else file.message_type.add(name=inner)
+        descriptors[name] = message
         message.options.map_entry = inner.endswith("Entry")
         for line in filter(None, map(str.strip, text.splitlines())):
-            _field(message, package, enums, *line.split())
+            _add_field(message, package, enums, *line.split())
     for name, values in enums.items():
         outer, _, inner = name.rpartition(".")
-        enum = made[outer].enum_type.add(name=inner) if outer else file.enum_type.add(name=inner)
+        enum = descriptors[outer].enum_type.add(name=inner) if outer else file.enum_type.add(name=inner)
         for number, value in enumerate(values.split()):
             enum.value.add(name=value, number=number)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     classes = {n: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{n}")) for n in messages}
     for name, cls in classes.items():
-        copyreg.pickle(cls, _Reduce(package, name))  # type: ignore[arg-type]
+        copyreg.pickle(cls, _Pickler(package, name))  # type: ignore[arg-type]
         _classes[package, name] = cls
     return classes
 
 
-def _field(message: Any, package: str, enums: dict[str, Any], name: str, kind: str, number: str) -> None:
+def _add_field(message: Any, package: str, enums: dict[str, Any], name: str, kind: str, number: str) -> None:
     field = message.field.add(name=name, number=int(number))
     field.label = _Field.LABEL_REPEATED if kind.startswith("*") else _Field.LABEL_OPTIONAL
     kind = kind.lstrip("*")
@@ -71,8 +75,8 @@ def _parse(package: str, name: str, data: bytes) -> Any:
     return _classes[package, name].FromString(data)
 
 
-class _Reduce:
-    """How a message of one class is pickled: hosts compile their graphs in other processes."""
+class _Pickler:
+    """Pickles messages of one class; hosts send graphs to other processes to compile them."""
 
     def __init__(self, package: str, name: str) -> None:
         self.package, self.name = package, name

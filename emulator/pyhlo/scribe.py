@@ -1,8 +1,8 @@
-"""The scribe: a Python function over typed shapes becomes an HloModuleProto, one call an instruction.
+"""The scribe turns a Python function over typed shapes into an HloModuleProto; each call writes one instruction.
 
-``scribe.f32[2, 3].Add(a, b)`` reads: an instruction ``add`` of operands a and b, whose result is f32[2,3]. Keyword
-arguments are the instruction's attributes by XLA's own field names; ``to_apply`` is a function that writes a
-computation, ``constant_value`` a scalar.
+``scribe.f32[2, 3].Add(a, b)`` writes an instruction ``add`` with operands a and b and the result type f32[2,3]. Keyword
+arguments set the instruction's attributes, named as XLA's fields, with two exceptions: ``to_apply`` is a function that
+writes a computation, ``constant_value`` is a scalar.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from neuronmm.emulator.pyhlo.literal import DTYPES, serialize_torch
 from neuronmm.emulator.pyhlo.messages import HloInstructionProto, HloModuleProto, Kind, PrimitiveType, ShapeProto
 
 _SHORT = {"exp": "exponential", "sin": "sine", "cos": "cosine", "pow": "power", "neg": "negate"}
-"""Opcodes whose method has a shorter name."""
+"""Short method name -> opcode."""
 
 
 class HloShape:
-    """A shape, and once an instruction made it a value; ``scribe.f32`` itself is the scalar shape and the dtype.
+    """A shape, or a value of that shape if an instruction produced it. ``scribe.f32`` is a scalar shape and a dtype.
 
-    ``sizes`` is the tuple of dimensions, ``dtype`` the scalar shape of the same element type, ``shape_proto`` XLA's
-    message, ``instruction`` the instruction's message (None for a shape alone).
+    Attributes:
+        scribe: the module's scribe.
+        shape_proto: XLA's ShapeProto.
+        instruction: the HloInstructionProto that produced the value; None for a shape.
+        sizes: the tuple of dimensions.
     """
 
     def __init__(self, scribe: HloScribe, shape_proto: Any, instruction: Any = None) -> None:
@@ -33,7 +36,7 @@ class HloShape:
 
     @property
     def dtype(self) -> HloShape:
-        """The scalar shape of this element type: one object a scribe, so dtypes compare and hash by identity."""
+        """The scalar shape of this element type; one object per scribe, so dtypes compare and hash by identity."""
         return self.scribe.get_dtype(self.shape_proto.element_type)
 
     def __getitem__(self, sizes: int | Iterable[int]) -> HloShape:
@@ -52,11 +55,15 @@ class HloShape:
         return instruction
 
     def get_tuple_element(self, index: int) -> HloShape:
-        """The shape of an element of this tuple (no instruction)."""
+        """Return the shape of an element of this tuple; writes no instruction."""
         return HloShape(self.scribe, self.shape_proto.tuple_shapes[index])
 
     def set_alias_to(self, parameter: HloShape, must: bool = False) -> None:
-        """This value, an output, shares the memory of ``parameter``."""
+        """Declare that this value, an output of the module, shares the memory of ``parameter``.
+
+        Raises:
+            TypeError: ``parameter`` is not a parameter.
+        """
         if parameter.instruction is None or parameter.instruction.opcode != "parameter":
             raise TypeError("set_alias_to: only a parameter has memory to share")
         kind = Kind.MUST_ALIAS if must else Kind.MAY_ALIAS
@@ -70,7 +77,8 @@ class HloShape:
 class HloScribe:
     """Writes one module: ``HloScribe(serialize)(function).module_proto``.
 
-    ``serialize(tensor)`` gives a constant's LiteralProto. ``function(scribe)`` returns the root value.
+    ``serialize(tensor)`` returns a constant's LiteralProto. ``function(scribe)`` writes the entry computation and
+    returns its root value.
     """
 
     def __init__(self, serialize: Callable[[torch.Tensor], Any] = serialize_torch) -> None:
@@ -87,14 +95,14 @@ class HloScribe:
         return self.get_dtype(name)
 
     def get_dtype(self, name: str | int) -> HloShape:
-        """The dtype by XLA's name, in small letters, or number."""
+        """Return the dtype with XLA's name, in lower case, or XLA's number."""
         number = PrimitiveType.Value(name.upper()) if isinstance(name, str) else name
         if number not in self._dtypes:
             self._dtypes[number] = HloShape(self, _shape(number, []))
         return self._dtypes[number]
 
     def tuple(self, *shapes: HloShape) -> HloShape:
-        """The shape of a tuple of the given shapes."""
+        """Return the shape of a tuple of ``shapes``."""
         proto = ShapeProto(element_type=PrimitiveType.TUPLE)
         for shape in shapes:
             proto.tuple_shapes.add().CopyFrom(shape.shape_proto)
@@ -134,10 +142,10 @@ class HloScribe:
         return computation
 
     def write(self, opcode: str, shape: HloShape, operands: Sequence[HloShape], attributes: dict[str, Any]) -> HloShape:
-        """One instruction into the computation that is being written; its value.
+        """Append an instruction to the open computation and return its value.
 
         Raises:
-            TypeError: an operand is no value.
+            TypeError: an operand is not a value.
         """
         instruction = HloInstructionProto()
         instruction.id = self._next_id()
@@ -167,7 +175,7 @@ class HloScribe:
         outputs = list(root.operand_ids) if root.opcode == "tuple" else [root.id]
         for instruction, parameter, kind in self.aliases:
             if instruction not in outputs:
-                raise ValueError(f"a value that shares memory with parameter {parameter} is no output")
+                raise ValueError(f"a value that shares memory with parameter {parameter} is not an output")
             index = [outputs.index(instruction)] if root.opcode == "tuple" else []
             self.module_proto.input_output_alias.entries.add(
                 output_shape_index=index, parameter_number=parameter, kind=kind
@@ -181,7 +189,7 @@ def _shape(element_type: int, dimensions: list[int]) -> Any:
 
 
 def _assign(message: Any, name: str, value: Any) -> None:
-    """Set a field from plain Python: dictionaries are messages, sequences repeated fields."""
+    """Set a field from plain Python values: a dictionary is a message, a sequence a repeated field."""
     field = getattr(message, name)
     if isinstance(value, dict):
         for key, item in value.items():

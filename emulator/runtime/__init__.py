@@ -1,4 +1,4 @@
-"""The Neuron runtime on a CPU: what hosts import below themselves, for the time of a ``with`` block."""
+"""The Neuron runtime on a CPU: the packages that a host imports, emulated for the duration of a ``with`` block."""
 
 from neuronmm.emulator.runtime.session import Session, neuron_emulation
 

@@ -1,8 +1,8 @@
-"""``libneuronxla``: the compiler, which here only wraps the graph, its cache of results in files, and its command.
+"""``libneuronxla``: the compiler, which only wraps the graph here, its file cache, and its command.
 
-The cache lies where the SDK's would: in ``NEURON_COMPILE_CACHE_URL`` or the folder that ``--cache_dir`` of
-``NEURON_CC_FLAGS`` names, with a folder a compiler version and in it one a graph and flags. Without either it lies in a
-folder that goes with the session.
+The cache is where the SDK's would be: the folder that ``--cache_dir`` of ``NEURON_CC_FLAGS`` or
+``NEURON_COMPILE_CACHE_URL`` names, with one folder per compiler version and in it one per graph and flags. If neither
+is set, it is a temporary folder, deleted with the session.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from neuronmm.emulator.nki.modules import COMPILER
 from neuronmm.emulator.runtime import neuronx_cc
 
 session_cache: list[str] = []
-"""The folder of the session's own cache, last."""
+"""A stack of the sessions' temporary cache folders; the last one is in use."""
 
 
 def module_bytes(neff: bytes) -> bytes:
-    """The graph in a compiled program.
+    """Return the serialised HloModuleProto in a compiled program.
 
     Raises:
         ValueError: the program was compiled for a device.
     """
     if not neff.startswith(neuronx_cc.MAGIC):
-        raise ValueError("this program was compiled for a Neuron device; the emulated runtime runs only its own")
+        raise ValueError(
+            "this program was compiled for a Neuron device; the emulated runtime runs only emulated programs"
+        )
     return neff[len(neuronx_cc.MAGIC) :]
 
 
 class CacheUrl:
-    """Where a cache lies."""
+    """The location of a cache."""
 
     def __init__(self, url: str, url_type: str = "fs") -> None:
         self.url, self.url_type = url, url_type
 
     @classmethod
     def get_cache_url(cls, cache_dir: str | None = None) -> CacheUrl:
-        """``cache_dir``, or what the environment says, or the session's own folder."""
+        """Return ``cache_dir``, else the location that the environment sets, else the session's temporary folder."""
         flag = re.search(r"--cache_dir[= ](\S+)", os.environ.get("NEURON_CC_FLAGS", ""))
         return cls(
             cache_dir
@@ -52,7 +54,7 @@ class CacheUrl:
         )
 
     def is_s3(self) -> bool:
-        """No: the emulator's cache is in files."""
+        """Return False: the emulated cache is a folder."""
         return False
 
 
@@ -64,17 +66,17 @@ class CompileCache:
         self.cache_path = str(Path(cache_url.url) / f"neuronxcc-{COMPILER}")
 
     def get_cache_dir(self, model_hash: str, compile_flags_str: str) -> tuple[str, str]:
-        """The folder of a graph compiled with these flags, and its name."""
+        """Return the folder of a graph compiled with these flags, and the folder's name."""
         flags = hashlib.sha256(compile_flags_str.encode()).hexdigest()[:8]
         key = f"MODULE_{model_hash}+{flags}"
         return self.get_cache_dir_with_cache_key(key), key
 
     def get_cache_dir_with_cache_key(self, key: str) -> str:
-        """The folder of that name."""
+        """Return the folder with that name."""
         return str(Path(self.cache_path) / key)
 
     def exists(self, path: str) -> bool:
-        """Whether something lies at ``path``."""
+        """Return whether ``path`` exists."""
         return Path(path).exists()
 
     def upload_string_to_file(self, cache_path: str, data: str) -> None:
@@ -96,15 +98,15 @@ class CompileCache:
 
 
 class CompileCacheFs(CompileCache):
-    """A cache in files."""
+    """A cache in a folder."""
 
 
 class CompileCacheS3(CompileCache):
-    """A cache in a bucket: never made here; hosts ask whether theirs is one."""
+    """A cache in an S3 bucket. It exists because hosts test for it; the emulator never creates one."""
 
 
 def create_compile_cache(cache_url: CacheUrl) -> CompileCache:
-    """The cache that lies there."""
+    """Return the cache at a location."""
     return CompileCacheFs(cache_url)
 
 
@@ -113,13 +115,15 @@ def neuron_xla_compile(
     cache_key: str | None = None, retry_failed_compilation: bool = False, lazy: bool = True, use_cache: bool = True,
     cache_dir: str | None = None,
 ) -> bytes:  # fmt: skip
-    """The program of a serialised HloModuleProto; kept in the cache beside the graph and the flags.
+    """Compile a serialised HloModuleProto and, with ``use_cache``, store program, graph and flags in the cache.
+
+    ``platform_target``, ``retry_failed_compilation`` and ``lazy`` have no effect.
 
     Raises:
-        ValueError: another input format.
+        ValueError: ``input_format`` is not ``hlo``.
     """
     if input_format != "hlo":
-        raise ValueError(f"input format {input_format}: the emulated compiler reads hlo")
+        raise ValueError(f"input format {input_format}: the emulated compiler reads only hlo")
     neff = neuronx_cc.MAGIC + module
     if use_cache:
         key = cache_key or hashlib.sha256(module).hexdigest()[:20]
@@ -134,7 +138,7 @@ def neuron_xla_compile(
 
 
 def install_command(folder: Path) -> None:
-    """Put the command ``neuronx-cc`` into ``folder``, and that first on the PATH."""
+    """Write the command ``neuronx-cc`` into ``folder`` and put the folder first on the PATH."""
     script = folder / "neuronx-cc"
     words = (sys.executable, neuronx_cc.__file__)
     script.write_text(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, words))} "$@"\n', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``with neuron_emulation():`` makes the runtime below a Neuron host importable, and unmakes it."""
+"""``with neuron_emulation():`` makes an emulated Neuron runtime importable for a host, and removes it again."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from neuronmm.emulator.pyhlo.messages import HLO, METANEFF, XLA_DATA
 from neuronmm.emulator.runtime import compiler, models, tensors
 
 Session = Settings
-"""What a session counts, and how it runs NKI kernels."""
+"""How NKI kernels run, and the counts of custom calls."""
 
 HOSTS = ("transformers_neuronx", "optimum.neuron")
-"""Packages that hold on to the runtime once imported, so they come and go with it."""
+"""Host packages. They keep references to the runtime that they were imported with, so each runtime has its own."""
 
 _OPS = {
     "_init_neuron": lambda: None,
     "_to_neuron": tensors.to_core,
     "_from_neuron": tensors.from_core,
-    "_slice_neuron": tensors.cut,
+    "_slice_neuron": tensors.slice_device,
     "_parallel_to_neuron": tensors.to_device,
     "_parallel_from_neuron": tensors.from_device,
     "_parallel_write_neuron": tensors.write,
-    "_parallel_slice_neuron": tensors.cut,
+    "_parallel_slice_neuron": tensors.slice_device,
     "_parallel_run_neuron": models.run,
     "_parallel_executor_run": models.execute,
 }
@@ -68,24 +68,25 @@ _LIBNEURONXLA: dict[str, dict[str, Any]] = {
 }
 
 _running: list[Session] = []
-_set_aside: dict[str, ModuleType] = {}
+_emulated_hosts: dict[str, ModuleType] = {}
+"""Host modules that were imported inside a block, by name; they return to ``sys.modules`` in the next block."""
 
 
 @contextmanager
 def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[Session]:
-    """The Neuron runtime on this machine's CPU, inside the block.
+    """Emulate the Neuron runtime on this machine's CPU inside the block.
 
-    Importable inside: ``torch_neuronx``, ``libneuronxla`` and ``neuronxcc`` as far as hosts use them, each only where
-    the real one is absent. The command ``neuronx-cc``, which hosts run where ``NEURONX_DUMP_TO`` is set, is on the
-    PATH. Afterwards ``sys.modules``, ``torch.ops``, ``torch.classes``, the PATH and the ``NEURON*`` variables are as
-    before. Hosts imported inside come back, the same modules, in the next block. A block within a block is the same
-    session.
+    The parts of ``torch_neuronx``, ``libneuronxla`` and ``neuronxcc`` that hosts use can be imported; a package that is
+    really installed is left alone. The command ``neuronx-cc``, which hosts run if ``NEURONX_DUMP_TO`` is set, is on the
+    PATH. The block restores ``sys.modules``, ``torch.ops``, ``torch.classes``, the PATH and the ``NEURON*`` variables.
+    Host modules that were imported inside are removed and return, the same objects, in the next block. A nested block
+    uses the outer session, whatever its ``kernels``.
 
     Args:
-        kernels: ``nki`` interprets custom NKI kernels; ``reference`` runs their functions' attribute ``reference``.
+        kernels: ``nki`` interprets NKI kernels; ``reference`` runs the kernel function's attribute ``reference``.
 
     Yields:
-        The session; its ``calls`` counts custom calls.
+        The session; its ``calls`` counts custom calls by target, and NKI kernels as ``nki`` or ``reference``.
     """
     if _running:
         yield _running[-1]
@@ -113,27 +114,27 @@ def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[S
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    def ours() -> dict[str, str]:
+    def variables() -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith("NEURON") or name == "PATH"}
 
-    before = ours()
+    before = variables()
     try:
         yield
     finally:
-        for name in ours():
+        for name in variables():
             del os.environ[name]
         os.environ.update(before)
 
 
 @contextmanager
 def _hosts() -> Iterator[None]:
-    """Hosts imported outside, without the runtime, are put away; those imported inside are put back."""
+    """Hide host modules that were imported outside, and restore those of earlier blocks; afterwards the reverse."""
     outside = remove(HOSTS)
-    _restore(_set_aside)
+    _restore(_emulated_hosts)
     try:
         yield
     finally:
-        _set_aside.update(remove(HOSTS))
+        _emulated_hosts.update(remove(HOSTS))
         _restore(outside)
 
 

@@ -1,4 +1,4 @@
-"""Predicts when a kernel's instructions run on a NeuronCore, from the trace the NKI emulator records."""
+"""The timing model: predicts when each instruction of a trace of the NKI emulator runs on a NeuronCore."""
 
 from neuronmm.emulator.timing.dependencies import CapacityError
 from neuronmm.emulator.timing.report import Report, report

@@ -1,7 +1,7 @@
-"""What one instruction costs, from the NeuronCore figures alone: everything that does not depend on other instructions.
+"""The cost of one instruction, from the NeuronCore's figures alone, whatever other instructions do.
 
-Sources: the NKI architecture guides and the cost notes of the ``nki.isa`` pages, through :mod:`kernels.hardware`.
-The one number that is fitted and not documented is ``MATMUL_OVERHEAD_CYCLES``.
+Sources: the NKI architecture guides and the cost notes of the ``nki.isa`` pages, as :mod:`neuronmm.kernels.hardware`
+lists them. One number is fitted instead of documented: ``NeuronCore.matmul_overhead_cycles``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from neuronmm.kernels.hardware import DTYPE_BYTES, NeuronCore
 
 @dataclass(frozen=True)
 class Cost:
-    """Time one instruction holds its engine, in ns; a DMA holds ``engines`` of the 16 for ``busy`` each."""
+    """``busy``: ns that an instruction occupies its engine; a DMA occupies ``engines`` of the 16 for that long."""
 
     busy: float
     engines: int = 1
 
 
 def cost(instruction: Instruction, buffers: list[Buffer], core: NeuronCore) -> Cost:
-    """The time ``instruction`` keeps its engine busy on ``core``, at full clock."""
+    """Return the cost of ``instruction`` on ``core`` at full clock; ``buffers`` are those of its trace."""
     if instruction.engine is Engine.DMA:
         return _dma(instruction, core)
     if instruction.engine is Engine.TENSOR:
@@ -38,7 +38,7 @@ def _tensor_cycles(instruction: Instruction, core: NeuronCore) -> float:
 
 
 def _passes(instruction: Instruction, buffers: list[Buffer]) -> int:
-    """Cycles an element: 2 for a tensor_tensor whose operands share the SBUF port and are not all bf16, 8 to divide."""
+    """Cycles per element: 8 to divide, 2 for a tensor_tensor with operands in SBUF that are not all bf16, else 1."""
     if instruction.op in ("reciprocal", "divide"):
         return 8
     if instruction.op != "tensor_tensor":
@@ -50,7 +50,7 @@ def _passes(instruction: Instruction, buffers: list[Buffer]) -> int:
 
 
 def _dma(instruction: Instruction, core: NeuronCore) -> Cost:
-    """Descriptors of ``row_bytes`` are dealt out evenly to as many of the engines as there are descriptors."""
+    """One descriptor per row of ``row_bytes``, distributed evenly; at most one engine per descriptor."""
     row = max(1, min(instruction.row_bytes or instruction.bytes, instruction.bytes))
     descriptors = -(-instruction.bytes // row)
     engines = min(core.dma_engines, max(1, descriptors))

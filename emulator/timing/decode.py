@@ -1,8 +1,8 @@
-"""One decode step of a Llama-style decoder as a schedule: weights stream past a few tokens.
+"""One decode step of a Llama-style decoder as a trace: weights stream past a few tokens.
 
-Every weight is read once, packed so that a transfer has rows of 4 KiB, through a ring of tiles; a weight tile is
-stationary and the tokens move. Each product waits for the activations before it, the stream of weights does not.
-The KV cache is read once, by token. Norms, rotary embedding and softmax are elementwise passes over the activations.
+Every weight is read once, packed so that a transfer has rows of 4 KiB, through a ring of tiles. A weight tile is the
+stationary operand, the tokens are the moving one. Each matmul waits for the activations before it; the stream of
+weights does not. The KV cache is read once, by token. Norms, rotary embedding and softmax are elementwise passes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from neuronmm.emulator.timing.sketch import Sketch, part
 CHUNK = 16
 """128 x 128 weight tiles in one transfer: rows of 4 KiB in bf16."""
 CACHE_PIECE = 8192
-"""Elements a partition of one transfer of the KV cache."""
+"""Elements per partition of one transfer of the KV cache."""
 RINGS = 8
 """Allocation sites of weight chunks: with double buffering 16 transfers, 8 MiB, can be in flight."""
 
-
 Layer = list[list[tuple[int, int]]]
-"""The linears of a decoder layer as (in, out), in groups that share their input, in order; the attention follows the
+"""The linears of a decoder layer as (in, out), in order, grouped by the input that they share; attention follows the
 first group."""
 
 
 def decoder_step(
     layers: list[tuple[Layer, int]], head: tuple[int, int], cache_bytes: int, tokens: int = 1, name: str = "decode"
 ) -> Trace:
-    """One step for ``tokens`` sequences (up to 128).
+    """Return the trace of one step of ``tokens`` tokens, at most 128.
 
     Args:
-        layers: kinds of decoder layers and how many there are of each.
+        layers: each kind of decoder layer and the number of such layers.
         head: the language-model head, (in, out).
-        cache_bytes: KV cache bytes that one layer reads.
+        cache_bytes: bytes of KV cache that one layer reads.
+        tokens: tokens that pass the weights, one per sequence in decode.
+        name: the trace's name.
     """
     step = _Step(name, tokens)
     for layer, times in layers:
@@ -41,16 +42,16 @@ def decoder_step(
         for number, group in enumerate(layer):
             if number == 1:
                 step.attend(cache_bytes)
-            step.products(group)
+            step.matmuls(group)
             step.elementwise()
         step.sketch.close_fold(times)
-    step.products([head])
+    step.matmuls([head])
     step.sketch.free(*step.activations)
     return step.sketch.trace
 
 
 class _Step:
-    """The schedule under construction; products read one of two activation tiles and write the other."""
+    """The trace under construction; matmuls read one of two activation tiles and write the other."""
 
     def __init__(self, name: str, tokens: int) -> None:
         self.sketch = Sketch(name)
@@ -59,12 +60,12 @@ class _Step:
         self.activations = [self.sketch.tile(f"activations {i}", tokens) for i in range(2)]
         self.ring = self.turn = 0
 
-    def products(self, group: list[tuple[int, int]]) -> None:
-        """y = W x for linears that share their input."""
+    def matmuls(self, group: list[tuple[int, int]]) -> None:
+        """Write y = W x for linears that share their input."""
         for rows, columns in group:
             deep, wide = -(-rows // 128), -(-columns // 128)
             chunks = -(-deep * wide // CHUNK)
-            row = -(-rows * columns // (128 * chunks))  # elements of one transfer's row: tails cost what they are
+            row = -(-rows * columns // (128 * chunks))  # elements per row of a transfer: the tail is spread over all
             chunk: Any = None
             psum: Any = None
             for tile in range(deep * wide):
@@ -82,22 +83,22 @@ class _Step:
         self.activations.reverse()
 
     def attend(self, cache_bytes: int) -> None:
-        """Stream the cache and pass over its scores: scale and mask, exponentials, sums."""
+        """Stream the cache, with three passes over its scores: scale and mask, exponentials, sums."""
         scores = self._whole(self.activations[0])
-        left = max(1, cache_bytes // 128 // 2)
-        while left > 0:
-            row = min(left, CACHE_PIECE)
+        remaining = max(1, cache_bytes // 128 // 2)  # elements per partition
+        while remaining > 0:
+            row = min(remaining, CACHE_PIECE)
             cache = self.sketch.tile("cache", row)
             self.sketch.load(cache, 0, row, self.weights)
             for engine in (Engine.VECTOR, Engine.SCALAR, Engine.VECTOR):
                 operands = (scores, part(cache, 0, row))
-                elements = max(self.tokens, row // 64)  # a score takes the 64 or more elements of a key
+                elements = max(self.tokens, row // 64)  # one score per key of 64 or more elements
                 self.sketch.elementwise(engine, "softmax", scores, operands, elements, "bfloat16")
             self.sketch.free(cache)
-            left -= row
+            remaining -= row
 
     def elementwise(self) -> None:
-        """A norm or an activation between products: three passes."""
+        """A norm or an activation between matmuls: three passes."""
         x = self._whole(self.activations[0])
         for engine in (Engine.SCALAR, Engine.VECTOR, Engine.SCALAR):
             self.sketch.elementwise(engine, "norm", x, (x,), self.tokens * CHUNK, "bfloat16")
@@ -109,7 +110,7 @@ class _Step:
         return chunk
 
     def _evict(self, psum: Buffer) -> None:
-        """PSUM to SBUF, by the Vector and the Scalar engine in turn."""
+        """Copy PSUM to SBUF, on the Vector and the Scalar engine in turn."""
         engine = (Engine.VECTOR, Engine.SCALAR)[self.turn % 2]
         target, source = self._whole(self.activations[1]), self._whole(psum)
         self.sketch.elementwise(engine, "copy", target, (source,), self.tokens, "bfloat16")

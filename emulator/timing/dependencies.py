@@ -1,14 +1,15 @@
-"""Which earlier instructions an instruction has to wait for: through tiles, and through the memory tiles lie in.
+"""Which earlier instructions an instruction must wait for.
 
-Through tiles: a read waits for the writes it sees, a write for the reads and writes it replaces (RAW, WAR, WAW), by
-overlap of rectangles. Through memory: a tile that is allocated anew on every turn of a loop reuses the place of one
-that has been released, so its first write waits for that one's last use. The allocator this stands for gives every
-allocation site up to ``generations`` places (2: double buffering) as long as all places fit the SBUF (PSUM: the
-banks); it ignores alignment and fragmentation.
+Through tiles: a read waits for the writes of what it reads; a write waits for the reads and writes of what it replaces
+(RAW, WAR, WAW), by overlap of rectangles.
 
-Through ports: on NeuronCore-v2 PSUM serves either the Vector or the Scalar engine, SBUF either Vector or GpSimd. The
-compiler serialises such accesses with semaphores, so their order is fixed before the kernel runs; here it is program
-order. On v3 two engines still may not access one PSUM bank at a time; that is not modelled.
+Through memory: a tile that every iteration of a loop allocates anew takes the place of a released one, so its first
+write waits for that tile's last use. The model's allocator gives every allocation site up to ``generations`` places (2:
+double buffering) while all places fit SBUF (or the PSUM banks). It ignores alignment and fragmentation.
+
+Through ports: on NeuronCore-v2 PSUM serves either the Vector or the Scalar engine, and SBUF either Vector or GpSimd.
+The compiler serialises such accesses with semaphores in an order that it fixes before the kernel runs; the model takes
+program order. On v3 two engines still cannot access one PSUM bank at a time, which is not modelled.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from neuronmm.emulator.nki.trace import Buffer, Engine, Region, Space
 
 
 class CapacityError(RuntimeError):
-    """The buffers that are live at one time do not fit the memory: the kernel spills."""
+    """The live buffers do not fit the memory, so the kernel would have to spill."""
 
 
 class _Slot:
-    """The state of one rectangle of one buffer: who wrote it last, and who has read it since."""
+    """One rectangle of a tile: the instruction that wrote it last, and those that have read it since."""
 
     __slots__ = ("dma_readers", "engine_readers", "neighbours", "region", "writer")
 
@@ -37,7 +38,7 @@ class _Slot:
 
 
 class Tiles:
-    """Dependencies through the contents of tiles. Instructions must be added in program order."""
+    """Dependencies through the contents of tiles. Add instructions in program order."""
 
     def __init__(self) -> None:
         self._slots: dict[int, dict[Region, _Slot]] = {}
@@ -45,9 +46,9 @@ class Tiles:
     def add(
         self, index: int, engine: Engine, reads: Iterable[tuple[int, Region]], writes: Iterable[tuple[int, Region]]
     ) -> tuple[set[int], list[int]]:
-        """The instructions that ``index`` must wait for, and the tiles it is the first to write a part of.
+        """Add instruction ``index``; return the instructions it must wait for and the tiles it is the first to write.
 
-        Rectangles come with the key of their tile, which tells one incarnation of a buffer from the next.
+        ``reads`` and ``writes`` are (key, rectangle). A buffer that is allocated again gets a new key.
         """
         before: set[int] = set()
         fresh: list[int] = []
@@ -78,7 +79,7 @@ class Tiles:
         return before, fresh
 
     def last_uses(self, key: int) -> set[int]:
-        """The instructions after which nothing touches this tile any more; it must not be used again."""
+        """Forget a tile and return the instructions that used it last."""
         uses: set[int] = set()
         for slot in self._slots.pop(key, {}).values():
             uses.add(slot.writer)
@@ -102,7 +103,7 @@ class Tiles:
 
 
 class Ports:
-    """Memories that serve one of two engines at a time. Instructions must be added in program order."""
+    """Dependencies through memories that serve one of two engines at a time. Add instructions in program order."""
 
     def __init__(self, exclusive: Iterable[tuple[str, str, str]]) -> None:
         self._others: dict[tuple[Space, Engine], Engine] = {}
@@ -112,7 +113,7 @@ class Ports:
         self._last: dict[tuple[Space, Engine], int] = {}
 
     def add(self, index: int, engine: Engine, spaces: Iterable[Space]) -> set[int]:
-        """The instructions that ``index``, which accesses ``spaces``, must wait for."""
+        """Add instruction ``index``, which accesses ``spaces``; return the instructions it must wait for."""
         shared = [space for space in spaces if (space, engine) in self._others]
         before = {self._last.get((space, self._others[space, engine]), -1) for space in shared}
         self._last.update(((space, engine), index) for space in shared)
@@ -126,14 +127,14 @@ def _covers(outer: Region, inner: Region) -> bool:
 
 
 class Memory:
-    """Places in one on-chip memory. Buffers must be allocated and released in program order."""
+    """The allocator of one on-chip memory. Allocate and release buffers in program order."""
 
     def __init__(self, space: Space, capacity: int, granule: int, generations: int) -> None:
         self._space = space
         self._capacity = capacity
         self._granule = granule
         self._generations = generations
-        self._held: dict[int, tuple[int, str]] = {}
+        self._allocated: dict[int, tuple[int, str]] = {}  # key -> (bytes, site)
         self._occupied = 0
         self._by_site: dict[str, int] = {}
         self._peak: dict[str, int] = {}
@@ -141,7 +142,7 @@ class Memory:
         self._released_by_site: dict[str, deque[int]] = {}
 
     def learn(self, steps: Iterable[tuple[bool, Buffer]]) -> None:
-        """Note how much each allocation site holds at most, from (is allocation, buffer) in program order."""
+        """Record the peak size of each allocation site, from (is allocation, buffer) in program order."""
         live: dict[str, int] = {}
         for allocation, buffer in steps:
             site = buffer.location
@@ -149,42 +150,42 @@ class Memory:
             self._peak[site] = max(live[site], self._peak.get(site, 0))
 
     def size(self, buffer: Buffer) -> int:
-        """Bytes a partition, in whole granules (PSUM: banks)."""
+        """Return a buffer's bytes per partition, rounded up to granules (PSUM: banks)."""
         return -(-buffer.bytes_per_partition // self._granule) * self._granule
 
     def allocate(self, key: int, buffer: Buffer) -> list[int]:
-        """Find a place for ``buffer``; return the keys of the released buffers whose places it takes.
+        """Allocate ``buffer`` and return the keys of the released buffers whose places it takes.
 
         Raises:
-            CapacityError: everything that is still live and ``buffer`` together do not fit.
+            CapacityError: the live buffers and ``buffer`` do not fit together.
         """
         size, site = self.size(buffer), buffer.location
-        taken: list[int] = []
-        mine = self._released_by_site.setdefault(site, deque())
-        while self._by_site.get(site, 0) + size > self._generations * self._peak[site] and mine:
-            self._free(mine.popleft(), taken)
+        replaced: list[int] = []
+        of_site = self._released_by_site.setdefault(site, deque())
+        while self._by_site.get(site, 0) + size > self._generations * self._peak[site] and of_site:
+            self._free(of_site.popleft(), replaced)
         while self._occupied + size > self._capacity and self._released:
-            self._free(self._released.popleft(), taken)
+            self._free(self._released.popleft(), replaced)
         if self._occupied + size > self._capacity:
             raise CapacityError(
-                f"{self._space.value}: {self._occupied + size} bytes a partition are live when {buffer.name} is "
+                f"{self._space.value}: {self._occupied + size} bytes per partition are live when {buffer.name} is "
                 f"allocated ({site}); there are {self._capacity}"
             )
-        self._held[key] = (size, site)
+        self._allocated[key] = (size, site)
         self._occupied += size
         self._by_site[site] = self._by_site.get(site, 0) + size
-        return taken
+        return replaced
 
     def release(self, key: int) -> None:
-        """The buffer is not used again; its place may be taken."""
+        """Release a buffer; another one may take its place."""
         self._released.append(key)
-        self._released_by_site[self._held[key][1]].append(key)
+        self._released_by_site[self._allocated[key][1]].append(key)
 
-    def _free(self, key: int, taken: list[int]) -> None:
-        held = self._held.pop(key, None)
-        if held is None:  # already taken through the other queue
+    def _free(self, key: int, replaced: list[int]) -> None:
+        allocation = self._allocated.pop(key, None)
+        if allocation is None:  # already freed through the other queue
             return
-        size, site = held
+        size, site = allocation
         self._occupied -= size
         self._by_site[site] -= size
-        taken.append(key)
+        replaced.append(key)

@@ -1,9 +1,10 @@
-"""Time to first token and time per later token of a whole model, from its dimensions alone.
+"""Time to first token and time per output token of a whole model, from its dimensions alone.
 
-Decode, and prefill of up to 128 tokens, is the simulated stream of :mod:`.decode`. Longer prefill is closed form: each
-linear takes its tensor or its DMA time, whichever is longer, with strips of 1024 tokens; attention its products,
-exponentials or row sums. Tensor parallelism shards as transformers-neuronx does: q, k, v, gate and up by output, o and
-down by input, the factors that have no sharded dimension replicated; two all-reduces a layer.
+Decode, and prefill of up to 128 tokens, is the simulated stream of :mod:`.decode`. Longer prefill is a closed form.
+Each linear takes the longer of its tensor and its DMA time, with strips of 1024 tokens; attention takes the longest of
+its matmuls, its exponentials and its vector passes. Tensor parallelism shards as transformers-neuronx does: q, k, v,
+gate and up by output, o and down by input. Factors without a sharded dimension are replicated; each layer has two
+all-reduces.
 """
 
 from __future__ import annotations
@@ -18,17 +19,24 @@ from neuronmm.emulator.timing.simulate import simulate
 from neuronmm.kernels.hardware import NeuronCore
 
 STRIP = 1024
+"""Tokens that pass the weights together in a long prefill."""
 STREAM_TOKENS = 128
+"""Up to this many tokens a prefill is a simulated stream."""
 ALL_REDUCE_NS = 10_000.0
-"""Latency of one all-reduce between cores: an assumption, no measurement of it is published."""
+"""Latency of one all-reduce between cores: an assumption, because no measurement is published."""
 ELEMENT = 2
-"""Bytes of bfloat16, which everything is in."""
+"""Bytes per element: weights, activations and cache are bfloat16."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Dimensions of a Llama-style decoder. ``ranks[i]`` maps q, k, v, o, gate, up, down of layer i to a rank; a name
-    that is missing is dense. ``followers[i]`` are those of layer i that use another's A and have none of their own."""
+    """Dimensions of a Llama-style decoder.
+
+    Attributes:
+        head: size of one attention head.
+        ranks: for each layer, (linear, rank) of q, k, v, o, gate, up and down; a linear without a rank is dense.
+        followers: for each layer, the linears that use another linear's A and have none of their own.
+    """
 
     hidden: int
     intermediate: int
@@ -41,7 +49,7 @@ class Decoder:
     followers: tuple[tuple[str, ...], ...] = ()
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of a layer's linears by name."""
+        """Return (in, out) of a layer's linears by name."""
         queries, keys = self.heads * self.head, self.kv_heads * self.head
         return {
             "q": (self.hidden, queries),
@@ -56,7 +64,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted times in seconds for a batch; ``weight_bytes`` and ``cache_bytes`` are one core's."""
+    """Predicted times of a batch in seconds; ``weight_bytes`` and ``cache_bytes`` are per core."""
 
     ttft: float
     tpot: float
@@ -65,12 +73,12 @@ class Prediction:
     cache_bytes: int
 
     def fits(self, core: NeuronCore) -> bool:
-        """Whether weights and cache fit the core's share of the HBM."""
+        """Return whether weights and cache fit the core's share of the HBM."""
         return self.weight_bytes + self.cache_bytes <= core.hbm_bytes
 
 
 def predict(model: Decoder, core: NeuronCore, batch: int = 1, prompt: int = 128, parallel: int = 1) -> Prediction:
-    """Generation with ``batch`` sequences (up to 128) of ``prompt`` tokens on ``parallel`` cores."""
+    """Predict generation with ``batch`` sequences (at most 128) of ``prompt`` tokens on ``parallel`` cores."""
     dense: tuple[tuple[Any, ...], ...] = ((),) * model.layers
     each = zip(model.ranks or dense, model.followers or dense, strict=True)
     kinds = Counter(_layer(model, dict(ranks), followers, parallel) for ranks, followers in each)
@@ -100,7 +108,7 @@ def predict(model: Decoder, core: NeuronCore, batch: int = 1, prompt: int = 128,
 def _layer(
     model: Decoder, ranks: dict[str, int], followers: tuple[str, ...], parallel: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The linears of one layer on one core, in groups as :data:`Layer`, hashable."""
+    """Return the linears of one layer on one core, grouped as in :data:`Layer`, hashable."""
     sizes = model.linears()
 
     def shard(name: str) -> tuple[int, int]:
@@ -114,7 +122,7 @@ def _layer(
         seconds = tuple((ranks[n], shard(n)[1]) if n in ranks else shard(n) for n in names)
         groups += [firsts] if firsts else []
         groups.append(seconds)
-    if any(n in ranks for n in ("q", "k", "v")):  # the attention follows the first group: q, k, v have to be one
+    if any(n in ranks for n in ("q", "k", "v")):  # attention follows the first group, so q, k, v must be one group
         groups[:2] = [groups[0] + groups[1]]
     return tuple(groups)
 
@@ -127,7 +135,7 @@ def _prefill(
     model: Decoder, layers: list[tuple[Layer, int]], head: tuple[int, int], core: NeuronCore, batch: int, prompt: int,
     parallel: int,
 ) -> float:  # fmt: skip
-    """Nanoseconds for batch x prompt tokens; the head sees the last token of each sequence only."""
+    """Return the nanoseconds of batch x prompt tokens; only the last token of each sequence reaches the head."""
     linears = sum(
         times * _linear(rows, columns, batch * prompt, core)
         for layer, times in layers
@@ -140,18 +148,21 @@ def _prefill(
 
 
 def _linear(rows: int, columns: int, tokens: int, core: NeuronCore) -> float:
-    """The longer of tensor and DMA time; a strip re-reads the weights, activations cross the HBM once."""
-    whole, rest = divmod(tokens, core.moving_columns)
-    passes = whole * (core.moving_columns + core.matmul_overhead_cycles)
-    passes += (max(rest, core.matmul_min_cycles) + core.matmul_overhead_cycles) * (rest > 0)
-    tensor = -(-rows // 128) * -(-columns // 128) * passes / core.tensor_ghz
+    """Return the longer of tensor and DMA time in ns; each strip re-reads the weights, activations move once."""
+    blocks, tail = divmod(tokens, core.moving_columns)
+    cycles = blocks * (core.moving_columns + core.matmul_overhead_cycles)
+    cycles += (max(tail, core.matmul_min_cycles) + core.matmul_overhead_cycles) * (tail > 0)
+    tensor = -(-rows // 128) * -(-columns // 128) * cycles / core.tensor_ghz
     traffic = ELEMENT * (-(-tokens // STRIP) * rows * columns + tokens * (rows + columns))
     return max(tensor, traffic / (core.dma_rate * core.row_efficiency(4096)))
 
 
 def _attention(heads: int, head: int, length: int, core: NeuronCore) -> float:
-    """Causal attention of one sequence in one layer: two products, one exponential, two vector passes an element."""
+    """Return the ns of causal attention of one sequence in one layer.
+
+    Per score: two matmuls, one exponential, two vector passes; the slowest of the three engines counts.
+    """
     scores = heads * length * (length + 1) / 2
     tiles = scores / (128 * core.moving_columns)
-    products = 2 * tiles * -(-head // 128) * (core.moving_columns + core.matmul_overhead_cycles) / core.tensor_ghz
-    return max(products, scores / 128 / core.scalar_ghz, 2 * scores / 128 / core.vector_ghz)
+    matmuls = 2 * tiles * -(-head // 128) * (core.moving_columns + core.matmul_overhead_cycles) / core.tensor_ghz
+    return max(matmuls, scores / 128 / core.scalar_ghz, 2 * scores / 128 / core.vector_ghz)

@@ -1,7 +1,7 @@
-"""Published measurements on one NeuronCore of a trn1.2xlarge, the yardstick of the timing model.
+"""Published measurements on one NeuronCore of a trn1.2xlarge, which the timing model is compared with.
 
-Source: arXiv 2510.25977 and the authors' public repository (dinghongsong/NeuronMM). The kernel sweep is read off a
-figure, to about 1 ms and 0.1 GiB; the per-token latencies are that repository's benchmark reports.
+Source: arXiv 2510.25977 and its authors' public repository (dinghongsong/NeuronMM). The kernel sweep is read off a
+figure, to about 1 ms and 0.1 GiB. The latencies per token are from the repository's benchmark reports.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SWEEP = (8192, 4096, 16384)
-"""K, r and N of the kernel sweep, in bf16; the dense product is [M, K] [K, N]."""
+"""K, r and N of the kernel sweep, in bf16; the dense matmul is [M, K] [K, N]."""
 
 
 class Sweep(NamedTuple):
-    """One column of the sweep: latency in ms and HBM traffic in GiB by M."""
+    """One kernel of the sweep: latency in ms and HBM traffic in GiB, both by M."""
 
     name: str
     latency: dict[int, float]
@@ -27,18 +27,18 @@ COMPILER_XUV = Sweep("compiler XUV", {8192: 23.7, 16384: 49.4, 32768: 98.9}, {81
 COMPILER_XW = Sweep("compiler XW", {8192: 33.0, 16384: 65.4, 32768: 130.3}, {8192: 5.43, 16384: 10.45, 32768: 20.96})
 
 DENSE_DECODE_MS = 10.42
-"""Llama-3.2-1B, bf16, batch 1, context 32: ms a token in the report without a label, which only a dense path that
-streams 2.47 GB of weights at 237 GB/s explains."""
+"""Llama-3.2-1B, bf16, batch 1, context 32: ms per token in the report without a label. Only a dense path, which
+streams 2.47 GB of weights at 237 GB/s, explains the figure."""
 
 DENSE_CONTEXT_MS = 50.07
-"""The same report's context encoding; its throughput, 639 tokens/s, says that it is of 32 tokens."""
+"""Context encoding in ms in the same report. Its throughput, 639 tokens/s, implies 32 tokens."""
 
 CONTEXT_REPORTS = {
     "no label": (DENSE_CONTEXT_MS, DENSE_DECODE_MS),
     "dense, tutorial kernel": (70.28, 39.08),
     "NeuronMM, ratio 0.2": (66.63, 26.09),
 }
-"""Context encoding of 32 tokens and time a token, both in ms, of each published report of Llama-3.2-1B."""
+"""Each published report of Llama-3.2-1B -> (context encoding of 32 tokens, time per token), both in ms."""
 
 VALIDATION: dict[str, float | str] = {
     "published_kernel_latencies_mean_absolute_error": 0.058,
@@ -47,8 +47,8 @@ VALIDATION: dict[str, float | str] = {
     "ttft": "not validated",
     "measured_on": "trn1, one core",
 }
-"""The timing model's errors on the above, which every prediction carries: mean absolute over the sweep's nine
-latencies, signed for the others."""
+"""The timing model's relative errors on these measurements, attached to every prediction: the mean absolute error of
+the sweep's nine latencies, the signed errors of the others."""
 
 CAVEAT = (
     f"Timing model against published measurements ({VALIDATION['measured_on']}): kernel latencies "
@@ -57,4 +57,4 @@ CAVEAT = (
     f"of 32 tokens, took {DENSE_CONTEXT_MS} ms and is predicted "
     f"{VALIDATION['published_dense_context_encoding_error']:+.1%}."
 )
-"""The same as a text, to be printed wherever a prediction is."""
+"""The errors as a sentence, printed with every prediction."""

@@ -1,7 +1,7 @@
-"""A trace made ready to run: the cost of every instruction and the instructions it waits for.
+"""Prepare a trace for simulation: the cost of every instruction, and the instructions that it waits for.
 
-A folded trace is unrolled for a few iterations only; :mod:`.simulate` extrapolates the rest from the period of one
-of them, which is exact once the pipeline is in its steady state.
+A fold is unrolled for a few iterations only; :mod:`.simulate` extrapolates the others from the period of one iteration,
+which is exact once the pipeline is in its steady state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from neuronmm.kernels.hardware import NeuronCore
 
 
 class Segment(NamedTuple):
-    """Steps ``[start, stop)`` of the program: one simulated iteration of fold number ``fold`` (-1: no fold)."""
+    """Steps ``[start, stop)`` of the program: one iteration of fold number ``fold``, or no part of a fold (-1)."""
 
     start: int
     stop: int
@@ -26,7 +26,10 @@ class Segment(NamedTuple):
 
 @dataclass
 class Program:
-    """Steps in program order. ``source[i]`` is the index in the trace's instructions that step ``i`` executes."""
+    """The steps of a simulation, in program order.
+
+    Step ``i`` executes the trace's instruction ``source[i]``, costs ``costs[i]`` and waits for the steps ``before[i]``.
+    """
 
     trace: Trace
     core: NeuronCore
@@ -37,7 +40,9 @@ class Program:
 
 
 def prepare(trace: Trace, core: NeuronCore, generations: int, samples: int) -> Program:
-    """Cost and dependencies of every instruction of ``trace`` on ``core``, ``samples`` iterations a fold.
+    """Prepare ``trace`` for ``core``, with at most ``samples`` iterations per fold.
+
+    ``generations`` is the number of places that an allocation site may have (2: double buffering).
 
     Raises:
         CapacityError: the live buffers do not fit SBUF or PSUM.
@@ -50,18 +55,18 @@ def prepare(trace: Trace, core: NeuronCore, generations: int, samples: int) -> P
     }
     allocations, releases = _schedule_of_buffers(trace)
     for space, memory in memories.items():
-        memory.learn(_steps(trace, allocations, releases, space))
+        memory.learn(_buffer_events(trace, allocations, releases, space))
     tiles, ports = Tiles(), Ports(core.exclusive)
-    silent = _one_way_buffers(trace)
-    keys = list(range(len(trace.buffers)))  # the key of each buffer's present incarnation
+    one_way = _one_way_buffers(trace)
+    keys = list(range(len(trace.buffers)))  # the key of each buffer's latest allocation
     alive = [False] * len(trace.buffers)
     next_key = len(keys)
-    places: dict[int, set[int]] = {}  # by key: what the first write must wait for, for the place's sake
-    dropped: dict[int, set[int]] = {}  # by key: the last uses of a released buffer
+    place_uses: dict[int, set[int]] = {}  # key -> the last uses of the place before; the first write waits for them
+    last_uses: dict[int, set[int]] = {}  # key of a released buffer -> its last uses
 
     def release(b: int) -> None:
         alive[b] = False
-        dropped[keys[b]] = tiles.last_uses(keys[b])
+        last_uses[keys[b]] = tiles.last_uses(keys[b])
         memories[trace.buffers[b].space].release(keys[b])
 
     for start, stop, fold in _segments(trace, samples):
@@ -71,20 +76,20 @@ def prepare(trace: Trace, core: NeuronCore, generations: int, samples: int) -> P
                 if alive[b]:
                     release(b)
             for b in allocations.get(i, ()):
-                if alive[b]:  # allocated before a fold at its very start: not again on every iteration
+                if alive[b]:  # allocated right before a fold: not again in every iteration
                     continue
                 keys[b], next_key, alive[b] = next_key, next_key + 1, True
                 waits: set[int] = set()
                 for key in memories[trace.buffers[b].space].allocate(keys[b], trace.buffers[b]):
-                    waits |= dropped.pop(key)
-                places[keys[b]] = waits
+                    waits |= last_uses.pop(key)
+                place_uses[keys[b]] = waits
             instruction = trace.instructions[i]
             step = len(program.source)
-            reads = [(keys[r.buffer], r) for r in instruction.reads if r.buffer not in silent]
-            writes = [(keys[r.buffer], r) for r in instruction.writes if r.buffer not in silent]
+            reads = [(keys[r.buffer], r) for r in instruction.reads if r.buffer not in one_way]
+            writes = [(keys[r.buffer], r) for r in instruction.writes if r.buffer not in one_way]
             before, fresh = tiles.add(step, instruction.engine, reads, writes)
             for key in fresh:
-                before |= places.get(key, set())
+                before |= place_uses.get(key, set())
             touched = {trace.buffers[r.buffer].space for r in instruction.reads + instruction.writes}
             before |= ports.add(step, instruction.engine, touched)
             program.source.append(i)
@@ -98,27 +103,27 @@ def prepare(trace: Trace, core: NeuronCore, generations: int, samples: int) -> P
 
 
 def _segments(trace: Trace, samples: int) -> Iterator[tuple[int, int, int]]:
-    """Stretches of the trace to execute in turn: (start, stop, number of the fold or -1)."""
-    at = 0
+    """Yield the stretches of the trace to execute, in order: (start, stop, number of the fold or -1)."""
+    position = 0
     for number, fold in enumerate(trace.folds):
-        if at < fold.start:
-            yield at, fold.start, -1
+        if position < fold.start:
+            yield position, fold.start, -1
         for _ in range(min(fold.times, samples)):
             yield fold.start, fold.stop, number
-        at = fold.stop
-    if at < len(trace.instructions):
-        yield at, len(trace.instructions), -1
+        position = fold.stop
+    if position < len(trace.instructions):
+        yield position, len(trace.instructions), -1
 
 
 def _inside(buffer: Buffer, start: int, stop: int) -> bool:
-    """Whether a fold's iterations allocate ``buffer`` (one allocated just before the loop has no loop around it)."""
+    """Return whether the fold's iterations allocate ``buffer``; one allocated right before the loop has no ``loop``."""
     return start <= buffer.allocated < stop and buffer.loop != ()
 
 
 def _schedule_of_buffers(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """On-chip buffers to allocate and to release before each instruction.
+    """Return the on-chip buffers to allocate, and those to release, before each instruction.
 
-    A buffer from outside a fold whose last use is inside it is released after the fold's last iteration.
+    A buffer that is allocated outside a fold and last used inside it is released after the fold's last iteration.
     """
     allocations: dict[int, list[int]] = {}
     releases: dict[int, list[int]] = {}
@@ -134,9 +139,10 @@ def _schedule_of_buffers(trace: Trace) -> tuple[dict[int, list[int]], dict[int, 
     return allocations, releases
 
 
-def _steps(
+def _buffer_events(
     trace: Trace, allocations: dict[int, list[int]], releases: dict[int, list[int]], space: Space
 ) -> Iterator[tuple[bool, Buffer]]:
+    """Yield (is allocation, buffer) of one memory, in program order."""
     for i in range(len(trace.instructions) + 1):
         for allocation, table in ((False, releases), (True, allocations)):
             for b in table.get(i, ()):
@@ -145,21 +151,21 @@ def _steps(
 
 
 def _one_way_buffers(trace: Trace) -> set[int]:
-    """HBM tensors that are only read or only written: no instruction waits for another through them."""
+    """Return the HBM tensors that are only read or only written: no instruction waits for another through them."""
     read = {r.buffer for i in trace.instructions for r in i.reads}
     written = {r.buffer for i in trace.instructions for r in i.writes}
     return {b.id for b in trace.buffers if b.space is Space.HBM and (b.id not in read or b.id not in written)}
 
 
 def _latest(before: set[int], engine: Engine, program: Program) -> tuple[int, ...]:
-    """``before`` without what in-order engines imply: one step an engine, none of the own engine; every DMA."""
+    """Drop what in-order execution implies: keep every DMA, and the latest step of every other engine but its own."""
     latest: dict[Engine, int] = {}
-    kept: list[int] = []
+    dmas: list[int] = []
     instructions, source = program.trace.instructions, program.source
     for step in before:
         other = instructions[source[step]].engine
         if other is Engine.DMA:
-            kept.append(step)
+            dmas.append(step)
         elif other is not engine and step > latest.get(other, -1):
             latest[other] = step
-    return (*kept, *latest.values())
+    return (*dmas, *latest.values())

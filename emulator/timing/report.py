@@ -1,4 +1,4 @@
-"""What a simulated run amounts to: latency, traffic, busy shares, memory peaks and the critical path."""
+"""Summarise a simulated run: latency, traffic, busy shares, memory peaks and the critical path."""
 
 from __future__ import annotations
 
@@ -12,13 +12,23 @@ from neuronmm.emulator.timing.simulate import Timeline, segment_weights
 
 @dataclass(frozen=True)
 class Report:
-    """One kernel on one NeuronCore, predicted.
+    """The prediction for one kernel on one NeuronCore.
 
-    ``latency`` is in seconds, sizes in bytes, the other figures are shares. ``mfu`` is the matrix products' FLOPs
-    over what the tensor engine could do in the latency; ``busy`` says how long each engine worked, gaps excluded
-    (dma: mean of the 16); ``dma_share`` is the traffic over what the DMA engines could move in the latency.
-    SBUF and PSUM peaks are for all partitions together, by live ranges in program order. ``critical_path`` gives
-    each kind of step's share of the longest chain of dependent steps, ``"dma wait"`` being start latencies.
+    Attributes:
+        name: the trace's name.
+        core: the device.
+        latency: seconds.
+        hbm_read: bytes.
+        hbm_written: bytes.
+        multiply_adds: of the matmuls, without transpositions.
+        mfu: the matmuls' FLOPs over the tensor engine's peak in the latency.
+        dma_share: the traffic over what the DMA engines could move in the latency.
+        busy: share of the latency that each engine worked, gaps excluded (dma: mean of the 16).
+        sbuf_peak: bytes of all partitions together, by live ranges in program order.
+        psum_peak: likewise.
+        critical_path: share of the longest chain of dependent steps by kind of step; ``dma wait`` is the start latency
+            of transfers.
+        drift: see :class:`.simulate.Timeline`.
     """
 
     name: str
@@ -37,10 +47,11 @@ class Report:
 
     @property
     def traffic(self) -> int:
-        """HBM bytes moved in both directions."""
+        """HBM bytes read and written."""
         return self.hbm_read + self.hbm_written
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary that JSON can hold."""
         return asdict(self)
 
 
@@ -70,7 +81,7 @@ def report(timeline: Timeline) -> Report:
 
 
 def critical_path(timeline: Timeline) -> Iterator[int]:
-    """The chain of steps that led to the last one to end, last first."""
+    """Yield the chain of steps that determines when the last step ends, from the last to the first."""
     step = max(range(len(timeline.end)), key=timeline.end.__getitem__, default=-1)
     while step >= 0:
         yield step
@@ -78,9 +89,9 @@ def critical_path(timeline: Timeline) -> Iterator[int]:
 
 
 def _busy(timeline: Timeline) -> dict[Engine, float]:
-    """Time every engine worked, in ns, over all executed instructions; DMA: the mean of the 16.
+    """Return the ns that every engine worked, over all executed instructions; DMA is the mean of the 16.
 
-    The iterations of a fold that were not simulated count as the one that gave their period did.
+    The iterations of a fold that were not simulated count as the one that they are extrapolated from.
     """
     program = timeline.program
     total = dict.fromkeys(Engine, 0.0)
@@ -96,16 +107,17 @@ def _busy(timeline: Timeline) -> dict[Engine, float]:
 
 
 def _shares(timeline: Timeline) -> dict[str, float]:
+    """Return each kind of step's share of the critical path, largest first."""
     instructions, source = timeline.program.trace.instructions, timeline.program.source
     time: dict[str, float] = {}
-    reached = max(timeline.end, default=0.0)
-    total = max(reached, 1e-9)
+    end = max(timeline.end, default=0.0)
+    total = max(end, 1e-9)
     for step in critical_path(timeline):
         instruction = instructions[source[step]]
         kind = f"{instruction.engine.value} {instruction.op}"
-        time[kind] = time.get(kind, 0.0) + reached - timeline.start[step]
+        time[kind] = time.get(kind, 0.0) + end - timeline.start[step]
         cause = timeline.cause[step]
-        reached = timeline.end[cause] if cause >= 0 else 0.0
-        time["dma wait"] = time.get("dma wait", 0.0) + timeline.start[step] - reached
+        end = timeline.end[cause] if cause >= 0 else 0.0
+        time["dma wait"] = time.get("dma wait", 0.0) + timeline.start[step] - end
     ranked = sorted(time.items(), key=lambda item: -item[1])
     return {kind: span / total for kind, span in ranked if span > 0}

@@ -1,10 +1,10 @@
-"""The event-driven simulation: when does every instruction start and end?
+"""The event-driven simulation: when every instruction starts and ends.
 
-Tensor, Vector, Scalar and GpSimd execute their instructions in program order. A DMA waits for its start latency,
-which overlaps with other transfers, and then for as many of the 16 engines as it has descriptors (up to all); of
-the DMAs that are ready the first in program order goes first, so a far prefetch does not hold up what is needed now.
-On NeuronCore v3 and v4 the tensor engine runs at half speed when cold and reaches full speed after
-``tensor_warm_up_ns`` of work; idle time cools it at the same rate.
+Tensor, Vector, Scalar and GpSimd execute their instructions in program order. A DMA waits for its start latency, which
+overlaps with other transfers, and then for one engine per descriptor, up to all 16. Of the DMAs that are ready the
+first in program order starts first, so a distant prefetch does not delay the data needed now. On NeuronCore v3 and v4
+the tensor engine runs at half speed when cold and reaches full speed after ``tensor_warm_up_ns`` of work; idle time
+cools it at the same rate.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from neuronmm.emulator.timing.program import Program, prepare
 from neuronmm.kernels.hardware import NeuronCore
 
 FOLD_SAMPLES = 6
-"""Iterations of a fold that are simulated at first."""
+"""Iterations of a fold that are simulated at first; doubled until the period is steady."""
 
 STEADY = 0.005
-"""Largest drift that passes for a steady state; above it twice as many iterations are simulated."""
+"""Largest drift of a steady state."""
 
 
 @dataclass
 class Timeline:
-    """When every step of a program ran, in ns from the start.
+    """The times of every step of a program, in ns from the start.
 
-    ``start`` and ``end`` hold the time on the engine (a DMA's start latency lies before ``start``); ``cause[i]`` is
-    the step whose end let step ``i`` start, -1 for none. ``latency`` covers the whole kernel, iterations of folds
-    that were not simulated included; ``drift`` is how much the iteration that stands for those differs from the one
-    before it, in the worst fold: 0 in a steady state.
+    Attributes:
+        program: the program.
+        start: when each step starts on its engine; a DMA's start latency is before that.
+        end: when each step ends.
+        cause: the step whose end let each step start; -1 for none.
+        latency: of the whole kernel, with the iterations of folds that were not simulated.
+        drift: relative difference in period between the iteration that represents those and the one before it, in the
+            worst fold; 0 in a steady state.
     """
 
     program: Program
@@ -43,7 +47,7 @@ class Timeline:
 
 
 def simulate(trace: Trace, core: NeuronCore, generations: int = 2) -> Timeline:
-    """Run ``trace`` on ``core``; every allocation site gets up to ``generations`` places (2: double buffering).
+    """Simulate ``trace`` on ``core``; an allocation site has up to ``generations`` places (2: double buffering).
 
     Raises:
         CapacityError: the live buffers do not fit SBUF or PSUM.
@@ -57,7 +61,7 @@ def simulate(trace: Trace, core: NeuronCore, generations: int = 2) -> Timeline:
 
 
 def run(program: Program) -> Timeline:
-    """Run a prepared program."""
+    """Simulate a prepared program."""
     core, instructions = program.core, program.trace.instructions
     count = len(program.source)
     engine_of = [instructions[i].engine for i in program.source]
@@ -70,7 +74,7 @@ def run(program: Program) -> Timeline:
     wake = -1.0
     events = [(core.dma_start_ns if engine_of[i] is Engine.DMA else 0.0, i) for i in heads]
     heapq.heapify(events)
-    pending: list[int] = []  # DMAs that are ready and have no engine yet
+    pending: list[int] = []  # DMAs that are ready and wait for an engine
 
     def done(i: int, finish: float) -> None:
         end[i] = finish
@@ -110,16 +114,16 @@ def run(program: Program) -> Timeline:
 
 
 class _Lanes:
-    """The DMA engines. ``free`` is when the first one is, ``last`` the step it worked on."""
+    """The DMA engines: ``free`` is when the first of them becomes free, ``last`` the step that it runs until then."""
 
     def __init__(self, core: NeuronCore) -> None:
         self._until = [(0.0, -1)] * core.dma_engines
         self.free, self.last = self._until[0]
 
     def take(self, step: int, now: float, cost: Cost) -> float:
-        """Give ``step`` the engines that are free first; return when it ends."""
+        """Run ``step`` on the engines that become free first; return when it ends."""
         finish = now
-        for lane in range(cost.engines):  # the list is in order of time
+        for lane in range(cost.engines):  # the list is sorted by time
             finish = max(now, self._until[lane][0]) + cost.busy
             self._until[lane] = (finish, step)
         self._until.sort()
@@ -128,7 +132,7 @@ class _Lanes:
 
 
 def _graph(program: Program, engine_of: list[Engine]) -> tuple[list[int], list[list[int]], list[int]]:
-    """For every step how many it waits for, and which wait for it; and the steps that wait for none."""
+    """Return, per step, how many steps it waits for and which steps wait for it; and the steps that wait for none."""
     count = len(engine_of)
     waiting = [0] * count
     after: list[list[int]] = [[] for _ in range(count)]
@@ -150,29 +154,29 @@ def _graph(program: Program, engine_of: list[Engine]) -> tuple[list[int], list[l
 
 
 def segment_weights(program: Program) -> list[int]:
-    """How many iterations each simulated segment stands for.
+    """Return how many iterations each simulated segment represents.
 
-    The middle one stands for all that were not simulated: the first ones fill the pipeline, and the last ones have
-    no successors whose loads they share the DMA engines with.
+    The middle one represents those that were not simulated. The first ones fill the pipeline, and the last ones do not
+    share the DMA engines with the loads of successors.
     """
     weights = [1] * len(program.segments)
     for number, fold in enumerate(program.trace.folds):
-        turns = [s for s, segment in enumerate(program.segments) if segment.fold == number]
-        if fold.times > len(turns):
-            weights[turns[len(turns) // 2]] += fold.times - len(turns)
+        iterations = [s for s, segment in enumerate(program.segments) if segment.fold == number]
+        if fold.times > len(iterations):
+            weights[iterations[len(iterations) // 2]] += fold.times - len(iterations)
     return weights
 
 
 def _extrapolate(program: Program, end: list[float]) -> tuple[float, float]:
-    """Latency of the whole kernel, and the drift of the worst fold."""
-    fronts: list[float] = []
+    """Return the latency of the whole kernel and the drift of the worst fold."""
+    ends: list[float] = []  # when all segments up to each one have ended
     for segment in program.segments:
-        fronts.append(max([*fronts[-1:], *end[segment.start : segment.stop]]))
+        ends.append(max([*ends[-1:], *end[segment.start : segment.stop]]))
     latency = max(end, default=0.0)
     drift = 0.0
     for s, weight in enumerate(segment_weights(program)):
         if weight > 1:
-            period, before = fronts[s] - fronts[s - 1], fronts[s - 1] - fronts[s - 2]
+            period, before = ends[s] - ends[s - 1], ends[s - 1] - ends[s - 2]
             latency += (weight - 1) * period
             drift = max(drift, abs(period - before) / period)
     return latency, drift

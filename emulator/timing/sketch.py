@@ -1,4 +1,4 @@
-"""Writes traces by hand, for schedules that exist only as a description: published kernels, a compiler's spills."""
+"""Write traces by hand, for schedules without a kernel to run: published kernels, a decode step, a whole graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from neuronmm.kernels.hardware import DTYPE_BYTES
 
 
 class Sketch:
-    """A trace under construction. Tiles have 128 partitions; extents inside a partition are in elements."""
+    """A trace under construction. Tiles have 128 partitions; offsets and widths inside a partition are in elements."""
 
     def __init__(self, name: str) -> None:
         self.trace = Trace(name)
@@ -15,39 +15,40 @@ class Sketch:
         self._fold_start = 0
 
     def tensor(self, name: str, rows: int, columns: int, dtype: str = "bfloat16") -> Buffer:
-        """A tensor in HBM."""
+        """Add a tensor [rows, columns] in HBM."""
         return self._buffer(name, Space.HBM, rows, columns, dtype)
 
     def tile(self, name: str, columns: int, dtype: str = "bfloat16", space: Space = Space.SBUF) -> Buffer:
-        """Allocate [128, columns] on chip; the name is also the allocation site."""
+        """Allocate a tile [128, columns] on chip; its name is also the allocation site."""
         return self._buffer(name, space, 128, columns, dtype)
 
     def free(self, *tiles: Buffer) -> None:
-        """The tiles are not used after this point."""
+        """Release tiles; they are not used after this point."""
         for tile in tiles:
             tile.released = len(self.trace.instructions)
 
     def open_fold(self) -> None:
-        """What follows, up to ``close_fold``, is one iteration of an outermost loop."""
+        """Begin one iteration of an outermost loop; it ends at ``close_fold``."""
         self._fold_start = len(self.trace.instructions)
         self._loop = (0,)
 
     def close_fold(self, times: int) -> None:
+        """End the iteration that ``open_fold`` began; the loop has ``times`` of them."""
         self.trace.folds.append(Fold(self._fold_start, len(self.trace.instructions), times))
         self._loop = ()
 
-    def load(self, tile: Buffer, at: int, columns: int, tensor: Buffer, row: int = 0, column: int = 0) -> None:
-        """128 rows of ``tensor`` from (row, column) to ``tile[:, at : at + columns]``; a row is one descriptor."""
+    def load(self, tile: Buffer, offset: int, columns: int, tensor: Buffer, row: int = 0, column: int = 0) -> None:
+        """Load 128 rows of ``tensor`` from (row, column) to ``tile[:, offset : offset + columns]``; 128 descriptors."""
         source = part(tensor, column, columns, row)
-        self._dma("load", (source,), (part(tile, at, columns),), tile, columns, Space.HBM, Space.SBUF)
+        self._dma("load", (source,), (part(tile, offset, columns),), tile, columns, Space.HBM, Space.SBUF)
 
-    def store(self, tensor: Buffer, tile: Buffer, at: int, columns: int, row: int = 0, column: int = 0) -> None:
-        """``tile[:, at : at + columns]`` to 128 rows of ``tensor`` from (row, column)."""
+    def store(self, tensor: Buffer, tile: Buffer, offset: int, columns: int, row: int = 0, column: int = 0) -> None:
+        """Store ``tile[:, offset : offset + columns]`` to 128 rows of ``tensor`` from (row, column)."""
         target = part(tensor, column, columns, row)
-        self._dma("store", (part(tile, at, columns),), (target,), tile, columns, Space.SBUF, Space.HBM)
+        self._dma("store", (part(tile, offset, columns),), (target,), tile, columns, Space.SBUF, Space.HBM)
 
     def matmul(self, psum: Buffer, stationary: Region, moving: Region, n: int, dtype: str, accumulate: bool) -> None:
-        """psum[128, n] (+)= stationary[128, 128]^T moving[128, n]."""
+        """Compute psum[128, n] (+)= stationary[128, 128]^T moving[128, n]."""
         target = part(psum, 0, n)
         self._add(
             Instruction(
@@ -59,7 +60,7 @@ class Sketch:
     def elementwise(
         self, engine: Engine, op: str, target: Region, operands: tuple[Region, ...], elements: int, dtype: str
     ) -> None:
-        """target = op(*operands) over ``elements`` columns."""
+        """Compute target = op(*operands) over ``elements`` columns."""
         self._add(
             Instruction(engine, op, operands, (target,), "", self._loop, dtype, partitions=128, elements=elements)
         )
@@ -96,6 +97,6 @@ class Sketch:
 
 
 def part(buffer: Buffer, column: int, columns: int, row: int = 0) -> Region:
-    """128 rows of ``buffer`` from (row, column), ``columns`` wide."""
+    """Return the region of 128 rows and ``columns`` columns of ``buffer`` from (row, column)."""
     size = DTYPE_BYTES[buffer.dtype]
     return Region(buffer.id, row, row + 128, column * size, (column + columns) * size)

@@ -1,7 +1,7 @@
-"""What a compiler does with a schedule that does not fit the SBUF: move the longest-lived tiles to HBM.
+"""Spill as a compiler would: if a trace does not fit SBUF, move its longest-lived tiles to HBM.
 
 A spilled tile is loaded before every instruction that reads it and stored after every one that writes it, through
-staging tiles. Victims are taken longest life first, so the tiles that only stage operands stay.
+staging tiles. The longest-lived tiles are spilled first, so the tiles that only stage operands remain.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from bisect import insort
 from neuronmm.emulator.nki.trace import Buffer, Engine, Fold, Instruction, Region, Space, Trace
 
 STAGES = 8
-"""Staging tiles the compiler is assumed to keep for spilled tiles in flight."""
+"""Staging tiles that the compiler is assumed to reserve for spilled tiles in flight."""
 
 _GOLDEN = 0.6180339887
-"""Multiples of it, modulo 1, are spread evenly however many are taken."""
+"""Multiples of it modulo 1 are evenly spread, however many there are."""
 
 
 def spill(trace: Trace, capacity: int) -> Trace:
-    """``trace`` with tiles spilled until the live ones fit ``capacity`` bytes a partition; itself if they do."""
+    """Spill tiles of ``trace`` until the live ones fit ``capacity`` bytes per partition; return it as is if they do."""
     victims = _victims(trace, capacity)
     return _rewrite(trace, victims) if victims else trace
 
 
 def _victims(trace: Trace, capacity: int) -> set[int]:
-    """The tiles to spill: wherever the live ones do not fit, the one with the longest life has to leave."""
+    """Return the tiles to spill: where the live ones do not fit, those with the longest life."""
     if trace.peak(Space.SBUF) <= capacity:
         return set()
     tiles = sorted((b for b in trace.buffers if b.space is Space.SBUF), key=lambda b: b.allocated)
@@ -34,26 +34,26 @@ def _victims(trace: Trace, capacity: int) -> set[int]:
     live: list[Buffer] = []
     for tile in tiles:
         live = [b for b in live if b.released > tile.allocated]
-        insort(live, tile, key=_staying_power)
+        insort(live, tile, key=_spill_order)
         while sum(b.bytes_per_partition for b in live) > room:
             victims.add(live.pop(0).id)
     return victims
 
 
-def _staying_power(tile: Buffer) -> tuple[int, float]:
-    """First to leave first: long lives, and evenly spread over tiles whose lives are equal within a factor of 2."""
+def _spill_order(tile: Buffer) -> tuple[int, float]:
+    """Sort key: longest life first; tiles whose lives are equal within a factor of 2 are spilled evenly spread."""
     return -(tile.released - tile.allocated).bit_length(), tile.id * _GOLDEN % 1
 
 
 def _rewrite(trace: Trace, victims: set[int]) -> Trace:
-    """The same instructions on staging tiles, with the loads and stores between."""
+    """Return the trace with the victims in HBM, staging tiles, and the loads and stores between."""
     result = Trace(
         trace.name, buffers=[_as_hbm(b) if b.id in victims else dataclasses.replace(b) for b in trace.buffers]
     )
     written: set[int] = set()
-    place: list[int] = []  # the new index of every old instruction's first step
+    new_index: list[int] = []  # old index -> index of the first instruction that replaces it
     for instruction in trace.instructions:
-        place.append(len(result.instructions))
+        new_index.append(len(result.instructions))
         reads = {r.buffer for r in instruction.reads} & victims
         writes = {r.buffer for r in instruction.writes} & victims
         stage: dict[int, int] = {}
@@ -81,10 +81,10 @@ def _rewrite(trace: Trace, victims: set[int]) -> Trace:
                 result.instructions.append(move)
                 written.add(victim)
             result.buffers[tile_id].released = len(result.instructions)
-    place.append(len(result.instructions))
+    new_index.append(len(result.instructions))
     for buffer in result.buffers[: len(trace.buffers)]:
-        buffer.allocated, buffer.released = place[buffer.allocated], place[buffer.released]
-    result.folds = [Fold(place[f.start], place[f.stop], f.times) for f in trace.folds]
+        buffer.allocated, buffer.released = new_index[buffer.allocated], new_index[buffer.released]
+    result.folds = [Fold(new_index[f.start], new_index[f.stop], f.times) for f in trace.folds]
     return result
 
 
@@ -97,7 +97,7 @@ def _staged(region: Region, stage: dict[int, int]) -> Region:
 
 
 def _move(source: Buffer, target: Buffer, here: Space, there: Space, instruction: Instruction) -> Instruction:
-    """A whole tile between its home in HBM and a staging tile."""
+    """Return the DMA of a whole tile between its place in HBM and a staging tile."""
     row = source.bytes_per_partition
     return Instruction(
         Engine.DMA, "spill", (_whole(source),), (_whole(target),), instruction.location, instruction.loop,

@@ -1,4 +1,4 @@
-"""A simulated run to look at: a Chrome trace (open it in https://ui.perfetto.dev) and a PNG."""
+"""Write a simulated run as a Chrome trace (open it in https://ui.perfetto.dev) or as a PNG."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS = (Engine.TENSOR, Engine.VECTOR, Engine.SCALAR, Engine.GPSIMD, Engine.DMA)
 
 
 def write_chrome_trace(timeline: Timeline, path: Path) -> None:
-    """Every simulated step as a complete event, one track an engine, loads and stores apart; times in microseconds."""
+    """Write every simulated step as a complete event, in microseconds: one track per engine, two for DMA (in, out)."""
     trace = timeline.program.trace
     tracks = [engine.value for engine in _ROWS[:-1]] + ["dma in", "dma out"]
     events: list[dict[str, object]] = [
@@ -49,7 +49,10 @@ def write_chrome_trace(timeline: Timeline, path: Path) -> None:
 
 
 def write_png(timeline: Timeline, path: Path, window: tuple[float, float] | None = None) -> None:
-    """One row an engine; the critical path in red below. ``window`` is (from, to) in microseconds, default all."""
+    """Draw one row per engine, and the critical path in red below.
+
+    ``window`` is (from, to) in microseconds; None draws the whole run.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""The timing model against published measurements: every one, with its signed error.
+"""Compare the timing model with every published measurement, with signed errors.
 
-One constant is fitted: ``NeuronCore.matmul_overhead_cycles``, to the nine latencies of the three kernels whose
+One constant is fitted, ``NeuronCore.matmul_overhead_cycles``, to the nine latencies of the three kernels whose
 schedules are known. :func:`leave_kernels_out` refits it without each kernel in turn. The compiler's own schedules are
-not published, so its rows carry a lower bound (tensor time or traffic, whichever is longer), not a prediction.
+not published, so its rows give a lower bound (tensor time or traffic, whichever is longer) instead of a prediction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from neuronmm.emulator.nki.trace import Trace
 from neuronmm.emulator.timing import measured
 from neuronmm.emulator.timing.inference import Decoder, predict
 from neuronmm.emulator.timing.measured import Sweep
-from neuronmm.emulator.timing.published import dense_xw, fused_xuv, sequential_xuv
+from neuronmm.emulator.timing.published_kernels import dense_xw, fused_xuv, sequential_xuv
 from neuronmm.emulator.timing.report import Report, report
 from neuronmm.emulator.timing.simulate import simulate
 from neuronmm.emulator.timing.spill import spill
@@ -38,7 +38,7 @@ _KERNELS: tuple[tuple[Sweep, Callable[[int], Trace]], ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``kind`` is latency (ms), traffic (GiB), bound (ms, a lower bound of a latency) or ttft (ms)."""
+    """One comparison; ``kind`` is latency (ms), traffic (GiB), bound (ms, a lower bound on a latency) or ttft (ms)."""
 
     kind: str
     case: str
@@ -48,14 +48,20 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Signed, relative to the published figure."""
+        """The signed error, relative to the published figure."""
         return self.predicted / self.published - 1
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The fit without one kernel: ``overhead`` in cycles, the search beginning at ``begin``, and the signed errors of
-    that kernel's latencies, in order of M."""
+    """The fit without one kernel.
+
+    Attributes:
+        kernel: the kernel.
+        begin: the first candidate of the search, in cycles.
+        overhead: the fitted constant, in cycles.
+        errors: the signed errors of the kernel's latencies, in order of M.
+    """
 
     kernel: str
     begin: int
@@ -64,24 +70,24 @@ class LeftOut:
 
 
 def rows(core: NeuronCore = TRN1, sizes: Iterable[int] = SIZES) -> list[Row]:
-    """Every published figure for the given M, the dense decode step and the dense context encoding."""
+    """Return every published figure of the given M, the dense decode step and the dense context encoding."""
     return [*_kernel_rows(core, tuple(sizes)), *_bounds(core, tuple(sizes)), decode_row(core), context_row(core)]
 
 
 def decode_row(core: NeuronCore = TRN1) -> Row:
-    """Dense decode of Llama-3.2-1B, every weight read once a token, against the published time a token."""
+    """Compare dense decode of Llama-3.2-1B, each weight read once per token, with the published time per token."""
     tpot = predict(LLAMA, core, prompt=32).tpot
-    return Row("latency", "dense decode of Llama-3.2-1B, a token", measured.DENSE_DECODE_MS, tpot * 1e3)
+    return Row("latency", "dense decode of Llama-3.2-1B, per token", measured.DENSE_DECODE_MS, tpot * 1e3)
 
 
 def context_row(core: NeuronCore = TRN1, padded: int = 32) -> Row:
-    """Dense context encoding of Llama-3.2-1B, 32 tokens ``padded`` to a bucket, against the published time."""
+    """Compare dense context encoding of Llama-3.2-1B with the published time; ``padded`` is the padded length."""
     ttft = predict(LLAMA, core, prompt=padded).ttft
     return Row("ttft", "dense context encoding of Llama-3.2-1B, 32 tokens", measured.DENSE_CONTEXT_MS, ttft * 1e3)
 
 
 def mean_error(table: Iterable[Row], kind: str = "latency") -> float:
-    """Mean absolute relative error of the rows of one kind that belong to the sweep."""
+    """Return the mean absolute error of the sweep's rows of one kind."""
     errors = [abs(row.error) for row in table if row.kind == kind and "M = " in row.case]
     return sum(errors) / len(errors)
 
@@ -89,16 +95,16 @@ def mean_error(table: Iterable[Row], kind: str = "latency") -> float:
 def leave_kernels_out(
     sizes: tuple[int, ...] = SIZES, begins: tuple[int, ...] = (0, 16, 32), last: int = 64, step: int = 16
 ) -> tuple[int, list[LeftOut]]:
-    """The overhead fitted to all latencies, and without each kernel in turn from each of ``begins``.
+    """Return the overhead fitted to all latencies, and the fits without each kernel, from each of ``begins``.
 
-    The fit takes the whole number of cycles, up to ``last``, with the least mean absolute error. Every ``step`` cycles
-    are simulated; latencies in between are interpolated, which is exact where the same engine stays the longest.
+    A fit is the whole number of cycles, from its begin to ``last``, with the least mean absolute error. One in ``step``
+    candidates is simulated. Latencies in between are interpolated, which is exact while the same engine is the slowest.
     """
     simulated = range(0, last + 1, step)
     cores = [dataclasses.replace(TRN1, matmul_overhead_cycles=float(overhead)) for overhead in simulated]
-    found = [[row.error for row in _kernel_rows(core, sizes) if row.kind == "latency"] for core in cores]
+    simulated_errors = [[row.error for row in _kernel_rows(core, sizes) if row.kind == "latency"] for core in cores]
     overheads = np.arange(last + 1)
-    errors = np.array([np.interp(overheads, simulated, column) for column in zip(*found, strict=True)])
+    errors = np.array([np.interp(overheads, simulated, column) for column in zip(*simulated_errors, strict=True)])
     errors = errors.reshape(len(_KERNELS), len(sizes), last + 1)
 
     def best(kernels: list[int], begin: int) -> int:
@@ -116,7 +122,7 @@ def leave_kernels_out(
 
 @lru_cache(maxsize=64)
 def sweep_report(name: str, m: int, core: NeuronCore) -> tuple[Report, bool]:
-    """A published kernel of the sweep at M, simulated; and whether it spills."""
+    """Simulate a published kernel of the sweep at M; return its report and whether it spills."""
     build = next(build for sweep, build in _KERNELS if sweep.name == name)
     trace = build(m)
     fitting = spill(trace, core.sbuf_partition_bytes)

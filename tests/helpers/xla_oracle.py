@@ -1,4 +1,4 @@
-"""XLA itself, on the CPU, as the oracle of what a module means; needs jax."""
+"""XLA on the CPU as the oracle for HLO modules; tests that call it are skipped where jax is not installed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 import torch
 
 
-class InvalidError(ValueError):
+class RefusedError(ValueError):
     """XLA refuses a module."""
 
 
-def reads(data: bytes) -> str:
-    """The module of a serialised HloModuleProto as XLA prints it."""
+def print_module(data: bytes) -> str:
+    """Parse a serialised HloModuleProto with XLA and return XLA's text of it."""
     pytest.importorskip("jax")
     hlo = pytest.importorskip("jaxlib._hlo")
     return str(hlo.HloModule.from_serialized_hlo_module_proto(data).to_string())
 
 
-def runs(module: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of an HloModuleProto on one device."""
+def run(module: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Compile an HloModuleProto with XLA, run it on one CPU device, and return its outputs."""
     jax = pytest.importorskip("jax")
     from jaxlib import _jax
 
@@ -49,10 +49,10 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def verify(module: Any) -> None:
-    """Check a module as XLA does when it takes one: its HLO reader, then the verifier of what it becomes, StableHLO.
+    """Read an HloModuleProto with XLA's HLO reader, convert it to StableHLO, and run StableHLO's verifier.
 
     Raises:
-        InvalidError: XLA refuses it; with XLA's words.
+        RefusedError: XLA refuses the module; the message is XLA's.
     """
     hlo, jax = pytest.importorskip("jaxlib._hlo"), pytest.importorskip("jax")
     from jax._src.interpreters import mlir
@@ -66,4 +66,4 @@ def verify(module: Any) -> None:
         with mlir.make_ir_context():
             ir.Module.parse(stablehlo)
     except (ir.MLIRError, jax.errors.JaxRuntimeError) as error:
-        raise InvalidError(str(error)) from None
+        raise RefusedError(str(error)) from None

@@ -1,4 +1,4 @@
-"""One operation as a graph, run by the interpreter and by XLA."""
+"""Run one operation as a graph in the interpreter and in XLA, and compare the outputs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from neuronmm.emulator.pyhlo import HloScribe
 from neuronmm.emulator.pyhlo.literal import DTYPES
 from neuronmm.emulator.pyhlo.messages import PrimitiveType
 
-NAMES = {dtype: PrimitiveType.Name(number).lower() for number, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: PrimitiveType.Name(number).lower() for number, dtype in DTYPES.items()}
 
 
 @pytest.fixture(scope="session")
 def like_xla() -> Callable[..., None]:
-    """``like_xla(build, *inputs)``: the interpreter's outputs of ``build(scribe, *parameters)`` are those of XLA.
+    """Return ``like_xla(build, *inputs, ulps=4)``, which asserts that interpreter and XLA agree.
 
-    ``ulps`` are units in the last place of the largest value, for floats; integers and booleans are equal.
+    ``build(scribe, *parameters)`` writes the graph. Floats may differ by ``ulps`` units in the last place of the
+    largest value; integers and booleans must be equal.
     """
     pytest.importorskip("jax")
 
     def compare(build: Callable[..., Any], *inputs: torch.Tensor, ulps: float = 4) -> None:
         module = module_of(build, *inputs)
-        want = xla.runs(module, [t.clone() for t in inputs])
-        got = [ranks[0] for ranks in Program(module, 1)([[t.clone()] for t in inputs])]
-        for a, b in zip(got, want, strict=True):
+        expected = xla.run(module, [t.clone() for t in inputs])
+        actual = [ranks[0] for ranks in Program(module, 1)([[t.clone()] for t in inputs])]
+        for a, b in zip(actual, expected, strict=True):
             assert a.shape == b.shape
             if not b.dtype.is_floating_point:
                 assert torch.equal(a.to(torch.int64), b.to(torch.int64)), (a, b)
@@ -46,11 +47,11 @@ def like_xla() -> Callable[..., None]:
 
 
 def module_of(build: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-    """The module of ``build(scribe, *parameters)``; a list of values becomes a tuple."""
+    """Return the module of ``build(scribe, *parameters)``, whose result is one value or a list of outputs."""
 
     def graph(scribe: Any) -> Any:
         parameters = [
-            getattr(scribe, NAMES[t.dtype])[t.shape].Parameter(parameter_number=n) for n, t in enumerate(inputs)
+            getattr(scribe, DTYPE_NAMES[t.dtype])[t.shape].Parameter(parameter_number=n) for n, t in enumerate(inputs)
         ]
         result = build(scribe, *parameters)
         outputs = result if isinstance(result, list) else [result]

@@ -1,4 +1,4 @@
-"""Every operation against XLA itself, op by op, over shapes, attributes and dtypes; needs jax."""
+"""Every operation against XLA, over shapes, attributes and dtypes. Skipped without jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from draws import examples
 
 Like = Callable[..., None]
-several = examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+eight_examples = examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 sizes = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 floats = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 INTEGERS = [torch.int32, torch.int8, torch.uint8, torch.int64]
@@ -29,14 +29,14 @@ def random(shape: Any, dtype: torch.dtype, low: int = -5, high: int = 6) -> torc
     return torch.randint(0 if dtype is torch.uint8 else low, high, list(shape)).to(dtype)
 
 
-def reducer(dtype: Any, name: str) -> Any:
+def binary_computation(dtype: Any, name: str) -> Any:
     def apply(scribe: Any) -> Any:
         return getattr(dtype, name)(dtype.Parameter(parameter_number=0), dtype.Parameter(parameter_number=1))
 
     return apply
 
 
-def second(dtype: Any) -> Any:
+def second_parameter(dtype: Any) -> Any:
     def apply(scribe: Any) -> Any:
         dtype.Parameter(parameter_number=0)
         return dtype.Parameter(parameter_number=1)
@@ -49,7 +49,7 @@ POSITIVE = ["Log", "Rsqrt", "Sqrt", "LogPlusOne"]
 
 
 @pytest.mark.parametrize("name", [*FLOAT_UNARY, *POSITIVE])
-@several
+@eight_examples
 @given(shape=sizes, dtype=floats)
 def test_unary(like_xla: Like, name: str, shape: list[int], dtype: torch.dtype) -> None:
     x = random(shape, dtype)
@@ -68,7 +68,7 @@ def test_unary_of_integers(like_xla: Like, name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", ["Add", "Subtract", "Multiply", "Divide", "Maximum", "Minimum", "Remainder", "Pow"])
-@several
+@eight_examples
 @given(shape=sizes, dtype=floats)
 def test_binary(like_xla: Like, name: str, shape: list[int], dtype: torch.dtype) -> None:
     x, y = random(shape, dtype), random(shape, dtype)
@@ -82,13 +82,13 @@ def test_binary_at_the_edges(like_xla: Like, name: str) -> None:
     like_xla(lambda s, x, y: getattr(x.dtype[x.sizes], name)(x, y), x, y)
 
 
-ON_INTEGERS = ["Add", "Subtract", "Multiply", "Divide", "Maximum", "Minimum", "Remainder", "And", "Or", "Xor"]
+INTEGER_BINARY = ["Add", "Subtract", "Multiply", "Divide", "Maximum", "Minimum", "Remainder", "And", "Or", "Xor"]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-@pytest.mark.parametrize("name", [*ON_INTEGERS, "ShiftLeft", "ShiftRightLogical", "ShiftRightArithmetic"])
+@pytest.mark.parametrize("name", [*INTEGER_BINARY, "ShiftLeft", "ShiftRightLogical", "ShiftRightArithmetic"])
 def test_binary_of_integers(like_xla: Like, name: str, dtype: torch.dtype) -> None:
-    """Zero divisors, shifts too far and overflow included."""
+    """Includes zero divisors, shifts beyond the width, and overflow."""
     low, high = (0, 70) if dtype is torch.uint8 or name.startswith("Shift") else (-120, 120)
     x, y = random((64,), dtype, low, high), random((64,), dtype, 0 if name.startswith("Shift") else -3, 12)
     like_xla(lambda s, x, y: getattr(x.dtype[x.sizes], name)(x, y), x, y)
@@ -96,7 +96,7 @@ def test_binary_of_integers(like_xla: Like, name: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("name", ["Add", "Subtract", "Multiply", "Divide", "Not", "ShiftRightLogical"])
 def test_unsigned_32(like_xla: Like, name: str) -> None:
-    """Held in a wider type: results wrap at 32 bits."""
+    """u32 is stored in int64; results must wrap at 32 bits."""
     x, y = torch.tensor([1, 7, 2**31 - 1, -1, -5], dtype=torch.int32), torch.tensor([3, 9, 2, 1, 31], dtype=torch.int32)
 
     def build(s: Any, x: Any, y: Any) -> Any:
@@ -140,9 +140,9 @@ def test_convert(like_xla: Like, source: str, target: str) -> None:
     like_xla(build, x)
 
 
-@several
+@eight_examples
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int32, torch.bool]))
-def test_moving_and_cutting(like_xla: Like, data: st.DataObject, dtype: torch.dtype) -> None:
+def test_instructions_that_rearrange_elements(like_xla: Like, data: st.DataObject, dtype: torch.dtype) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     x, rank = random(shape, dtype), len(shape)
     order = data.draw(st.permutations(range(rank)))
@@ -150,26 +150,26 @@ def test_moving_and_cutting(like_xla: Like, data: st.DataObject, dtype: torch.dt
     like_xla(lambda s, x: x.dtype[x.sizes[::-1]].Reshape(x), x)
     like_xla(lambda s, x: x.dtype[x.sizes].Reverse(x, dimensions=order[: rank // 2]), x)
     out = data.draw(st.lists(st.integers(1, 3), min_size=rank, max_size=rank + 2))
-    places = sorted(data.draw(st.permutations(range(len(out))))[:rank])
-    for place, size in zip(places, shape, strict=True):
-        out[place] = size
-    like_xla(lambda s, x: x.dtype[out].Broadcast(x, dimensions=places), x)
-    cuts = []
+    dimensions = sorted(data.draw(st.permutations(range(len(out))))[:rank])
+    for dimension, size in zip(dimensions, shape, strict=True):
+        out[dimension] = size
+    like_xla(lambda s, x: x.dtype[out].Broadcast(x, dimensions=dimensions), x)
+    slices = []
     for size in shape:
         start = data.draw(st.integers(0, size - 1))
-        cuts.append({"start": start, "limit": data.draw(st.integers(start + 1, size)), "stride": 1 + size % 2})
-    cut = [-(-(c["limit"] - c["start"]) // c["stride"]) for c in cuts]
-    like_xla(lambda s, x: x.dtype[cut].Slice(x, slice_dimensions=cuts), x)
+        slices.append({"start": start, "limit": data.draw(st.integers(start + 1, size)), "stride": 1 + size % 2})
+    sliced = [-(-(c["limit"] - c["start"]) // c["stride"]) for c in slices]
+    like_xla(lambda s, x: x.dtype[sliced].Slice(x, slice_dimensions=slices), x)
     dim = order[0]
     joined = [3 * n if d == dim else n for d, n in enumerate(shape)]
     like_xla(lambda s, x: x.dtype[joined].Concatenate(x, x, x, dimensions=[dim]), x)
     like_xla(lambda s, x: [x, s.s32[shape].Iota(dimensions=[dim]), s.f32[shape].Iota(dimensions=[dim])], x)
 
 
-@several
+@eight_examples
 @given(data=st.data())
 def test_pad(like_xla: Like, data: st.DataObject) -> None:
-    """Edges may be negative, and there may be padding between."""
+    """Edge padding may be negative; interior padding may be present."""
     shape = data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))
     edge = st.integers(-1, 2)
     config = [
@@ -187,10 +187,10 @@ def test_pad(like_xla: Like, data: st.DataObject) -> None:
     )
 
 
-@several
+@eight_examples
 @given(data=st.data())
 def test_dynamic_slices(like_xla: Like, data: st.DataObject) -> None:
-    """Starts out of range are moved."""
+    """A start out of range is moved into range."""
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     part = [data.draw(st.integers(1, n)) for n in shape]
     starts = [torch.tensor(data.draw(st.integers(-2, 7)), dtype=torch.int32) for _ in shape]
@@ -199,7 +199,7 @@ def test_dynamic_slices(like_xla: Like, data: st.DataObject) -> None:
     like_xla(lambda s, x, y, *i: s.f32[shape].DynamicUpdateSlice(x, y, *i), x, y, *starts)
 
 
-@several
+@eight_examples
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_dot(like_xla: Like, data: st.DataObject, dtype: torch.dtype) -> None:
     batch, contracted, left, right = (data.draw(st.lists(st.integers(1, 5), max_size=2)) for _ in range(4))
@@ -225,7 +225,7 @@ def test_dot(like_xla: Like, data: st.DataObject, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("name", "start"), [("Add", 0), ("Maximum", -100), ("Minimum", 100), ("Multiply", 1)])
-@several
+@eight_examples
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int32]))
 def test_reduce(like_xla: Like, name: str, start: int, data: st.DataObject, dtype: torch.dtype) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -234,7 +234,7 @@ def test_reduce(like_xla: Like, name: str, start: int, data: st.DataObject, dtyp
 
     def build(s: Any, x: Any) -> Any:
         init = x.dtype.Constant(constant_value=start)
-        return x.dtype[out].Reduce(x, init, dimensions=dims, to_apply=reducer(x.dtype, name))
+        return x.dtype[out].Reduce(x, init, dimensions=dims, to_apply=binary_computation(x.dtype, name))
 
     like_xla(build, random(shape, dtype, -2, 3), ulps=32)
 
@@ -243,7 +243,7 @@ def test_reduce(like_xla: Like, name: str, start: int, data: st.DataObject, dtyp
 def test_reduce_booleans(like_xla: Like, name: str) -> None:
     def build(s: Any, x: Any) -> Any:
         init = s.pred.Constant(constant_value=name == "And")
-        return s.pred[3].Reduce(x, init, dimensions=[0, 2], to_apply=reducer(s.pred, name))
+        return s.pred[3].Reduce(x, init, dimensions=[0, 2], to_apply=binary_computation(s.pred, name))
 
     like_xla(build, torch.rand(4, 3, 2) > 0.3)
 
@@ -260,7 +260,9 @@ def test_cumulative_sum_by_reduce_window(like_xla: Like, dim: int) -> None:
 
     def build(s: Any, x: Any) -> Any:
         init = s.f32.Constant(constant_value=0)
-        return s.f32[3, 4].ReduceWindow(x, init, to_apply=reducer(s.f32, "Add"), window={"dimensions": window})
+        return s.f32[3, 4].ReduceWindow(
+            x, init, to_apply=binary_computation(s.f32, "Add"), window={"dimensions": window}
+        )
 
     like_xla(build, x)
 
@@ -269,18 +271,18 @@ def test_cumulative_sum_by_reduce_window(like_xla: Like, dim: int) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sort(like_xla: Like, direction: str, dim: int) -> None:
     def build(s: Any, x: Any) -> Any:
-        def one(_: Any) -> Any:
+        def compare_one(_: Any) -> Any:
             a, b = s.f32.Parameter(parameter_number=0), s.f32.Parameter(parameter_number=1)
             return s.pred.Compare(a, b, comparison_direction=direction)
 
-        def two(_: Any) -> Any:
-            result = one(_)
+        def compare_two(_: Any) -> Any:
+            result = compare_one(_)
             s.s32.Parameter(parameter_number=2), s.s32.Parameter(parameter_number=3)
             return result
 
-        alone = s.f32[5, 6].Sort(x, to_apply=one, dimensions=[dim])
+        alone = s.f32[5, 6].Sort(x, to_apply=compare_one, dimensions=[dim])
         index = s.s32[5, 6].Iota(dimensions=[dim])
-        both = s.tuple(s.f32[5, 6], s.s32[5, 6]).Sort(x, index, to_apply=two, dimensions=[dim])
+        both = s.tuple(s.f32[5, 6], s.s32[5, 6]).Sort(x, index, to_apply=compare_two, dimensions=[dim])
         return [
             alone,
             s.f32[5, 6].GetTupleElement(both, tuple_index=0),
@@ -303,10 +305,10 @@ def test_batch_norm_training(like_xla: Like, feature: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["second", "Add", "Maximum", "Minimum", "Multiply"])
-@several
+@eight_examples
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_scatter_rows(like_xla: Like, name: str, data: st.DataObject, dtype: torch.dtype) -> None:
-    """As caches are updated; positions out of range are left out."""
+    """The form in which hosts update caches; positions out of range are skipped."""
     rows = data.draw(st.integers(2, 6))
     count = data.draw(st.integers(1, 2))
     at = torch.tensor(data.draw(st.permutations(range(-1, rows + 1)))[:count], dtype=torch.int32)
@@ -318,16 +320,16 @@ def test_scatter_rows(like_xla: Like, name: str, data: st.DataObject, dtype: tor
     }
 
     def build(s: Any, x: Any, at: Any, values: Any) -> Any:
-        apply = second(x.dtype) if name == "second" else reducer(x.dtype, name)
+        apply = second_parameter(x.dtype) if name == "second" else binary_computation(x.dtype, name)
         return x.dtype[x.sizes].Scatter(x, at, values, scatter_dimension_numbers=numbers, to_apply=apply)
 
     like_xla(build, random((rows, 2, 3), dtype), at, random((count, 2, 3), dtype))
 
 
-@several
+@eight_examples
 @given(data=st.data())
 def test_gather_and_scatter_windows(like_xla: Like, data: st.DataObject) -> None:
-    """Windows anywhere in the operand, index vectors along any dimension."""
+    """Windows at any position, index vectors along any dimension."""
     shape = data.draw(st.lists(st.integers(2, 4), min_size=2, max_size=3))
     rank = len(shape)
     mapped = data.draw(st.permutations(range(rank)))[: data.draw(st.integers(1, rank))]
@@ -336,12 +338,12 @@ def test_gather_and_scatter_windows(like_xla: Like, data: st.DataObject) -> None
     batch = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     vector = data.draw(st.integers(0, len(batch)))
     index_shape = [*batch[:vector], len(mapped), *batch[vector:]]
-    kept = [window[d] for d in range(rank) if d not in collapsed]
-    total = len(batch) + len(kept)
-    offsets = sorted(data.draw(st.permutations(range(total)))[: len(kept)])
-    out, batches, kepts = [], iter(batch), iter(kept)
+    window_sizes = [window[d] for d in range(rank) if d not in collapsed]
+    total = len(batch) + len(window_sizes)
+    offsets = sorted(data.draw(st.permutations(range(total)))[: len(window_sizes)])
+    out, next_batch, next_window = [], iter(batch), iter(window_sizes)
     for d in range(total):
-        out.append(next(kepts) if d in offsets else next(batches))
+        out.append(next(next_window) if d in offsets else next(next_batch))
     index = torch.randint(-1, 5, index_shape, dtype=torch.int32)
     numbers = {"offset_dims": offsets, "collapsed_slice_dims": collapsed, "start_index_map": mapped}
 
@@ -359,7 +361,7 @@ def test_gather_and_scatter_windows(like_xla: Like, data: st.DataObject) -> None
     }
 
     def scatter(s: Any, x: Any, index: Any, values: Any) -> Any:
-        apply = reducer(s.f32, "Add")
+        apply = binary_computation(s.f32, "Add")
         return s.f32[shape].Scatter(x, index, values, scatter_dimension_numbers=dims, to_apply=apply)
 
     like_xla(scatter, x, index, random(out, torch.float32))
@@ -367,7 +369,7 @@ def test_gather_and_scatter_windows(like_xla: Like, data: st.DataObject) -> None
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_index_select(like_xla: Like, axis: int) -> None:
-    """As hosts look up rows and the last token."""
+    """The form in which hosts look up embedding rows and the last token."""
     x, index = random((4, 6), torch.bfloat16), torch.tensor([2, 0, 9], dtype=torch.int32)
     out = [3 if d == axis else n for d, n in enumerate(x.shape)]
     numbers = {

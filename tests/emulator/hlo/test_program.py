@@ -1,4 +1,4 @@
-"""Programs: memory shared between parameters and outputs, collectives, custom calls, refusals. Needs no XLA."""
+"""Programs: aliased memory, collectives, custom calls and refusals. Runs without XLA."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def outputs(scribe: Any, *values: Any) -> Any:
     return scribe.tuple(*[v.dtype[v.sizes] for v in values]).Tuple(*values)
 
 
-def assign(dtype: Any) -> Any:
+def second_parameter(dtype: Any) -> Any:
     def apply(scribe: Any) -> Any:
         dtype.Parameter(parameter_number=0)
         return dtype.Parameter(parameter_number=1)
@@ -44,45 +44,48 @@ def assign(dtype: Any) -> Any:
     return apply
 
 
-def sums(dtype: Any) -> Any:
+def addition(dtype: Any) -> Any:
     return lambda scribe: dtype.Add(dtype.Parameter(parameter_number=0), dtype.Parameter(parameter_number=1))
 
 
 def write_row(cache: Any, at: Any, row: Any) -> Any:
     f32 = cache.dtype
-    return f32[cache.sizes].Scatter(cache, at, row, scatter_dimension_numbers=ROW, to_apply=assign(f32))
+    return f32[cache.sizes].Scatter(cache, at, row, scatter_dimension_numbers=ROW, to_apply=second_parameter(f32))
 
 
 @pytest.mark.parametrize("aliased", [True, False])
 @pytest.mark.parametrize("read", ["before", "after", "never", "through a view, after"])
-def test_a_cache_is_overwritten_only_where_nobody_sees_it(aliased: bool, read: str) -> None:
+def test_a_cache_is_overwritten_only_if_no_other_value_sees_it(aliased: bool, read: str) -> None:
     def graph(scribe: Any) -> Any:
         f32, s32 = scribe.f32, scribe.s32
         cache, row = f32[4, 3].Parameter(parameter_number=0), f32[1, 3].Parameter(parameter_number=1)
         at = s32[1].Parameter(parameter_number=2)
-        kept = f32[4, 3].CustomCall(cache, custom_call_target="AwsNeuronTransferWithStaticRing")
-        view = f32[3, 4].Transpose(kept, dimensions=[1, 0])
-        seen = f32[4, 3].Negate(kept) if read == "before" else row
-        new = f32[4, 3].Reshape(write_row(f32[4, 3].Reshape(kept), at, row))
-        seen = f32[4, 3].Negate(kept) if read == "after" else f32[3, 4].Negate(view) if "view" in read else seen
+        transferred = f32[4, 3].CustomCall(cache, custom_call_target="AwsNeuronTransferWithStaticRing")
+        view = f32[3, 4].Transpose(transferred, dimensions=[1, 0])
+        observed = f32[4, 3].Negate(transferred) if read == "before" else row
+        new = f32[4, 3].Reshape(write_row(f32[4, 3].Reshape(transferred), at, row))
+        if read == "after":
+            observed = f32[4, 3].Negate(transferred)
+        elif "view" in read:
+            observed = f32[3, 4].Negate(view)
         if aliased:
             new.set_alias_to(cache, must=True)
-        return outputs(scribe, new, seen)
+        return outputs(scribe, new, observed)
 
     program = Program(module(graph), 1)
     cache, row = torch.arange(12.0).reshape(4, 3), torch.tensor([[7.0, 8.0, 9.0]])
-    given, want = cache.clone(), cache.clone()
-    want[2] = row
-    new, seen = (ranks[0] for ranks in program([[given], [row], [torch.tensor([2], dtype=torch.int32)]]))
-    assert torch.equal(new, want)
+    buffer, updated = cache.clone(), cache.clone()
+    updated[2] = row
+    new, observed = (ranks[0] for ranks in program([[buffer], [row], [torch.tensor([2], dtype=torch.int32)]]))
+    assert torch.equal(new, updated)
     expected = {"before": -cache, "after": -cache, "never": row, "through a view, after": -cache.T}
-    assert torch.equal(seen, expected[read])
+    assert torch.equal(observed, expected[read])
     in_place = aliased and read in ("before", "never")
-    assert (new.data_ptr() == given.data_ptr()) == in_place
-    assert torch.equal(given, want if in_place else cache)
+    assert (new.data_ptr() == buffer.data_ptr()) == in_place
+    assert torch.equal(buffer, updated if in_place else cache)
 
 
-def test_outputs_lie_in_no_foreign_parameter() -> None:
+def test_an_output_never_shares_the_memory_of_a_parameter_it_is_not_aliased_to() -> None:
     def graph(scribe: Any) -> Any:
         a, b = (scribe.f32[2].Parameter(parameter_number=n) for n in range(2))
         first, second = scribe.f32[2].Reshape(b), scribe.f32[2].Reshape(a)
@@ -103,16 +106,16 @@ def test_constants_are_not_overwritten() -> None:
         return write_row(zeros, at, row)
 
     program = Program(module(graph), 1)
-    for place in range(4):
-        ((result,),) = program([[torch.tensor([place], dtype=torch.int32)], [torch.ones(1, 3)]])
-        assert result.sum() == 3 and result[place].sum() == 3
+    for index in range(4):
+        ((result,),) = program([[torch.tensor([index], dtype=torch.int32)], [torch.ones(1, 3)]])
+        assert result.sum() == 3 and result[index].sum() == 3
 
 
 def collective(name: str, ranks: int, groups: list[list[int]], sizes: tuple[int, ...], **options: Any) -> Program:
     def graph(scribe: Any) -> Any:
         x = scribe.f32[6, 4].Parameter(parameter_number=0)
         if name in ("AllReduce", "ReduceScatter"):
-            options["to_apply"] = sums(scribe.f32)
+            options["to_apply"] = addition(scribe.f32)
         return getattr(scribe.f32[sizes], name)(x, replica_groups=groups, **options)
 
     return Program(module(graph), ranks)
@@ -122,20 +125,20 @@ def collective(name: str, ranks: int, groups: list[list[int]], sizes: tuple[int,
 def test_collectives(order: list[int], size: int) -> None:
     groups = [list(order[i : i + size]) for i in range(0, 4, size)]
     values = [torch.randn(6, 4) for _ in range(4)]
-    of = {rank: group for group in groups for rank in group}
+    group_of = {rank: group for group in groups for rank in group}
     (reduced,) = collective("AllReduce", 4, groups, (6, 4))([values])
     (gathered,) = collective("AllGather", 4, groups, (6, 4 * size), dimensions=[1])([values])
     (scattered,) = collective("ReduceScatter", 4, groups, (6, 4 // size), dimensions=[1])([values])
     (exchanged,) = collective("AllToAll", 4, groups, (6, 4), dimensions=[1])([values])
     for rank in range(4):
-        group = of[rank]
-        place, width = group.index(rank), 4 // size
+        group = group_of[rank]
+        position, width = group.index(rank), 4 // size
         total = sum(values[r] for r in group)
         assert torch.allclose(reduced[rank], total)
         assert torch.equal(gathered[rank], torch.cat([values[r] for r in group], 1))
-        assert torch.allclose(scattered[rank], total[:, place * width : (place + 1) * width])
-        cut = [values[r][:, place * width : (place + 1) * width] for r in group]
-        assert torch.equal(exchanged[rank], torch.cat(cut, 1))
+        assert torch.allclose(scattered[rank], total[:, position * width : (position + 1) * width])
+        received = [values[r][:, position * width : (position + 1) * width] for r in group]
+        assert torch.equal(exchanged[rank], torch.cat(received, 1))
     first = groups[0]
     assert all(torch.equal(reduced[r], reduced[first[0]]) for r in first)
 
@@ -145,20 +148,20 @@ def test_a_value_that_ranks_share_is_not_overwritten() -> None:
         f32 = scribe.f32
         x, at = f32[4, 3].Parameter(parameter_number=0), scribe.s32[1].Parameter(parameter_number=1)
         row = f32[1, 3].Parameter(parameter_number=2)
-        total = f32[4, 3].AllReduce(x, replica_groups=[[0, 1]], to_apply=sums(f32))
+        total = f32[4, 3].AllReduce(x, replica_groups=[[0, 1]], to_apply=addition(f32))
         return write_row(total, at, row)
 
-    places = [torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)]
-    ((a, b),) = Program(module(graph), 2)([[torch.ones(4, 3)] * 2, places, [torch.zeros(1, 3)] * 2])
+    indices = [torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)]
+    ((a, b),) = Program(module(graph), 2)([[torch.ones(4, 3)] * 2, indices, [torch.zeros(1, 3)] * 2])
     assert a.sum(1).tolist() == [0, 6, 6, 6] and b.sum(1).tolist() == [6, 6, 6, 0]
 
 
-def test_ranks_that_do_not_fit_are_refused() -> None:
+def test_replica_groups_that_do_not_partition_the_ranks_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"all-reduce f32\[6,4\].*replica groups \[\[0, 1\]\] on 4 ranks"):
         collective("AllReduce", 4, [[0, 1]], (6, 4))
 
 
-def test_what_is_not_emulated_is_named() -> None:
+def test_an_unsupported_instruction_is_named_in_the_error() -> None:
     def unknown(scribe: Any) -> Any:
         x = scribe.bf16[2, 3].Parameter(parameter_number=0)
         return scribe.bf16[2, 3].Erf(x)
@@ -183,13 +186,13 @@ def test_rms_norm(dtype: str, dim: int) -> None:
         call = {"custom_call_target": "AwsNeuronRmsNorm", "backend_config": str(dim).encode()}
         return getattr(scribe, dtype)[3, 4, 5].CustomCall(x, weight, epsilon, **call)
 
-    kept = Settings()
+    settings = Settings()
     torch_dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
     x, weight = torch.randn(3, 4, 5), torch.randn((3, 4, 5)[dim]).to(torch_dtype)
-    ((got,),) = Program(module(graph), 1, kept)([[x], [weight]])
-    want = torch.nn.functional.rms_norm(x.movedim(dim, -1), (len(weight),), weight.float(), 1e-5).movedim(-1, dim)
-    assert torch.allclose(got.float(), want.to(torch_dtype).float(), rtol=1e-2 if dtype == "bf16" else 1e-5)
-    assert kept.calls == {"AwsNeuronRmsNorm": 1}
+    ((actual,),) = Program(module(graph), 1, settings)([[x], [weight]])
+    expected = torch.nn.functional.rms_norm(x.movedim(dim, -1), (len(weight),), weight.float(), 1e-5).movedim(-1, dim)
+    assert torch.allclose(actual.float(), expected.to(torch_dtype).float(), rtol=1e-2 if dtype == "bf16" else 1e-5)
+    assert settings.calls == {"AwsNeuronRmsNorm": 1}
 
 
 class HostKernel(nki.FrameworkKernel):  # type: ignore[name-defined, misc]
@@ -200,8 +203,8 @@ class HostKernel(nki.FrameworkKernel):  # type: ignore[name-defined, misc]
         return value.sizes, value.shape_proto.element_type
 
     def translate_to_neuron_dtype(self, dtype: int) -> Any:
-        found = DTYPES[dtype]
-        return nl.bfloat16 if found is torch.bfloat16 else np.dtype(str(found).removeprefix("torch."))
+        torch_dtype = DTYPES[dtype]
+        return nl.bfloat16 if torch_dtype is torch.bfloat16 else np.dtype(str(torch_dtype).removeprefix("torch."))
 
 
 def double_and_negate(x: Any, doubled: Any, negated: Any) -> None:
@@ -225,24 +228,24 @@ def kernel_graph(name: str) -> Any:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_a_kernel_runs_on_every_rank_and_is_counted(dtype: str) -> None:
-    kept = Settings()
+    settings = Settings()
     values = [torch.randn(8, 3).to({"f32": torch.float32, "bf16": torch.bfloat16}[dtype]) for _ in range(2)]
-    doubled, negated = Program(kernel_graph(dtype), 2, kept)([values])
+    doubled, negated = Program(kernel_graph(dtype), 2, settings)([values])
     for rank in range(2):
         assert torch.equal(doubled[rank], values[rank] * 2) and torch.equal(negated[rank], -values[rank])
-    assert kept.calls == {"nki": 2}
+    assert settings.calls == {"nki": 2}
 
 
-def test_a_reference_in_the_kernels_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Settings("reference")
-    program = Program(kernel_graph("f32"), 1, kept)
+def test_a_kernels_reference_runs_if_the_settings_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings("reference")
+    program = Program(kernel_graph("f32"), 1, settings)
     with pytest.raises(UnsupportedError, match="no attribute 'reference'"):
         program([[torch.ones(8, 3)]])
     monkeypatch.setattr(double_and_negate, "reference", lambda x: (x + 1, x + 2), raising=False)
-    kept.calls.clear()
+    settings.calls.clear()
     (doubled,), (negated,) = program([[torch.ones(8, 3)]])
-    assert doubled[0, 0] == 2 and negated[0, 0] == 3 and kept.calls == {"reference": 1}
+    assert doubled[0, 0] == 2 and negated[0, 0] == 3 and settings.calls == {"reference": 1}
     for wrong in (lambda x: (x.T, x), lambda x: (x, x.half())):
         monkeypatch.setattr(double_and_negate, "reference", wrong)
-        with pytest.raises(InvalidGraphError, match=r"double_and_negate made .*, not \(f32\[8,3\], f32\[8,3\]\)"):
+        with pytest.raises(InvalidGraphError, match=r"double_and_negate returned .*, not \(f32\[8,3\], f32\[8,3\]\)"):
             program([[torch.ones(8, 3)]])

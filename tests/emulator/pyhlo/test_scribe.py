@@ -1,4 +1,4 @@
-"""The scribe writes modules that XLA itself reads, and that carry what hosts look up in them."""
+"""The scribe writes modules that XLA can read and run and in which hosts find what they look up."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from neuronmm.emulator.pyhlo.literal import DTYPES, serialize_torch, tensor_of
 from neuronmm.emulator.pyhlo.messages import METANEFF, Kind, PrimitiveType
 
 
-def add_func(dtype: Any) -> Any:
+def addition(dtype: Any) -> Any:
     return lambda scribe: dtype.Add(dtype.Parameter(parameter_number=0), dtype.Parameter(parameter_number=1))
 
 
 def tiny(scribe: Any) -> Any:
-    """A product, a sum, a mask and a cache that lies in its parameter's memory."""
+    """A dot, a sum, a mask, and an output that is aliased to a cache parameter."""
     f32, pred = scribe.f32, scribe.pred
     x, w = f32[2, 3].Parameter(parameter_number=0), f32[3, 4].Parameter(parameter_number=1)
     cache = f32[2, 4].Parameter(parameter_number=2)
     dims = {"lhs_contracting_dimensions": [1], "rhs_contracting_dimensions": [0]}
     y = f32[2, 4].Dot(x, w, dot_dimension_numbers=dims)
-    total = f32[2].Reduce(y, f32.Constant(constant_value=0), dimensions=[1], to_apply=add_func(f32))
+    total = f32[2].Reduce(y, f32.Constant(constant_value=0), dimensions=[1], to_apply=addition(f32))
     wide = f32[2, 4].Broadcast(total, dimensions=[0])
     mask = pred[2, 4].Compare(y, wide, comparison_direction="GT")
-    kept = f32[2, 4].Select(mask, y, cache)
-    kept.set_alias_to(cache, must=True)
-    return scribe.tuple(f32[2, 4], f32[2]).Tuple(kept, total)
+    new_cache = f32[2, 4].Select(mask, y, cache)
+    new_cache.set_alias_to(cache, must=True)
+    return scribe.tuple(f32[2, 4], f32[2]).Tuple(new_cache, total)
 
 
-def test_what_hosts_look_up() -> None:
+def test_a_module_has_the_fields_that_hosts_read() -> None:
     module = HloScribe(serialize_torch)(tiny).module_proto
     shape = module.host_program_shape
     assert [list(p.dimensions) for p in shape.parameters] == [[2, 3], [3, 4], [2, 4]]
@@ -49,7 +49,7 @@ def test_what_hosts_look_up() -> None:
     assert pickle.loads(pickle.dumps(module)) == module
 
 
-def test_dtypes_are_values_to_compare_and_look_up() -> None:
+def test_dtypes_compare_and_hash_by_identity() -> None:
     def graph(scribe: Any) -> Any:
         x = scribe.bf16[4].Parameter(parameter_number=0)
         assert x.dtype == scribe.bf16 != scribe.f32 and {scribe.bf16: 1}[x.dtype] == 1
@@ -82,8 +82,8 @@ def test_literals_keep_their_values(dtype: torch.dtype, sizes: list[int]) -> Non
     assert torch.equal(tensor_of(type(literal).FromString(literal.SerializeToString())), values.to(dtype))
 
 
-def test_plain_python_becomes_fields() -> None:
-    """As hosts write literals: arrays, iterators, nested dictionaries."""
+def test_plain_python_values_become_fields() -> None:
+    """The forms in which hosts write attributes: arrays, iterators, nested dictionaries."""
 
     def graph(scribe: Any) -> Any:
         shape = {"dimensions": [3], "element_type": PrimitiveType.F32, "layout": {"minor_to_major": reversed(range(1))}}
@@ -107,10 +107,10 @@ def test_metaneff() -> None:
 
 def test_xla_reads_and_runs_the_module() -> None:
     module = HloScribe()(tiny).module_proto
-    text = xla.reads(module.SerializeToString())
+    text = xla.print_module(module.SerializeToString())
     assert "must-alias" in text and "dot(" in text and "direction=GT" in text
     x, w, cache = torch.randn(2, 3), torch.randn(3, 4), torch.randn(2, 4)
-    kept, total = xla.runs(module, [x, w, cache])
+    new_cache, total = xla.run(module, [x, w, cache])
     y = x @ w
     assert torch.allclose(total, y.sum(1), atol=1e-5)
-    assert torch.allclose(kept, torch.where(y > y.sum(1, keepdim=True), y, cache), atol=1e-5)
+    assert torch.allclose(new_cache, torch.where(y > y.sum(1, keepdim=True), y, cache), atol=1e-5)

@@ -1,4 +1,4 @@
-"""A tiny random Llama on disk."""
+"""A tiny random Llama checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausalLM]:
-    """The folder of a checkpoint, and the model."""
+    """Return the folder of a tiny random Llama and the model itself."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,

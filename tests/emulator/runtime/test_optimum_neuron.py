@@ -1,4 +1,4 @@
-"""The real optimum-neuron builds, compiles, loads and generates on the emulated runtime; tokens are those of HF."""
+"""optimum-neuron, unmodified, builds, compiles, loads and generates on the emulated runtime with HF's tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEW = 12
 
 
 def load(folder: Path, **options: Any) -> Any:
-    """optimum-neuron's own model class from a checkpoint's folder; call it inside the emulation."""
+    """Load a checkpoint with optimum-neuron's own model class. Call it inside the emulation."""
     from optimum.neuron.models.inference.hlo.backend.config import HloNeuronConfig
     from optimum.neuron.models.inference.hlo.llama.model import LlamaHloModel
 
@@ -31,7 +31,7 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def greedy(model: Any, prompt: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens with the prompt, and the logits of every step [steps, batch, vocabulary]."""
+    """Return prompt and new tokens [batch, length + new], and the logits of every step [steps, batch, vocabulary]."""
     batch, length = prompt.shape
     continuous = model.neuron_config.continuous_batching
     start = torch.arange(batch) if continuous else torch.zeros(batch, dtype=torch.int32)
@@ -40,22 +40,23 @@ def greedy(model: Any, prompt: torch.Tensor, new: int) -> tuple[torch.Tensor, to
     logits = model.forward(prompt, positions, start)
     for step in range(new):
         steps.append(logits)
-        following = logits.argmax(-1)[:, None]
-        tokens = torch.cat([tokens, following], 1)
-        at = torch.full((batch, 1), length + step) if continuous else torch.tensor([length + step], dtype=torch.int32)
-        logits = model.forward(following, at, start)
+        next_token = logits.argmax(-1)[:, None]
+        tokens = torch.cat([tokens, next_token], 1)
+        shape = (batch, 1) if continuous else (1,)
+        position = torch.full(shape, length + step, dtype=torch.int64 if continuous else torch.int32)
+        logits = model.forward(next_token, position, start)
     return tokens, torch.stack(steps)
 
 
 @pytest.mark.parametrize("layout", ["HSB", "BSH"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("batch", "continuous"), [(1, False), (2, False), (2, True)])
-def test_greedy_tokens_are_those_of_hf(
+def test_greedy_tokens_equal_those_of_hf(
     llama: tuple[Path, LlamaForCausalLM], layout: str, ranks: int, batch: int, continuous: bool
 ) -> None:
     folder, reference = llama
     prompt = PROMPT[:batch]
-    want = reference.generate(
+    expected = reference.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
@@ -66,13 +67,13 @@ def test_greedy_tokens_are_those_of_hf(
         )  # fmt: skip
         session.calls.clear()
         tokens, _ = greedy(model, prompt, NEW)
-    assert torch.equal(tokens, want)
+    assert torch.equal(tokens, expected)
     runs = NEW + (batch if continuous else 1)
     assert session.calls == {"AwsNeuronRmsNorm": runs * ranks * 5}
 
 
-def test_bfloat16_logits(llama: tuple[Path, LlamaForCausalLM]) -> None:
-    """Against float32, with the same tokens: no further off than twice plain bfloat16 torch."""
+def test_bfloat16_logits_are_within_twice_the_error_of_torch(llama: tuple[Path, LlamaForCausalLM]) -> None:
+    """The error against float32, with the same tokens, is at most twice that of plain bfloat16 torch."""
     folder, reference = llama
     with neuron_emulation():
         model = load(folder, batch_size=1, auto_cast_type="bf16", tp_degree=2)
@@ -84,8 +85,8 @@ def test_bfloat16_logits(llama: tuple[Path, LlamaForCausalLM]) -> None:
     assert (logits[:, 0] - exact).norm() <= 2 * (plain - exact).norm()
 
 
-def test_slots_of_a_continuous_batch_are_apart(llama: tuple[Path, LlamaForCausalLM]) -> None:
-    """A second prompt prefilled later leaves the first one's cache alone."""
+def test_slots_of_a_continuous_batch_are_independent(llama: tuple[Path, LlamaForCausalLM]) -> None:
+    """The prefill of a second prompt does not change the first one's cache."""
     folder, _ = llama
     with neuron_emulation():
         model = load(folder, batch_size=2, auto_cast_type="fp32", tp_degree=1, continuous_batching=True)
@@ -111,21 +112,21 @@ def test_compiled_programs_are_saved_and_loaded(llama: tuple[Path, LlamaForCausa
     assert len(list((tmp_path / "compiled").iterdir())) == 2
 
 
-def test_graphs_are_kept_where_the_host_is_asked_to(
+def test_graphs_are_dumped_to_the_folder_that_the_environment_names(
     llama: tuple[Path, LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ``NEURONX_DUMP_TO`` the host runs the compiler's command, and a second load reads what it made."""
+    """With ``NEURONX_DUMP_TO`` the host runs the compiler's command; a second load reads its programs."""
     folder, _ = llama
     options = {"batch_size": 1, "auto_cast_type": "fp32", "tp_degree": 2}
     with neuron_emulation():
-        want = greedy(load(folder, **options), PROMPT[:1], 3)[0]
+        expected = greedy(load(folder, **options), PROMPT[:1], 3)[0]
     monkeypatch.setenv("NEURONX_DUMP_TO", str(tmp_path / "graphs of two"))
     with neuron_emulation():
-        assert torch.equal(greedy(load(folder, **options), PROMPT[:1], 3)[0], want)
-        kept = sorted((tmp_path / "graphs of two").glob("*/*.pb"))
-        assert len(kept) == 2
-        for graph in kept:
+        assert torch.equal(greedy(load(folder, **options), PROMPT[:1], 3)[0], expected)
+        graphs = sorted((tmp_path / "graphs of two").glob("*/*.pb"))
+        assert len(graphs) == 2
+        for graph in graphs:
             assert module_bytes(graph.with_name(f"{graph.name}.neff").read_bytes()) == graph.read_bytes()
             xla.verify(HloModuleProto.FromString(graph.read_bytes()))
-        monkeypatch.setenv("PATH", "")  # nothing is compiled again
-        assert torch.equal(greedy(load(folder, **options), PROMPT[:1], 3)[0], want)
+        monkeypatch.setenv("PATH", "")  # a second compilation would fail
+        assert torch.equal(greedy(load(folder, **options), PROMPT[:1], 3)[0], expected)

@@ -1,4 +1,4 @@
-"""The runtime is importable inside the block only, takes no real package's place and leaves nothing behind."""
+"""The runtime can be imported inside the block only, hides no real package, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from neuronmm.emulator.runtime import neuron_emulation, session
 ROOTS = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "transformers_neuronx")
 
 
-def traces() -> tuple[object, ...]:
+def process_state() -> tuple[object, ...]:
+    """Return everything in this process that a block changes and must restore."""
     modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] in ROOTS or n.startswith("optimum.neuron")}
     variables = {n: v for n, v in os.environ.items() if n.startswith("NEURON") or n == "PATH"}
     return modules, variables, vars(torch.ops).get("neuron"), vars(torch.classes).get("neuron")
@@ -44,8 +45,8 @@ NAMES = [
 ]
 
 
-def test_importable_inside_only() -> None:
-    before = traces()
+def test_the_runtime_can_be_imported_inside_the_block_only() -> None:
+    before = process_state()
     with neuron_emulation():
         for name in NAMES:
             assert importlib.import_module(name).__name__ == name
@@ -53,20 +54,20 @@ def test_importable_inside_only() -> None:
         assert importlib.import_module("neuronxcc").__version__.endswith("+emulated")
         assert torch.ops.neuron._init_neuron() is None and torch.classes.neuron.ParallelModel is not None
         os.environ["NEURON_RT_NUM_CORES"] = "2"
-    assert traces() == before
+    assert process_state() == before
     for name in NAMES:
         with pytest.raises(ImportError):
             importlib.import_module(name)
 
 
-def test_no_trace_after_an_error() -> None:
-    before = traces()
+def test_the_process_is_restored_after_an_error() -> None:
+    before = process_state()
     with pytest.raises(ZeroDivisionError), neuron_emulation():
         raise ZeroDivisionError
-    assert traces() == before
+    assert process_state() == before
 
 
-def test_a_block_within_a_block_is_the_same_session() -> None:
+def test_a_nested_block_uses_the_outer_session() -> None:
     with neuron_emulation("reference") as outer:
         with neuron_emulation() as inner:
             assert inner is outer and inner.kernels == "reference"
@@ -75,8 +76,10 @@ def test_a_block_within_a_block_is_the_same_session() -> None:
         assert fresh is not outer and not fresh.calls
 
 
-def test_a_host_goes_with_the_session_and_comes_back(on_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_set_aside", {})
+def test_a_host_is_removed_with_the_session_and_returns_in_the_next(
+    on_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_emulated_hosts", {})
     (on_path / "transformers_neuronx").mkdir()
     (on_path / "transformers_neuronx" / "__init__.py").write_text("from torch_neuronx.pyhlo.scribe import HloScribe")
     with neuron_emulation():
@@ -88,7 +91,7 @@ def test_a_host_goes_with_the_session_and_comes_back(on_path: Path, monkeypatch:
         assert importlib.import_module("transformers_neuronx") is host
 
 
-def test_stubs_are_no_runtime_and_a_real_one_stays(on_path: Path) -> None:
+def test_stubs_are_replaced_and_a_real_package_is_left_alone(on_path: Path) -> None:
     (on_path / "torch_neuronx").mkdir()
     (on_path / "torch_neuronx" / "__init__.py").write_text("raise ImportError('install the SDK')")
     (on_path / "libneuronxla").mkdir()
@@ -101,17 +104,16 @@ def test_stubs_are_no_runtime_and_a_real_one_stays(on_path: Path) -> None:
         importlib.import_module("torch_neuronx")
 
 
-def test_the_compilers_command() -> None:
-    """It is there inside the block only, and says what it does not know."""
+def test_the_compilers_command_is_on_the_path_inside_the_block_only() -> None:
     with neuron_emulation():
-        found = shutil.which("neuronx-cc")
-        assert found is not None
-        wrong = subprocess.run([found, "list-operators"], capture_output=True, text=True, check=False)
-        assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "neuronx-cc" in wrong.stderr
+        command = shutil.which("neuronx-cc")
+        assert command is not None
+        refused = subprocess.run([command, "list-operators"], capture_output=True, text=True, check=False)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "neuronx-cc" in refused.stderr
     assert shutil.which("neuronx-cc") is None
 
 
-def test_the_command_stays_away_from_a_real_compiler(on_path: Path) -> None:
+def test_the_emulated_command_does_not_hide_a_real_compiler(on_path: Path) -> None:
     (on_path / "libneuronxla").mkdir()
     (on_path / "libneuronxla" / "__init__.py").write_text("")
     (on_path / "libneuronxla" / "neuron_cc_cache.py").write_text("class CacheUrl: real = True")

@@ -1,4 +1,4 @@
-"""The real transformers-neuronx, where its source is importable, on the emulated runtime; tokens are those of HF."""
+"""transformers-neuronx, unmodified, generates HF's tokens on the emulated runtime. Skipped without its source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def host() -> None:
 
 
 def load(folder: Path, neuron: dict[str, Any] | None = None, **options: Any) -> Any:
-    """transformers-neuronx' own model from a checkpoint's folder; call it inside the emulation."""
+    """Load a checkpoint with transformers-neuronx' own model class. Call it inside the emulation."""
     from transformers_neuronx.config import NeuronConfig
     from transformers_neuronx.llama.model import LlamaForSampling
 
@@ -37,7 +37,7 @@ def load(folder: Path, neuron: dict[str, Any] | None = None, **options: Any) -> 
     return model
 
 
-def of_hf(model: LlamaForCausalLM, prompt: torch.Tensor) -> torch.Tensor:
+def tokens_of_hf(model: LlamaForCausalLM, prompt: torch.Tensor) -> torch.Tensor:
     return model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
         pad_token_id=0,
@@ -58,45 +58,45 @@ def of_hf(model: LlamaForCausalLM, prompt: torch.Tensor) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_greedy_tokens_are_those_of_hf(
+def test_greedy_tokens_equal_those_of_hf(
     llama: tuple[Path, LlamaForCausalLM], options: dict[str, Any], neuron: dict[str, Any]
 ) -> None:
     folder, reference = llama
     prompt = PROMPT[: options.get("batch_size", 1)]
     with neuron_emulation():
         tokens = load(folder, neuron, **options).sample(prompt, sequence_length=7 + NEW, top_k=1)
-    assert torch.equal(tokens, of_hf(reference, prompt))
+    assert torch.equal(tokens, tokens_of_hf(reference, prompt))
 
 
-def test_continuous_batching(llama: tuple[Path, LlamaForCausalLM]) -> None:
+def test_a_continuous_batch_gives_the_tokens_of_hf(llama: tuple[Path, LlamaForCausalLM]) -> None:
     folder, reference = llama
     with neuron_emulation():
         from transformers_neuronx.config import ContinuousBatchingConfig
 
         continuous = ContinuousBatchingConfig(batch_size_for_shared_caches=2)
         model = load(folder, {"continuous_batching": continuous}, batch_size=2)
-        lines, tokens = torch.arange(2), PROMPT
-        logits = model(PROMPT, cache_ids=torch.arange(7).expand(2, -1), start_ids=lines)
+        slots, tokens = torch.arange(2), PROMPT
+        logits = model(PROMPT, cache_ids=torch.arange(7).expand(2, -1), start_ids=slots)
         for step in range(NEW):
-            following = logits.argmax(-1)[:, None]
-            tokens = torch.cat([tokens, following], 1)
-            logits = model(following, cache_ids=torch.full((2, 1), 7 + step), start_ids=lines)
-    assert torch.equal(tokens, of_hf(reference, PROMPT))
+            next_token = logits.argmax(-1)[:, None]
+            tokens = torch.cat([tokens, next_token], 1)
+            logits = model(next_token, cache_ids=torch.full((2, 1), 7 + step), start_ids=slots)
+    assert torch.equal(tokens, tokens_of_hf(reference, PROMPT))
 
 
-def test_tokens_chosen_on_the_device(llama: tuple[Path, LlamaForCausalLM]) -> None:
+def test_arg_max_on_the_device_gives_the_tokens_of_hf(llama: tuple[Path, LlamaForCausalLM]) -> None:
     folder, reference = llama
     with neuron_emulation() as session:
         from transformers_neuronx.config import GenerationConfig
 
         model = load(folder, {"on_device_generation": GenerationConfig(top_k=1, do_sample=False)})
         tokens = model.sample(PROMPT[:1], sequence_length=7 + NEW)
-    assert torch.equal(tokens, of_hf(reference, PROMPT[:1]))
+    assert torch.equal(tokens, tokens_of_hf(reference, PROMPT[:1]))
     assert session.calls["AwsNeuronArgMax"] > 0
 
 
-def test_bfloat16(llama: tuple[Path, LlamaForCausalLM]) -> None:
-    """The first logits, against float32: no further off than twice plain bfloat16 torch."""
+def test_bfloat16_logits_are_within_twice_the_error_of_torch(llama: tuple[Path, LlamaForCausalLM]) -> None:
+    """Compares the first logits with those of float32."""
     folder, reference = llama
     with neuron_emulation():
         model = load(folder, amp="bf16")

@@ -1,4 +1,4 @@
-"""The time of a graph: what is streamed, what repeats, what is added."""
+"""The predicted time of a graph: streamed weights, repeated layers, kernels and collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ with nki_modules():
 
 
 def layers(count: int, size: int, tokens: int = 1, dtype: str = "bf16", different: bool = False, ranks: int = 1) -> Any:
-    """``count`` times y = silu(W x); ``different``: no two layers are alike."""
+    """Return a graph of ``count`` layers y = silu(W x); with ``different`` no two layers have the same sizes."""
 
     def graph(scribe: Any) -> Any:
         kind = getattr(scribe, dtype)
@@ -33,13 +33,13 @@ def layers(count: int, size: int, tokens: int = 1, dtype: str = "bf16", differen
             x = kind[x.sizes].Multiply(x, kind[x.sizes].Logistic(x))
             if ranks > 1:
                 groups = [list(range(ranks))]
-                x = kind[x.sizes].AllReduce(x, replica_groups=groups, to_apply=sums(kind))
+                x = kind[x.sizes].AllReduce(x, replica_groups=groups, to_apply=addition(kind))
         return x
 
     return HloScribe()(graph).module_proto
 
 
-def sums(dtype: Any) -> Any:
+def addition(dtype: Any) -> Any:
     return lambda scribe: dtype.Add(dtype.Parameter(parameter_number=0), dtype.Parameter(parameter_number=1))
 
 
@@ -56,13 +56,13 @@ def test_float32_weights_take_twice_the_bytes() -> None:
     assert wide.hbm_read == pytest.approx(2 * narrow.hbm_read, rel=1e-3) and wide.seconds > 1.8 * narrow.seconds
 
 
-def test_layers_that_repeat_cost_what_they_cost_one_by_one() -> None:
+def test_repeated_layers_cost_a_constant_time_per_layer() -> None:
     two, four, forty = (predict_graph(layers(n, 1024), TRN1).seconds for n in (2, 4, 40))
     assert forty == pytest.approx(four + 36 * (four - two) / 2, rel=0.05)
     assert predict_graph(layers(6, 512, different=True), TRN1).seconds > predict_graph(layers(6, 512), TRN1).seconds
 
 
-def test_tokens_beyond_the_stream_cost_tensor_time() -> None:
+def test_many_tokens_cost_tensor_time() -> None:
     one, many = predict_graph(layers(2, 1024), TRN1), predict_graph(layers(2, 1024, tokens=2048), TRN1)
     flops = 2 * 2 * 1024 * 1024 * 2048
     assert many.seconds > flops / TRN1.peak_flops("bfloat16") > one.seconds

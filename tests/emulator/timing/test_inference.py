@@ -1,4 +1,4 @@
-"""Whole-model predictions and ``neuronmm predict``."""
+"""Predictions for a whole model, and ``neuronmm predict``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = {
 }
 
 
-def low(rank: int) -> Decoder:
+def low_rank(rank: int) -> Decoder:
     ranks = (("gate", rank), ("up", rank), ("down", rank))
     return replace(SMALL, ranks=(ranks,) * 6)
 
@@ -45,15 +45,15 @@ def parameters(model: Decoder) -> int:
     return total
 
 
-@pytest.mark.parametrize("model", [SMALL, low(384)], ids=["dense", "low"])
+@pytest.mark.parametrize("model", [SMALL, low_rank(384)], ids=["dense", "low-rank"])
 @pytest.mark.parametrize("device", sorted(CORES))
-def test_decode_is_bounded_by_the_bytes(model: Decoder, device: str) -> None:
+def test_decode_time_is_bounded_by_the_bytes(model: Decoder, device: str) -> None:
     core = CORES[device]
-    found = predict(model, core)
-    assert found.weight_bytes == 2 * parameters(model)
-    floor = found.weight_bytes / core.dma_rate * 1e-9
-    assert floor <= found.tpot <= 2 * floor
-    assert found.tokens_per_second == pytest.approx(1 / found.tpot)
+    prediction = predict(model, core)
+    assert prediction.weight_bytes == 2 * parameters(model)
+    floor = prediction.weight_bytes / core.dma_rate * 1e-9
+    assert floor <= prediction.tpot <= 2 * floor
+    assert prediction.tokens_per_second == pytest.approx(1 / prediction.tpot)
 
 
 @examples(8)
@@ -61,46 +61,49 @@ def test_decode_is_bounded_by_the_bytes(model: Decoder, device: str) -> None:
 def test_more_work_takes_longer(layers: int, batch: int, prompt: int) -> None:
     ranks = (("gate", 128 * layers), ("up", 128 * layers), ("down", 128 * layers))
     model = Decoder(512, 1024, layers, 8, 2, 64, 1000, ranks=(ranks,) * layers)
-    found = predict(model, TRN1, batch, prompt)
+    prediction = predict(model, TRN1, batch, prompt)
     for more in ((batch + 8, prompt), (batch, 2 * prompt)):
-        if (batch * prompt <= STREAM_TOKENS) == (more[0] * more[1] <= STREAM_TOKENS):  # predicted in the same way
-            assert predict(model, TRN1, *more).ttft >= found.ttft
-    assert predict(model, TRN1, batch, 2 * prompt).tpot >= found.tpot * (1 - 1e-6)
+        # compare only two simulated streams or two closed forms
+        if (batch * prompt <= STREAM_TOKENS) == (more[0] * more[1] <= STREAM_TOKENS):
+            assert predict(model, TRN1, *more).ttft >= prediction.ttft
+    assert predict(model, TRN1, batch, 2 * prompt).tpot >= prediction.tpot * (1 - 1e-6)
     assert predict(model, TRN1, batch, prompt).cache_bytes * 2 == predict(model, TRN1, batch, 2 * prompt).cache_bytes
 
 
-def test_the_two_ways_to_predict_a_prefill_meet_where_weights_are_the_bound() -> None:
-    """On tiny models they do not: there the simulated stream, used for up to 128 tokens, is up to twice as long."""
+def test_stream_and_closed_form_of_a_prefill_agree_where_weights_are_the_bound() -> None:
+    """On tiny models they do not: the simulated stream, used for up to 128 tokens, is up to twice as long."""
     ranks = (("gate", 1280), ("up", 1280), ("down", 1280))
     model = Decoder(2048, 8192, 1, 32, 8, 64, 128256, ranks=(ranks,))
-    streamed, closed = (predict(model, TRN1, 1, prompt).ttft for prompt in (STREAM_TOKENS, STREAM_TOKENS + 1))
-    assert closed == pytest.approx(streamed, rel=0.01)
+    streamed, closed_form = (predict(model, TRN1, 1, prompt).ttft for prompt in (STREAM_TOKENS, STREAM_TOKENS + 1))
+    assert closed_form == pytest.approx(streamed, rel=0.01)
 
 
 def test_fewer_ranks_are_faster_and_parallel_cores_share_the_weights() -> None:
-    assert predict(low(256), TRN1).tpot < predict(low(512), TRN1).tpot < predict(SMALL, TRN1).tpot
+    assert predict(low_rank(256), TRN1).tpot < predict(low_rank(512), TRN1).tpot < predict(SMALL, TRN1).tpot
     halves = predict(SMALL, TRN1, parallel=2)
     assert halves.weight_bytes * 2 == predict(SMALL, TRN1).weight_bytes
-    # the factors without a sharded dimension are replicated: sharing helps a compressed model less
-    assert predict(low(512), TRN1, parallel=2).weight_bytes * 2 > predict(low(512), TRN1).weight_bytes
+    # the factors without a sharded dimension are replicated
+    assert predict(low_rank(512), TRN1, parallel=2).weight_bytes * 2 > predict(low_rank(512), TRN1).weight_bytes
 
 
-def test_layers_of_different_ranks_count_each() -> None:
+def test_every_layer_counts_with_its_own_ranks() -> None:
     def ranks(r: int) -> tuple[tuple[str, int], ...]:
         return (("gate", r), ("up", r), ("down", r))
 
     mixed = Decoder(1024, 2048, 6, 16, 4, 64, 4096, ranks=(ranks(256), ranks(512)) * 3)
     assert predict(mixed, TRN1).weight_bytes == 2 * parameters(mixed)
-    assert predict(low(256), TRN1).tpot < predict(mixed, TRN1).tpot < predict(low(512), TRN1).tpot
+    assert predict(low_rank(256), TRN1).tpot < predict(mixed, TRN1).tpot < predict(low_rank(512), TRN1).tpot
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_predict_and_tiling_commands_print_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert main(["predict", str(tmp_path), "--ratio", "0.3", "--device", "trn2", "--prompt-length", "700"]) == 0
     printed = capsys.readouterr().out
-    words = " ".join(printed.split())
-    assert "predicted, not measured" in words and "mean absolute error" in words
-    assert "TTFT ms (not validated)" in words and "took 50.07 ms and is predicted -81.3%" in words
+    table = " ".join(printed.split())
+    assert "predicted, not measured" in table and "mean absolute error" in table
+    assert "TTFT ms (not validated)" in table and "took 50.07 ms and is predicted -81.3%" in table
     document = json.loads(printed.splitlines()[-1])
     assert document["validation"]["ttft"] == "not validated"
     assert document["validation"]["published_dense_context_encoding_error"] == -0.813
@@ -125,7 +128,9 @@ def test_the_tiling_of_a_whole_mlp(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--mlp: '1,2048,8192,1280,1280': must be positive numbers" in capsys.readouterr().err
 
 
-def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_reads_the_ranks_of_a_compressed_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks = {f"model.layers.{i}.mlp.{n}": 256 for i in range(6) for n in ("gate_proj", "up_proj", "down_proj")}
     spec = {
         "quant_method": "neuronmm", "format": 1, "ranks": ranks, "method": "svd", "targets": "mlp", "asked_ratio": 0.6,
@@ -133,14 +138,14 @@ def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path, capsys: pytest
     }  # fmt: skip
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIG, "quantization_config": spec}))
-    found = predict_from(file)
-    assert found["realised_ratio"] == 0.625
-    assert found["compressed"]["weight_bytes"] == 2 * parameters(low(256))
+    prediction = predict_from(file)
+    assert prediction["realised_ratio"] == 0.625
+    assert prediction["compressed"]["weight_bytes"] == 2 * parameters(low_rank(256))
     shared = {f"model.layers.{i}.mlp.up_proj": f"model.layers.{i}.mlp.gate_proj" for i in range(6)}
     file.write_text(json.dumps({**CONFIG, "quantization_config": {**spec, "shared": shared}}))
-    once = predict_from(file)["compressed"]
-    assert once["weight_bytes"] == found["compressed"]["weight_bytes"] - 2 * 6 * 256 * 1024
-    assert once["tpot"] < found["compressed"]["tpot"]
+    shared_a = predict_from(file)["compressed"]
+    assert shared_a["weight_bytes"] == prediction["compressed"]["weight_bytes"] - 2 * 6 * 256 * 1024
+    assert shared_a["tpot"] < prediction["compressed"]["tpot"]
     file.write_text(json.dumps({**CONFIG, "quantization_config": {**spec, "targets": "all"}}))
     assert main(["predict", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -157,13 +162,13 @@ def test_a_compressed_checkpoint_brings_its_ranks(tmp_path: Path, capsys: pytest
         ({"device": "trn9"}, "device trn9: must be one of trn1, trn2, trn3"),
     ],
 )
-def test_bad_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_an_invalid_option_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(UserError, match=message):
         predict_from(tmp_path, **options)
 
 
-def test_bad_models_are_named(tmp_path: Path) -> None:
+def test_an_invalid_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         predict_from(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "vocab_size"}))

@@ -1,4 +1,4 @@
-"""The simulator on random programs: dependencies hold, bounds hold, slower hardware is never faster."""
+"""The simulator on random programs: dependencies and bounds hold, slower hardware is never faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from draws import examples
 from neuronmm.emulator.nki.trace import Engine, Instruction, Region, Space, Trace
 from neuronmm.emulator.timing import CapacityError, Timeline, report, simulate, spill
-from neuronmm.emulator.timing.published import dense_xw, fused_xuv
+from neuronmm.emulator.timing.published_kernels import dense_xw, fused_xuv
 from neuronmm.emulator.timing.report import critical_path
 from neuronmm.emulator.timing.sketch import Sketch, part
 from neuronmm.emulator.timing.timeline import write_chrome_trace, write_png
@@ -35,8 +35,8 @@ steps = st.lists(
 Steps = list[tuple[str, int, int, int, int]]
 
 
-def program(chosen: Steps) -> Trace:
-    """A trace of the chosen steps on six SBUF tiles, three PSUM tiles and one HBM tensor."""
+def random_trace(chosen: Steps) -> Trace:
+    """Return a trace of the chosen steps on six SBUF tiles, three PSUM tiles and one HBM tensor."""
     sketch = Sketch("random")
     hbm = sketch.tensor("hbm", 1024, WIDTH)
     tiles = [sketch.tile(f"tile {i}", WIDTH) for i in range(6)]
@@ -63,9 +63,9 @@ def conflicts(a: tuple[Region, ...], b: tuple[Region, ...]) -> bool:
 
 
 def check_order(timeline: Timeline) -> None:
-    """Every pair of steps that touch the same element, one of them writing, runs in program order."""
-    program_ = timeline.program
-    order = [program_.trace.instructions[i] for i in program_.source]
+    """Assert that two steps that touch the same element, one of them writing it, run in program order."""
+    program = timeline.program
+    order = [program.trace.instructions[i] for i in program.source]
     for j, late in enumerate(order):
         for i, early in enumerate(order[:j]):
             if early.engine is late.engine and early.engine is not Engine.DMA:
@@ -78,29 +78,28 @@ def check_order(timeline: Timeline) -> None:
 @examples(60)
 @given(steps)
 def test_dependencies_are_respected(chosen: Steps) -> None:
-    trace = program(chosen)
+    trace = random_trace(chosen)
     timeline = simulate(trace, TRN1)
-    # HBM hazards: the tensor is waited for only if it is both read and written, which is when they can occur
     check_order(timeline)
 
 
 @examples(60)
 @given(steps)
 def test_v2_serves_one_of_two_engines_at_a_time(chosen: Steps) -> None:
-    """Vector and Scalar share PSUM, Vector and GpSimd share SBUF; v3 lifted both restrictions."""
-    trace = program(chosen)
+    """Vector and Scalar share PSUM, Vector and GpSimd share SBUF; v3 has neither restriction."""
+    trace = random_trace(chosen)
     timeline = simulate(trace, TRN1)
     order = [trace.instructions[i] for i in timeline.program.source]
     for j, late in enumerate(order):
         for i, early in enumerate(order[:j]):
             pair = {early.engine, late.engine}
             shared = {Space.PSUM: {Engine.VECTOR, Engine.SCALAR}, Space.SBUF: {Engine.VECTOR, Engine.GPSIMD}}
-            if any(pair == engines and space in touched(trace, early) & touched(trace, late)
+            if any(pair == engines and space in accessed_spaces(trace, early) & accessed_spaces(trace, late)
                    for space, engines in shared.items()):  # fmt: skip
                 assert timeline.start[j] >= timeline.end[i] or timeline.start[i] >= timeline.end[j], (early, late)
 
 
-def touched(trace: Trace, instruction: Instruction) -> set[Space]:
+def accessed_spaces(trace: Trace, instruction: Instruction) -> set[Space]:
     return {trace.buffers[r.buffer].space for r in instruction.reads + instruction.writes}
 
 
@@ -118,7 +117,7 @@ def test_evictions_by_two_engines_overlap_from_v3_on_only() -> None:
 @examples(60)
 @given(steps)
 def test_latency_is_bounded_by_busy_time_and_critical_path(chosen: Steps) -> None:
-    trace = program(chosen)
+    trace = random_trace(chosen)
     timeline = simulate(trace, TRN1)
     result = report(timeline)
     assert all(share <= 1 + 1e-9 for share in result.busy.values())
@@ -132,7 +131,7 @@ def test_latency_is_bounded_by_busy_time_and_critical_path(chosen: Steps) -> Non
 @examples(60)
 @given(steps)
 def test_traffic_is_the_sum_of_the_transfers(chosen: Steps) -> None:
-    result = report(simulate(program(chosen), TRN1))
+    result = report(simulate(random_trace(chosen), TRN1))
     assert result.hbm_read == sum(128 * 2 * size for op, *_, size in chosen if op == "load")
     assert result.hbm_written == sum(128 * 2 * size for op, *_, size in chosen if op == "store")
     assert result.multiply_adds == sum(128 * 128 * size for op, *_, size in chosen if op == "matmul")
@@ -141,9 +140,10 @@ def test_traffic_is_the_sum_of_the_transfers(chosen: Steps) -> None:
 @examples(40)
 @given(steps, st.integers(1, 20))
 def test_one_more_instruction_never_helps(chosen: Steps, cut: int) -> None:
-    """In-order engines: a prefix ends no later. DMAs are excluded, which may overtake each other."""
+    """On in-order engines a prefix of a program never ends later. DMAs are excluded: they may overtake each other."""
     computing = [step for step in chosen if step[0] not in ("load", "store")]
-    assert simulate(program(computing[:cut]), TRN1).latency <= simulate(program(computing), TRN1).latency + 1e-6
+    prefix, complete = (simulate(random_trace(steps), TRN1) for steps in (computing[:cut], computing))
+    assert prefix.latency <= complete.latency + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_slower_hardware_is_slower(slower: dict[str, float]) -> None:
     assert simulate(trace, dataclasses.replace(TRN1, **slower)).latency > simulate(trace, TRN1).latency
 
 
-def test_double_buffering_overlaps_loads_with_products() -> None:
+def test_double_buffering_overlaps_loads_with_matmuls() -> None:
     trace = dense_xw(4096, 2048, 2048)
     single, double = simulate(trace, TRN1, generations=1), simulate(trace, TRN1, generations=2)
     assert double.latency < 0.8 * single.latency
     loads = sum(c.busy for c, i in zip(single.program.costs, single.program.source, strict=True)
                 if trace.instructions[i].op == "load")  # fmt: skip
-    assert single.latency > loads  # nothing is lost: the tensor engine waits for every block
+    assert single.latency > loads  # with one buffer the tensor engine waits for every block
 
 
 def test_a_place_is_reused_only_after_its_last_reader() -> None:
@@ -182,12 +182,12 @@ def test_a_place_is_reused_only_after_its_last_reader() -> None:
         sketch.free(tile)
     sketch.free(psum)
     timeline = simulate(sketch.trace, TRN1, generations=2)
-    for turn in (2, 3):  # the third load takes the first one's place, whose product has to be over
+    for turn in (2, 3):  # the third load takes the place of the first one, whose matmul must have ended
         assert timeline.start[2 * turn] >= timeline.end[2 * (turn - 2) + 1] + TRN1.dma_start_ns
 
 
 def unfolded(trace: Trace) -> Trace:
-    """The same kernel with every iteration of its one fold written out."""
+    """Return the same kernel with every iteration of its one fold written out."""
     (fold,) = trace.folds
     result = Trace(trace.name)
     body = fold.stop - fold.start
@@ -211,22 +211,22 @@ def unfolded(trace: Trace) -> Trace:
 @pytest.mark.parametrize("core", [TRN1, TRN2, TRN3], ids=lambda c: c.device)
 def test_a_folded_trace_takes_as_long_as_the_unfolded_one(core: NeuronCore) -> None:
     for trace in (fused_xuv(12288, 1024, 1024, 2048), dense_xw(2048, 2048, 6144)):
-        folded, whole = simulate(trace, core), simulate(unfolded(trace), core)
-        assert folded.latency == pytest.approx(whole.latency, rel=2e-3)
-        assert report(folded).traffic == report(whole).traffic
-        assert report(folded).busy["tensor"] == pytest.approx(report(whole).busy["tensor"], rel=5e-3)
+        folded, complete = simulate(trace, core), simulate(unfolded(trace), core)
+        assert folded.latency == pytest.approx(complete.latency, rel=2e-3)
+        assert report(folded).traffic == report(complete).traffic
+        assert report(folded).busy["tensor"] == pytest.approx(report(complete).busy["tensor"], rel=5e-3)
 
 
-def test_what_does_not_fit_is_refused_and_spilling_makes_it_fit() -> None:
+def test_a_trace_that_does_not_fit_is_refused_and_fits_when_spilled() -> None:
     trace = dense_xw(16384, 2048, 512)
-    with pytest.raises(CapacityError, match=r"sbuf: \d+ bytes a partition are live when"):
+    with pytest.raises(CapacityError, match=r"sbuf: \d+ bytes per partition are live when"):
         simulate(trace, TRN1)
     spilled = spill(trace, TRN1.sbuf_partition_bytes)
     assert spilled.peak(Space.SBUF) <= TRN1.sbuf_partition_bytes
     assert spilled.multiply_adds() == trace.multiply_adds()
     before, after = trace.traffic(), spilled.traffic()
     assert after[0] > before[0] and after[1] > before[1]
-    assert after[0] - before[0] == after[1] - before[1], "every spilled tile that is stored is loaded once"
+    assert after[0] - before[0] == after[1] - before[1], "every spilled tile is stored and loaded equally often"
     assert (
         spill(dense_xw(2048, 2048, 512), TRN1.sbuf_partition_bytes).instructions
         == dense_xw(2048, 2048, 512).instructions
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused_and_spilling_makes_it_fit() -> None:
     simulate(spilled, TRN1)
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_a_timeline_is_written_as_a_chrome_trace_and_a_png(tmp_path: Path) -> None:
     timeline = simulate(dense_xw(2048, 1024, 512), TRN1)
     write_chrome_trace(timeline, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""The timing model against published measurements. Everything here is deterministic: the bounds are the claim."""
+"""The timing model against published measurements. It is deterministic; the documents claim these bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from neuronmm.emulator.timing import measured
 from neuronmm.emulator.timing.inference import predict
-from neuronmm.emulator.timing.published import sequential_xuv
+from neuronmm.emulator.timing.published_kernels import sequential_xuv
 from neuronmm.emulator.timing.validation import (
     LLAMA,
     Row,
@@ -34,44 +34,44 @@ def test_no_published_figure_is_left_out(table: list[Row]) -> None:
     assert len(table) == 9 + 9 + 6 + 1 + 1
 
 
-def test_traffic(table: list[Row]) -> None:
+def test_predicted_traffic_is_near_the_published(table: list[Row]) -> None:
     traffic = [row for row in table if row.kind == "traffic"]
     assert all(abs(row.error) <= 0.03 for row in traffic if row.case.startswith("NeuronMM"))
     assert all(abs(row.error) <= 0.15 for row in traffic)
     assert {row.case for row in traffic if row.spills} == {
         f"{name}, M = {m}" for name in ("NKI XW", "NKI XUV") for m in (16384, 32768)
-    }, "which kernels spill is a prediction too: the published traffic jumps there"
+    }, "the kernels that spill are predicted too: the published traffic jumps there"
 
 
-def test_latency(table: list[Row]) -> None:
+def test_predicted_latency_is_near_the_published(table: list[Row]) -> None:
     assert mean_error(table) <= 0.10
     assert mean_error(table) == pytest.approx(
         measured.VALIDATION["published_kernel_latencies_mean_absolute_error"], abs=5e-4
-    ), "what predictions carry with them"
+    ), "the error attached to every prediction"
     assert all(abs(row.error) <= 0.20 for row in table if row.kind == "latency")
-    assert all(row.error < 0 for row in table if row.kind == "bound"), "a lower bound above the measurement is wrong"
+    assert all(row.error < 0 for row in table if row.kind == "bound"), "a lower bound must be below the measurement"
 
 
-def test_dense_decode() -> None:
+def test_predicted_dense_decode_is_near_the_published() -> None:
     assert abs(decode_row().error) <= 0.15
-    carried = measured.VALIDATION["published_dense_decode_error"]
-    assert decode_row().error == pytest.approx(carried, abs=5e-4), "what predictions carry with them"
+    documented = measured.VALIDATION["published_dense_decode_error"]
+    assert decode_row().error == pytest.approx(documented, abs=5e-4), "the error attached to every prediction"
 
 
 def test_the_published_context_encoding_is_not_explained() -> None:
-    """The one published TTFT: far off, and neither padding nor what launch and host add to a step accounts for it."""
-    carried = measured.VALIDATION["published_dense_context_encoding_error"]
-    assert context_row().error == pytest.approx(carried, abs=5e-4), "what predictions carry with them"
-    assert f"{carried:+.1%}" in measured.CAVEAT and "TTFT is not validated" in measured.CAVEAT
+    """Neither padding nor the overhead that a decode step shows explains the error of the one published TTFT."""
+    documented = measured.VALIDATION["published_dense_context_encoding_error"]
+    assert context_row().error == pytest.approx(documented, abs=5e-4), "the error attached to every prediction"
+    assert f"{documented:+.1%}" in measured.CAVEAT and "TTFT is not validated" in measured.CAVEAT
     padded = {tokens: context_row(padded=tokens).predicted for tokens in (128, 512)}
-    around = measured.DENSE_DECODE_MS - predict(LLAMA, TRN1, prompt=32).tpot * 1e3
-    assert max(padded.values()) + around < 16 < measured.DENSE_CONTEXT_MS / 3
+    overhead = measured.DENSE_DECODE_MS - predict(LLAMA, TRN1, prompt=32).tpot * 1e3
+    assert max(padded.values()) + overhead < 16 < measured.DENSE_CONTEXT_MS / 3
     excess = [context - token for context, token in measured.CONTEXT_REPORTS.values()]
-    assert 31 < min(excess) < max(excess) < 41, "all reports, whichever kernels compute the MLP"
+    assert 31 < min(excess) < max(excess) < 41, "all reports have it, whichever kernels compute the MLP"
 
 
 def test_one_kernel_determines_the_fitted_constant() -> None:
-    """Without NeuronMM the other kernels' latencies hardly depend on the constant and do not give it."""
+    """Without NeuronMM the fit finds no constant: the other kernels' latencies hardly depend on it."""
     overhead, left_out = leave_kernels_out(sizes=(8192,))
     assert abs(overhead - TRN1.matmul_overhead_cycles) <= 2
     for fit in left_out:

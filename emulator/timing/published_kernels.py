@@ -1,14 +1,17 @@
-"""The schedules behind the published measurements, written out from their descriptions.
+"""The kernels behind the published measurements, written as traces from their descriptions.
 
-``tutorial_matmul`` is the blocked matrix product of the NKI tutorial, the paper's dense baseline; two of them, the
-rank-r intermediate through HBM, are its sequential XUV; ``fused_xuv`` is the paper's strip-caching kernel.
+``tutorial_matmul`` is the blocked matmul of the NKI tutorial, the paper's dense baseline. Two of them, with the rank-r
+intermediate in HBM, are the paper's sequential XUV. ``fused_xuv`` is the paper's strip-caching kernel.
 Source: arXiv 2510.25977, section 4.2 and algorithm 1; the NKI matrix-multiplication tutorial.
 
-Where the text leaves a block size open: ``fused_xuv`` takes the defaults of the authors' public kernel (512 of the
-contraction, 1024 ranks, 1024 output columns, strips of 1024 rows). The tutorial kernel's column block is 512, which
-is what the published traffic without spills implies (s [K N + ceil(N / B_N) K M + M N] is within 3 % of it for both
-baselines; the tutorial's own 1024 is 40 % below), and its result tiles are float32, which is what the published
-spills imply: in bfloat16 the result block of 16384 rows would fit.
+Block sizes that the text leaves open:
+
+- ``fused_xuv`` has the defaults of the authors' public kernel: 512 of the contraction, 1024 ranks, 1024 output columns,
+  strips of 1024 rows.
+- The tutorial kernel's column block is 512. With it, s [K N + ceil(N / B_N) K M + M N] is within 3 % of the published
+  traffic of both baselines where nothing spills; with the tutorial's own 1024 it is 40 % below.
+- The tutorial kernel's result tiles are float32. In bfloat16 the result block of 16384 rows would fit SBUF, but the
+  published traffic shows spills there.
 
 Notation of the paper: Y [M, N] = X [M, K] U [K, r] V [r, N].
 """
@@ -22,17 +25,17 @@ TILE, COLUMNS = 128, 512
 
 
 def dense_xw(m: int, k: int, n: int) -> Trace:
-    """The paper's NKI XW: X [M, K] W [K, N] with the tutorial kernel."""
+    """Return the paper's NKI XW: X [M, K] W [K, N] with the tutorial kernel."""
     sketch = Sketch("NKI XW")
     tutorial_matmul(sketch, sketch.tensor("x", k, m), sketch.tensor("w", k, n), sketch.tensor("y", m, n))
     return sketch.trace
 
 
 def sequential_xuv(m: int, k: int, r: int, n: int) -> Trace:
-    """The paper's NKI XUV: two tutorial kernels, X U through HBM.
+    """Return the paper's NKI XUV: two tutorial kernels, with X U in HBM in between.
 
-    The kernel wants its left operand transposed, so the first product is (X U)^T = U^T X^T: the one order of operands
-    that needs no transposition in between.
+    The kernel takes its left operand transposed, so the first matmul computes (X U)^T = U^T X^T: the only order of
+    operands that needs no transposition in between.
     """
     sketch = Sketch("NKI XUV")
     x, u, xu = sketch.tensor("x", k, m), sketch.tensor("u", k, r), sketch.tensor("xu", r, m)
@@ -44,7 +47,7 @@ def sequential_xuv(m: int, k: int, r: int, n: int) -> Trace:
 def tutorial_matmul(
     sketch: Sketch, left: Buffer, right: Buffer, result: Buffer, rows: int = 2048, depth: int = 1024
 ) -> None:
-    """result [M, N] = left [K, M]^T right [K, N], column block by column block, accumulated in SBUF over K blocks.
+    """Write result [M, N] = left [K, M]^T right [K, N], by column block, accumulated in SBUF over blocks of K.
 
     ``rows`` and ``depth`` are the tutorial's block sizes of M and K.
     """
@@ -52,13 +55,9 @@ def tutorial_matmul(
     sketch.open_fold()
     results = [sketch.tile("result", COLUMNS, "float32") for _ in range(m // TILE)]
     for k0 in range(0, k, depth):
-        b = sketch.tile("right block", depth // TILE * COLUMNS)
-        for t in range(depth // TILE):
-            sketch.load(b, t * COLUMNS, COLUMNS, right, k0 + t * TILE)
+        b = _load_block(sketch, "right block", right, depth, COLUMNS, k0)
         for m0 in range(0, m, rows):
-            a = sketch.tile("left block", depth // TILE * rows)
-            for t in range(depth // TILE):
-                sketch.load(a, t * rows, rows, left, k0 + t * TILE, m0)
+            a = _load_block(sketch, "left block", left, depth, rows, k0, m0)
             for m1 in range(0, rows, TILE):
                 psum = sketch.tile("psum", COLUMNS, "float32", Space.PSUM)
                 for t in range(depth // TILE):
@@ -69,8 +68,8 @@ def tutorial_matmul(
         sketch.free(b)
     for i, tile in enumerate(results):
         packed = sketch.tile("packed", COLUMNS)
-        whole = part(tile, 0, COLUMNS)
-        sketch.elementwise(Engine.SCALAR, "copy", part(packed, 0, COLUMNS), (whole,), COLUMNS, "bfloat16")
+        source, target = part(tile, 0, COLUMNS), part(packed, 0, COLUMNS)
+        sketch.elementwise(Engine.SCALAR, "copy", target, (source,), COLUMNS, "bfloat16")
         sketch.store(result, packed, 0, COLUMNS, i * TILE)
         sketch.free(packed, tile)
     sketch.close_fold(n // COLUMNS)
@@ -79,20 +78,16 @@ def tutorial_matmul(
 def fused_xuv(
     m: int, k: int, r: int, n: int, strip: int = 1024, depth: int = 512, ranks: int = 1024, columns: int = 1024
 ) -> Trace:
-    """The paper's NeuronMM kernel: (X U)^T of a strip of rows stays in SBUF and serves every column block."""
+    """Return the paper's NeuronMM kernel: (X U)^T of a strip of rows stays in SBUF for every column block."""
     sketch = Sketch("NeuronMM")
     x, u = sketch.tensor("x", k, m), sketch.tensor("u", k, r)
     v, y = sketch.tensor("v", r, n), sketch.tensor("y", m, n)
     sketch.open_fold()
     xu = sketch.tile("strip", r // TILE * strip)
     for k0 in range(0, k, depth):
-        a = sketch.tile("x block", depth // TILE * strip)
-        for t in range(depth // TILE):
-            sketch.load(a, t * strip, strip, x, k0 + t * TILE)
+        a = _load_block(sketch, "x block", x, depth, strip, k0)
         for r0 in range(0, r, ranks):
-            b = sketch.tile("u block", depth // TILE * ranks)
-            for t in range(depth // TILE):
-                sketch.load(b, t * ranks, ranks, u, k0 + t * TILE, r0)
+            b = _load_block(sketch, "u block", u, depth, ranks, k0, r0)
             for m0 in range(0, strip, TILE):
                 for r1 in range(0, ranks, TILE):
                     psum = sketch.tile("psum", TILE, "float32", Space.PSUM)
@@ -105,9 +100,7 @@ def fused_xuv(
     for n0 in range(0, n, columns):
         out = [sketch.tile("out", columns) for _ in range(strip // TILE)]
         for r0 in range(0, r, ranks):
-            b = sketch.tile("v block", ranks // TILE * columns)
-            for t in range(ranks // TILE):
-                sketch.load(b, t * columns, columns, v, r0 + t * TILE, n0)
+            b = _load_block(sketch, "v block", v, ranks, columns, r0, n0)
             for m0 in range(0, strip, TILE):
                 for n1 in range(0, columns, COLUMNS):
                     psum = sketch.tile("psum", COLUMNS, "float32", Space.PSUM)
@@ -125,9 +118,19 @@ def fused_xuv(
     return sketch.trace
 
 
-def _accumulate(sketch: Sketch, tile: Buffer, at: int, psum: Buffer, elements: int, first: bool) -> None:
-    """tile[:, at:] (+)= psum on the Vector engine; the psum tile is done."""
-    target, source = part(tile, at, elements), part(psum, 0, elements)
+def _load_block(
+    sketch: Sketch, name: str, tensor: Buffer, rows: int, columns: int, row: int, column: int = 0
+) -> Buffer:
+    """Load [rows, columns] of ``tensor`` from (row, column) to one tile, 128 rows beside the next 128."""
+    block = sketch.tile(name, rows // TILE * columns)
+    for t in range(rows // TILE):
+        sketch.load(block, t * columns, columns, tensor, row + t * TILE, column)
+    return block
+
+
+def _accumulate(sketch: Sketch, tile: Buffer, column: int, psum: Buffer, elements: int, first: bool) -> None:
+    """Copy (``first``) or add psum to tile[:, column : column + elements] on the Vector engine; free psum."""
+    target, source = part(tile, column, elements), part(psum, 0, elements)
     if first:
         sketch.elementwise(Engine.VECTOR, "copy", target, (source,), elements, tile.dtype)
     else:
