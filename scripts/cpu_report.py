@@ -57,7 +57,7 @@ def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[
         f"{' or '.join(map(str, counts))} rounds; read bandwidth {_spread(probes, '.1f')} GB/s. "
         "Median (range) over the rounds.",
         "",
-        "| engine | decode tokens/s | of the limit | over dense, same round | ideal by bytes | TTFT ms | MB a step |",
+        "| engine | decode tokens/s | of the limit | over dense, same round | ideal by bytes | TTFT ms | MB per step |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
 
@@ -78,7 +78,7 @@ def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[
 
 
 def _engines(facts: dict[tuple[str, str], Line]) -> str:
-    rows = ["### Engines", "", "| model | engine | is | ready after, s |", "|---|---|---|---:|"]
+    rows = ["### Engines", "", "| model | engine | what it is | ready after, s |", "|---|---|---|---:|"]
     for (model, name), line in sorted(facts.items()):
         path = f"absent: {line['absent']}" if "absent" in line else line["path"]
         ready = f"{line['load_seconds']:.1f}" if "load_seconds" in line else ""
