@@ -53,8 +53,8 @@ def merge(points: Iterable[Point], sweeps: Iterable[Path]) -> list[Point]:
 
 def content(points: list[Point], texts: list[str]) -> str:
     """All that stands between the marks; ``texts`` names the columns."""
-    lead = f"What is left of the excess perplexity over dense that {PEER}'s own code has, {' / '.join(texts)}:"
-    return "\n\n".join([lead, shares(points), "All that was measured:", tables(points, texts)])
+    lead = f"Excess perplexity over dense, as a share of that of {PEER}'s own code, {' / '.join(texts)}:"
+    return "\n\n".join([lead, shares(points), "All measurements:", tables(points, texts)])
 
 
 def tables(points: list[Point], texts: Iterable[str]) -> str:
