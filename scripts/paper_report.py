@@ -33,8 +33,8 @@ Nothing in it is random.
 """
 FIT = """\
 The fit to the nine latencies determines one constant, the tensor-engine cycles per matmul beyond its columns. It gives
-{fitted}; the model uses {used:.0f}. Each row of the table leaves out all sizes of one kernel, fits the constant to the other
-two kernels and predicts the kernel left out. *From* is where the search for the constant begins.
+{fitted}; the model uses {used:.0f}. Each row of the table leaves out all sizes of one kernel, fits the constant to the
+other two kernels and predicts the kernel left out. *From* is where the search for the constant begins.
 
 **One kernel, NeuronMM, determines the constant.** Without it the baselines ask for as few cycles as the search allows,
 because the two that spill are predicted too slow anyway; NeuronMM then comes out 4 to 15 % too fast, depending on where
@@ -133,8 +133,8 @@ def goals(results: dict[str, Any]) -> Iterator[str]:
     least, most = min(speed_ups), max(speed_ups)
     yield f"| decode: never slower than dense | {least:.2f}x to {most:.2f}x | {met(least >= 1)} |"
     yield ""
-    yield f"The measured decode, a dense one on trn1, reaches {1 + bias:.1%} of the predicted speed. *With that bias* is"
-    yield "the predicted share times that."
+    yield f"The measured decode, a dense one on trn1, reaches {1 + bias:.1%} of the predicted speed."
+    yield "*With that bias* is the predicted share times that."
     yield ""
 
 
