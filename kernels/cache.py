@@ -1,7 +1,7 @@
-"""What is kept between processes: the place for it, small JSON documents there, and whole folders.
+"""The cache that processes share: its folder, small JSON documents in it, and complete folders.
 
-Both appear whole or not at all, whoever else writes them at the same time. A document carries a digest; one that is
-damaged counts as missing. Nothing depends on a document: where the place cannot be written, all is computed anew.
+Both appear complete or not at all, even if several processes write them. A document carries a digest; a damaged one
+counts as missing. Nothing depends on a document: if the cache cannot be written, its content is computed again.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from neuronmm.kernels.durable import sync_tree
 
 
 def cache_folder() -> Path:
-    """``$NEURONMM_CACHE``, else ``~/.cache/neuronmm``."""
+    """Return ``$NEURONMM_CACHE``, or ``~/.cache/neuronmm`` if it is not set."""
     return Path(os.environ.get("NEURONMM_CACHE") or Path.home() / ".cache" / "neuronmm")
 
 
 def read(name: str) -> Any:
-    """The document ``name``, a path below the folder; None if it is not there or damaged."""
+    """Return the document ``name``, a path below the folder, or None if it is missing or damaged."""
     try:
-        kept = json.loads((cache_folder() / name).read_text(encoding="utf-8"))
-        return kept["document"] if kept["sha256"] == digest(kept["document"]) else None
+        stored = json.loads((cache_folder() / name).read_text(encoding="utf-8"))
+        return stored["document"] if stored["sha256"] == digest(stored["document"]) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 def write(name: str, document: Any) -> None:
-    """Keep ``document`` (what JSON can hold) under ``name``, if the folder can be written."""
+    """Store ``document`` (JSON types) under ``name`` if the folder can be written."""
     path = cache_folder() / name
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,10 +48,10 @@ def write(name: str, document: Any) -> None:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Keep what ``fill`` writes into the folder it is given as ``folder``.
+    """Pass a temporary folder to ``fill`` and rename the result to ``folder``.
 
     Raises:
-        OSError: it cannot be written, and no other process has made ``folder`` meanwhile.
+        OSError: the folder cannot be written, and no other process has created it in the meantime.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
@@ -67,5 +67,5 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def digest(document: Any) -> str:
-    """The SHA-256 of a document, whatever the order of its keys."""
+    """Return the SHA-256 of a document, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, after a kill and after a power cut too."""
+"""Write files that are complete or absent, even after a kill or a power cut."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 WRITING = ".writing"
-"""What the name of a file ends in until the file is complete."""
+"""Suffix of a file's name until the file is complete."""
 
 
 def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk.
 
     Raises:
-        OSError: the disk did not take a file. Some file systems cannot sync a folder; that is no error.
+        OSError: a file cannot be synced. Some file systems cannot sync a folder; that is not an error.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -28,7 +28,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Do as :func:`sync` with a folder and everything in it."""
+    """Call :func:`sync` on a folder and everything in it."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
@@ -36,9 +36,9 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the block a new file to write, which takes the place of ``path`` when the block ends without an error.
+    """Yield a new file to write, which replaces ``path`` when the block ends without an error.
 
-    A reader finds the old file or the new one, never a part, whatever interrupts the block.
+    A reader sees the old file or the new one, never a part of it, whatever interrupts the block.
     """
     new = path.with_name(path.name + WRITING)
     try:

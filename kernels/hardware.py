@@ -1,8 +1,8 @@
-"""NeuronCore figures: what the kernels may use, what the tiling solver counts with, what the emulator enforces.
+"""NeuronCore figures that the kernels, the tiling solver, the emulator and the timing model share.
 
-One frozen dataclass, three instances. Where the AWS documentation contradicts itself the figure that published
-measurements support is the default and the other one is named in a comment: both are fields, so either can be had
-with ``dataclasses.replace``. Rates are in GB/s, which is bytes per nanosecond; clocks in GHz, cycles per nanosecond.
+One frozen dataclass, three instances. Where the AWS documentation contradicts itself, the default is the figure that
+published measurements support, and a comment names the other; ``dataclasses.replace`` selects it. Rates are in GB/s,
+which is bytes per nanosecond; clocks are in GHz, cycles per nanosecond.
 
 Sources: AWS Neuron documentation up to SDK 2.32, the NKI architecture guides for Trainium/Inferentia2, Trainium2 and
 Trainium3, "Introduction to DMA with NKI", and the cost notes of the ``nki.isa`` pages.
@@ -40,7 +40,7 @@ class NeuronCore:
     sbuf_partition_bytes: int
     dma_start_ns: float
     tensor_warm_up_ns: float
-    """The tensor engine starts at half speed and reaches full speed after this much continuous work; 0: at once."""
+    """The tensor engine starts at half speed and reaches full speed after this much continuous work; 0 is at once."""
 
     dma_engines: int = 16
     partitions: int = 128
@@ -49,10 +49,10 @@ class NeuronCore:
     stationary_columns: int = 128
     moving_columns: int = 512
     matmul_min_cycles: int = 64
-    """What a product of fewer columns costs; the stationary operand loads, in 32 cycles, during the one before."""
+    """Cost of a matmul of fewer columns; the stationary operand loads in 32 cycles, during the previous matmul."""
     matmul_overhead_cycles: float = 44.0
-    """Cycles a product or transposition costs beyond its columns. Not documented: fitted to nine published latencies on
-    trn1 (docs/timing.md), and assumed to be the same on trn2 and trn3."""
+    """Cycles per matmul or transposition beyond its columns. Not documented: fitted to nine published latencies on trn1
+    (docs/timing.md), and assumed to be the same on trn2 and trn3."""
     fp32_passes: int = 4
     vector_min_cycles: int = 64
     access_cycles: int = 60
@@ -84,7 +84,7 @@ class NeuronCore:
 
     @property
     def dma_rate(self) -> float:
-        """What the 16 engines move together at best: their own sum, or the HBM share if that is less."""
+        """Highest rate of all 16 engines together: their sum, or the HBM share if that is less."""
         return min(self.dma_engines * self.dma_engine_rate, self.hbm_rate)
 
     @property
@@ -98,7 +98,7 @@ class NeuronCore:
         }
 
     def peak_flops(self, dtype: str = "bfloat16") -> float:
-        """Tensor-engine FLOP/s: 128 x 128 multiply-adds a cycle, a quarter of that in float32."""
+        """Tensor-engine FLOP/s: 128 x 128 multiply-adds per cycle, a quarter of that in float32."""
         passes = self.fp32_passes if DTYPE_BYTES[dtype] == 4 else 1
         return 2.0 * self.partitions * self.stationary_columns * self.tensor_ghz * 1e9 / passes
 
@@ -164,4 +164,4 @@ TRN3 = NeuronCore(
 )
 
 CORES: dict[str, NeuronCore] = {core.device: core for core in (TRN1, TRN2, TRN3)}
-"""By the name of the device; Inf2 has the same cores as Trn1."""
+"""Device name -> core; Inf2 has the same cores as Trn1."""

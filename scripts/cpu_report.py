@@ -1,4 +1,4 @@
-"""The measurements of ``bench_cpu.py`` as Markdown, after the marker in a document or, without one, on the terminal.
+"""Write the measurements of ``bench_cpu.py`` as Markdown after the marker in a document, or print them without one.
 
 python scripts/cpu_report.py out/bench_cpu.jsonl docs/results/cpu.md
 """
@@ -17,7 +17,7 @@ Line = dict[str, Any]
 
 
 def read(path: Path) -> list[Line]:
-    """The file's lines; what a stopped run left half-written is passed over."""
+    """Read the file's lines; skip a line that a stopped run left incomplete."""
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -28,7 +28,7 @@ def read(path: Path) -> list[Line]:
 
 
 def tables(lines: list[Line]) -> str:
-    """One table for every model, context and batch, and one with what each engine is."""
+    """Return one table per model, context and batch, and one that describes the engines."""
     facts = {(line["model"], line["engine"]): line for line in lines if "round" not in line}
     points: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
     for line in lines:
@@ -49,27 +49,27 @@ def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[
     nbytes = {name: facts[model, name]["bytes"] for name in engines}
     by_round = {line["round"]: line["step"] for line in engines.get("dense", [])}
     probes = [line[which] / 1e9 for line in lines for which in ("before", "after")]
-    counts = sorted({len(found) for found in engines.values()})
+    counts = sorted({len(measured) for measured in engines.values()})
     rows = [
         f"### {model}, {context} tokens of context, batch {batch}",
         "",
         f"{' or '.join(map(str, counts))} rounds; read bandwidth {_spread(probes, '.1f')} GB/s. "
         "Median (range) over the rounds.",
         "",
-        "| engine | decode tokens/s | of the limit | over dense, same round | ideal by bytes | TTFT ms | MB a step |",
+        "| engine | decode tokens/s | of the limit | over dense, same round | ideal by bytes | TTFT ms | MB per step |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
 
-    for name, found in engines.items():
-        limits = [(line["before"] + line["after"]) / 2 / nbytes[name] for line in found]
-        shares = [1 / line["step"] / limit for line, limit in zip(found, limits, strict=True)]
-        paired = [by_round[line["round"]] / line["step"] for line in found if line["round"] in by_round]
+    for name, measured in engines.items():
+        limits = [(line["before"] + line["after"]) / 2 / nbytes[name] for line in measured]
+        shares = [1 / line["step"] / limit for line, limit in zip(measured, limits, strict=True)]
+        paired = [by_round[line["round"]] / line["step"] for line in measured if line["round"] in by_round]
         cells = [
-            _spread([batch / line["step"] for line in found], ".1f"),
+            _spread([batch / line["step"] for line in measured], ".1f"),
             _spread(shares, ".2f"),
             _spread(paired, ".2f") if paired else "",
             f"{nbytes['dense'] / nbytes[name]:.2f}" if by_round else "",
-            _spread([1e3 * line["ttft"] for line in found], ".0f"),
+            _spread([1e3 * line["ttft"] for line in measured], ".0f"),
             f"{nbytes[name] / 1e6:.0f}",
         ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
@@ -77,7 +77,7 @@ def _point(model: str, context: int, batch: int, lines: list[Line], facts: dict[
 
 
 def _engines(facts: dict[tuple[str, str], Line]) -> str:
-    rows = ["### Engines", "", "| model | engine | is | ready after, s |", "|---|---|---|---:|"]
+    rows = ["### Engines", "", "| model | engine | what it is | ready after, s |", "|---|---|---|---:|"]
     for (model, name), line in sorted(facts.items()):
         path = f"absent: {line['absent']}" if "absent" in line else line["path"]
         ready = f"{line['load_seconds']:.1f}" if "load_seconds" in line else ""

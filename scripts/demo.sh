@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole way on one model: compress its MLPs by a fifth, let dense and compressed write, measure both side by side.
+# Compress the MLPs of a model by a fifth, generate with the dense and the compressed model, benchmark both in one run.
 #
 # Usage: scripts/demo.sh MODEL [OUT]       MODEL: a Hugging Face folder, a GGUF file or a hub id; OUT: the compressed folder
 set -euo pipefail
@@ -14,7 +14,7 @@ run() {
 }
 
 if [ -d "$out" ]; then
-    echo "$out is there already: not compressing again"
+    echo "$out exists: not compressing again"
 else
     run compress "$model" -o "$out" --ratio 0.2 --targets mlp
 fi

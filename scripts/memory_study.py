@@ -1,4 +1,4 @@
-"""Peak memory of compressing a large checkpoint: write a randomly initialised one shard by shard, compress it, report.
+"""Measure the peak memory of compressing a large checkpoint, randomly initialised and written shard by shard.
 
 The promise under test: peak resident memory stays under the largest shard plus 4 GB, whatever the model's size.
 
@@ -48,7 +48,7 @@ LIMIT_OVER_SHARD = 4_000_000_000
 
 
 def shapes(layers: int) -> dict[str, list[int]]:
-    """Every tensor of the checkpoint and its shape, in the order published checkpoints have."""
+    """Return every tensor of the checkpoint and its shape, in the order of published checkpoints."""
     hidden, inner, vocab = LLAMA_8B["hidden_size"], LLAMA_8B["intermediate_size"], LLAMA_8B["vocab_size"]
     kv = hidden // LLAMA_8B["num_attention_heads"] * LLAMA_8B["num_key_value_heads"]
     layer = {
@@ -62,14 +62,14 @@ def shapes(layers: int) -> dict[str, list[int]]:
         "input_layernorm": [hidden],
         "post_attention_layernorm": [hidden],
     }
-    found = {"model.embed_tokens.weight": [vocab, hidden]}
+    tensors = {"model.embed_tokens.weight": [vocab, hidden]}
     for index in range(layers):
-        found.update({f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()})
-    return {**found, "model.norm.weight": [hidden], "lm_head.weight": [vocab, hidden]}
+        tensors.update({f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()})
+    return {**tensors, "model.norm.weight": [hidden], "lm_head.weight": [vocab, hidden]}
 
 
 def write_checkpoint(final: Path, layers: int, tokenizer: str) -> None:
-    """Write the checkpoint, never holding more than one shard; ``final`` appears when it is complete."""
+    """Write the checkpoint and hold at most one shard in memory; ``final`` appears when it is complete."""
     folder = final.with_suffix(".partial")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -104,11 +104,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="a model whose tokenizer the checkpoint borrows")
     parser.add_argument(
-        "--folder", type=Path, required=True, help="where about three times the checkpoint's size is free"
+        "--folder", type=Path, required=True, help="folder on a disk with about three times the checkpoint's size free"
     )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rows", type=int, default=32, help="calibration rows")
-    parser.add_argument("--length", type=int, default=256, help="tokens a row")
+    parser.add_argument("--length", type=int, default=256, help="tokens per row")
     parser.add_argument("--calibration", default="self", help="a text file, or self")
     parser.add_argument("--ratio", type=float, default=0.2)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The kernels of scripts/reproduce_paper.py: each case traced on shapes by the NKI emulator and simulated.
+"""The kernels of scripts/reproduce_paper.py: the NKI emulator traces each on shapes, the timing model simulates it.
 
 Import inside ``nki_modules()``. Times are predicted, in seconds; traffic is in bytes.
 """
@@ -31,7 +31,7 @@ SHAPES = [*((m, *SWEEP) for m in SIZES), (4096, 7168, 4096, 18432)]
 """Tokens, in, rank and out of the linears; the last one is DeepSeek-V3's up projection."""
 LARGEST = SHAPES[len(SIZES) - 1]
 BUCKETS = (32, 128, 512)
-"""Sizes to which a host may pad a prompt of 32 tokens."""
+"""Bucket sizes to which a host may pad a prompt of 32 tokens."""
 PREFILLS = (256, 2048)
 DECODES = (1, 4, 16, 64)
 
@@ -46,7 +46,7 @@ class Mlp(NamedTuple):
 
     @property
     def kept(self) -> float:
-        """Share of the dense MLP's weights that the factors have."""
+        """The factors' weights over the dense MLP's."""
         return self.rank * (self.hidden + self.intermediate) / (self.hidden * self.intermediate)
 
 
@@ -63,14 +63,14 @@ Figures = dict[str, float]
 
 STALLS: dict[str, tuple[NeuronCore, int]] = {
     "as modelled": (TRN1, 2),
-    "16 cycles (5.7 ns) more a product": (replace(TRN1, matmul_overhead_cycles=TRN1.matmul_overhead_cycles + 16), 2),
-    "no double buffering: every tile has one place": (TRN1, 1),
-    "transfers start after 5.2 µs in place of 1.3": (replace(TRN1, dma_start_ns=4 * TRN1.dma_start_ns), 2),
+    "16 more cycles (5.7 ns) per matmul": (replace(TRN1, matmul_overhead_cycles=TRN1.matmul_overhead_cycles + 16), 2),
+    "no double buffering: one buffer per tile": (TRN1, 1),
+    "transfers start after 5.2 µs instead of 1.3": (replace(TRN1, dma_start_ns=4 * TRN1.dma_start_ns), 2),
     "half the DMA rate": (replace(TRN1, dma_engine_rate=TRN1.dma_engine_rate / 2), 2),
     "Vector and Scalar at half their clocks": (replace(TRN1, vector_ghz=TRN1.vector_ghz / 2,
                                                        scalar_ghz=TRN1.scalar_ghz / 2), 2),
 }  # fmt: skip
-"""What may make the tensor engine wait: a core, and how many places an allocation site has at most."""
+"""What may make the tensor engine wait: a core, and the most buffers of an allocation site."""
 
 
 def ours(m: int, k: int, r: int, n: int) -> Figures:
@@ -79,7 +79,7 @@ def ours(m: int, k: int, r: int, n: int) -> Figures:
 
 
 def stalled(name: str, shape: tuple[int, int, int, int]) -> Figures:
-    """The low-rank kernel on a core that is slower in one respect; its block sizes are those for the core as it is."""
+    """The low-rank kernel on a core that is slower in one respect, with the block sizes of the unchanged core."""
     return figures(matmul_trace(*shape), *STALLS[name])
 
 
@@ -89,17 +89,17 @@ def paper(m: int, k: int, r: int, n: int) -> Figures:
 
 
 def sequential(m: int, k: int, r: int, n: int) -> Figures:
-    """The published XUV in two products through HBM."""
+    """The published XUV in two matmuls through HBM."""
     return figures(sequential_xuv(m, k, r, n), TRN1)
 
 
 def dense(m: int, k: int, r: int, n: int) -> Figures:
-    """The published dense product on the tutorial kernel."""
+    """The published dense matmul on the tutorial kernel."""
     return figures(dense_xw(m, k, n), TRN1)
 
 
 def algorithm_1(m: int, k: int, r: int, n: int) -> Figures:
-    """Naive fusion: every 1024 output columns compute ``A x`` again; the block sizes are those of our kernel."""
+    """Naive fusion: every 1024 output columns compute ``A x`` again, with the block sizes of our kernel."""
     blocks = solve(Problem(m, k, r, n)).blocks
 
     def kernel(x: Any, a: Any, b: Any, y: Any) -> None:
@@ -120,7 +120,7 @@ def our_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
 
 
 def up_projection(mlp: Mlp, tokens: int, device: str, panels: int = 0) -> Figures:
-    """The up projection alone; ``panels`` a tile as given, 0: as the solver chooses."""
+    """The up projection alone; ``panels`` per tile, or 0 for the solver's choice."""
     core, r = CORES[device], mlp.rank
     blocks = solve(Problem(tokens, mlp.hidden, r, mlp.intermediate), core).blocks
     kernel = low_rank_matmul(r, replace(blocks, panels=panels or blocks.panels))
@@ -129,7 +129,7 @@ def up_projection(mlp: Mlp, tokens: int, device: str, panels: int = 0) -> Figure
 
 
 def two_kernels(mlp: Mlp, tokens: int, device: str) -> Figures:
-    """The paper's split: gate, up and SwiGLU, then down, the activation through HBM; packed and streamed as ours is."""
+    """The paper's split, packed and streamed like ours: gate, up and SwiGLU, then down from HBM."""
     core, r = CORES[device], mlp.rank
     up, act = (packed(mlp.hidden, r), packed(r, mlp.intermediate)), (mlp.intermediate, tokens)
     blocks = mlp_tiling(mlp, tokens, core)
@@ -145,15 +145,18 @@ def two_kernels(mlp: Mlp, tokens: int, device: str) -> Figures:
 
 
 def dense_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
-    """Gate, up and down uncompressed: three products of strips past packed weights, each with the fastest of four strip
-    lengths, and of one to four panels in flight and as many as ours has; two tiles of them take up to half of SBUF."""
+    """Gate, up and down uncompressed: three matmuls that stream packed weights past strips.
+
+    Each takes the fastest of four strip lengths and of one, two, four or as many panels in flight as ours; two tiles of
+    panels take at most half of SBUF.
+    """
     core = CORES[device]
 
-    def product(k: int, n: int) -> Figures:
-        how = Packing.of(k, n, 2)
-        most = core.sbuf_partition_bytes // (4 * 2 * how.rows.count * how.columns.width * how.group)
+    def matmul(k: int, n: int) -> Figures:
+        packing = Packing.of(k, n, 2)
+        most = core.sbuf_partition_bytes // (4 * 2 * packing.rows.count * packing.columns.width * packing.group)
         panels = {max(1, min(most, count)) for count in (1, 2, 4, mlp_tiling(mlp, tokens, core).panels)}
-        found = []
+        candidates = []
         for strip in sorted({min(strip, tokens) for strip in (256, 512, 1024, 2048)}):
             for count in sorted(panels):
                 blocks = Blocks(strip, min(512, strip), panels=count)
@@ -162,12 +165,13 @@ def dense_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
                     baselines.dense_strips(Dialect(), x, factor(w, factor_plan(k, n, x)), y, blocks)
 
                 try:
-                    found.append(figures(shapes(kernel, (k, tokens), packed(k, n), out=(n, tokens), core=core), core))
+                    trace = shapes(kernel, (k, tokens), packed(k, n), out=(n, tokens), core=core)
+                    candidates.append(figures(trace, core))
                 except NkiError:  # does not fit SBUF
                     break
-        return min(found, key=lambda result: result["latency"])
+        return min(candidates, key=lambda result: result["latency"])
 
-    up, down = product(mlp.hidden, mlp.intermediate), product(mlp.intermediate, mlp.hidden)
+    up, down = matmul(mlp.hidden, mlp.intermediate), matmul(mlp.intermediate, mlp.hidden)
     return {key: 2 * up[key] + down[key] for key in ("latency", "traffic")}
 
 
@@ -183,7 +187,7 @@ def matmul_trace(m: int, k: int, r: int, n: int, core: NeuronCore = TRN1) -> Tra
 def shapes(
     kernel: Callable[..., Any], *inputs: tuple[int, ...], out: tuple[int, ...], core: NeuronCore = TRN1
 ) -> Trace:
-    """Trace a kernel on shapes alone; like iterations of its outermost loop are recorded once."""
+    """Trace a kernel on shapes alone; equal iterations of its outermost loop are recorded once."""
     specs = [TensorSpec(shape, DTYPE) for shape in inputs]
     return run(kernel, *specs, outputs=[TensorSpec(out, DTYPE)], core=core, fold=True).trace
 
@@ -193,7 +197,7 @@ def packed(rows: int, columns: int) -> tuple[int]:
 
 
 def figures(trace: Trace, core: NeuronCore, generations: int = 2) -> Figures:
-    """Simulate, spilling what does not fit (only the published schedules need that)."""
+    """Simulate a trace and spill what does not fit, which only the published schedules need."""
     result = report(simulate(spill(trace, core.sbuf_partition_bytes), core, generations))
     return {
         "latency": result.latency,

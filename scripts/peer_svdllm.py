@@ -1,23 +1,23 @@
-"""SVD-LLM's own public code (AIoT-MLSys-Lab/SVD-LLM, arXiv 2403.07378) beside ours: one model, one set of tokens.
+"""Run SVD-LLM's own public code (AIoT-MLSys-Lab/SVD-LLM, arXiv 2403.07378) on one model and our calibration tokens.
 
-Give it a checkout of that repository and the Python of an environment made as its README says (transformers 4.35.2).
-Its whitening (``profle_svdllm_low_resource``) and truncation (``whitening``) are called as they are. Adapted is only
-what keeps it from a small grouped-query model on a CPU:
+It needs a checkout of that repository and the Python of an environment made as its README says (transformers 4.35.2).
+The script calls its whitening (``profle_svdllm_low_resource``) and truncation (``whitening``) unchanged. It adapts only
+what prevents a small grouped-query model on a CPU:
 
-- The calibration tokens are given: its loader tokenises with sentencepiece, and draws other rows than ours.
-- fp32 on the CPU, where it has fp16 on a GPU.
-- Its attention modules do not know grouped-query heads, so the compressed model is not run by its code. The factors it
-  computes are multiplied out into dense-shaped weights, in the dtype of the source; ``neuronmm evaluate`` reads the
-  result like any checkpoint. With ``mlp`` among the targets its attention factors are left out.
+- The script passes the calibration tokens: the peer's loader uses sentencepiece and draws other rows than ours.
+- It runs in fp32 on the CPU instead of fp16 on a GPU.
+- The peer's attention modules lack grouped-query heads, so its code does not run the compressed model. The script
+  multiplies the factors out into dense-shaped weights in the dtype of the source, and ``neuronmm evaluate`` reads the
+  result like any checkpoint. With the targets ``mlp`` the attention factors are left out.
 
 examples:
   python scripts/peer_svdllm.py MODEL --checkout SVD-LLM --python peer/bin/python --calibration wiki.txt -o peer-out
   python scripts/peer_svdllm.py MODEL --checkout SVD-LLM --python peer/bin/python --calibration wiki.txt -o peer-out \\
       --ratios 0.1,0.2,0.3,0.4 --targets mlp all --rows 64 --length 1024 --sweep sweep
 
-Each result is a folder <targets>-<ratio> with a compression_report.json; its lines are also printed. With --sweep each
-is also measured as the points of that sweep (`neuronmm sweep`) are, and laid beside them; `neuronmm sweep ... --resume`
-then shows them in its table and picture. Its bytes there are what its factors would take.
+Each result is a folder <targets>-<ratio> with a compression_report.json, which is also printed. --sweep also measures
+each result as a point of that sweep; `neuronmm sweep ... --resume` then shows it in its table and picture, with the
+bytes that its factors would take.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="the dense model: folder, GGUF file or hub id")
     parser.add_argument("--checkout", type=Path, required=True, help="the folder that holds SVDLLM.py")
-    parser.add_argument("--python", required=True, help="the interpreter of the environment its code runs in")
+    parser.add_argument("--python", required=True, help="the interpreter of the peer's environment")
     parser.add_argument("--calibration", type=Path, required=True, help="text or .jsonl file")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ratios", default="0.2", help="shares to remove, comma-separated; default 0.2")
+    parser.add_argument("--ratios", default="0.2", help="fractions to remove, comma-separated; default 0.2")
     parser.add_argument("--targets", nargs="+", default=["mlp"], choices=["mlp", "all"])
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--sweep", type=Path, help="folder of a sweep of the same model, to lay the results in")
+    parser.add_argument("--sweep", type=Path, help="folder of a sweep of the same model, which receives the results")
     args = parser.parse_args()
     if args.sweep:
         run = args.sweep / "run.json"
@@ -77,7 +77,7 @@ def main() -> None:
         "checkout": str(args.checkout.absolute()),
     }
     command = [args.python, str(Path(__file__).absolute()), "--worker", json.dumps(job)]
-    subprocess.run(command, check=True, cwd=args.out)  # its code writes a cache folder where it runs
+    subprocess.run(command, check=True, cwd=args.out)  # the peer writes a cache folder into the working directory
     calibration = {"source": str(args.calibration), "rows": len(tokens), "length": args.length, "seed": args.seed}
     for ratio in ratios:
         for targets in args.targets:
@@ -87,11 +87,11 @@ def main() -> None:
             result.write_text(json.dumps(report, indent=2) + "\n")
             print(json.dumps(report))
             if args.sweep:
-                lay_beside(args.sweep, result.parent, report)
+                add_to_sweep(args.sweep, result.parent, report)
 
 
 def work(job: dict[str, Any]) -> None:
-    """In the peer's environment: whiten once, truncate at each ratio, keep the factors."""
+    """Whiten once, truncate at each ratio and save the factors; runs in the peer's environment."""
     sys.path.insert(0, job["checkout"])
     import SVDLLM
     from transformers import AutoModelForCausalLM
@@ -109,7 +109,7 @@ def work(job: dict[str, Any]) -> None:
     calibrating = time.perf_counter() - began
     for ratio in job["ratios"]:
         began, model = time.perf_counter(), load()
-        SVDLLM.whitening("llama", model, whitened, 1 - ratio, "cpu")  # its ratio is the share that is kept
+        SVDLLM.whitening("llama", model, whitened, 1 - ratio, "cpu")  # the peer's ratio is the fraction that stays
         factors = {}
         for index, layer in enumerate(model.model.layers):
             for block, names in (("self_attn", ATTENTION), ("mlp", MLP)):
@@ -125,14 +125,14 @@ def work(job: dict[str, Any]) -> None:
 
 
 def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]:
-    """The dense-shaped checkpoint of one ratio in its folder; what it is, and what it would hold as factors."""
+    """Write the dense-shaped checkpoint of one ratio; return its report, with the sizes that factors would have."""
     from safetensors import safe_open
 
     from neuronmm.compression.reader import Reader
     from neuronmm.compression.tensor_files import replace_tensors
 
     file = out / f"factors-{ratio:g}.safetensors"
-    factors, reader, products, dense, kept = load_file(file), Reader(source), {}, 0, 0
+    factors, reader, weights, dense, remaining = load_file(file), Reader(source), {}, 0, 0
     with safe_open(file, framework="pt") as opened:
         facts = {key: float(value) for key, value in opened.metadata().items() if key != "format"}
     ranks = {}
@@ -142,12 +142,12 @@ def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]
         u, v = factors[f"{name}.u"].double(), factors[f"{name}.v"].double()
         weight = reader[f"{name}.weight"]
         assert weight.shape == (u.shape[0], v.shape[1]), f"{name}: {tuple(weight.shape)}, u {u.shape}, v {v.shape}"
-        products[f"{name}.weight"] = (u @ v).to(weight.dtype)
-        dense, kept, ranks[name] = dense + weight.numel(), kept + u.numel() + v.numel(), u.shape[1]
+        weights[f"{name}.weight"] = (u @ v).to(weight.dtype)
+        dense, remaining, ranks[name] = dense + weight.numel(), remaining + u.numel() + v.numel(), u.shape[1]
     folder = out / f"{targets}-{ratio:g}"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, folder)
-    replace_tensors(folder, products)
+    replace_tensors(folder, weights)
     total = sum(torch.Size(reader.shape(name)).numel() for name in reader.names)
     return {
         "kind": "measured",
@@ -155,16 +155,16 @@ def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]
         "model": str(source),
         "targets": targets,
         "asked_ratio": ratio,
-        "realised_ratio": 1 - kept / dense,
-        "model_ratio": (dense - kept) / total,
-        "parameters": {"dense": total, "compressed": total - dense + kept},
+        "realised_ratio": 1 - remaining / dense,
+        "model_ratio": (dense - remaining) / total,
+        "parameters": {"dense": total, "compressed": total - dense + remaining},
         **facts,
         "ranks": ranks,
     }
 
 
-def lay_beside(sweep: Path, folder: Path, report: dict[str, Any]) -> None:
-    """Make the checkpoint in ``folder`` a point of the sweep."""
+def add_to_sweep(sweep: Path, folder: Path, report: dict[str, Any]) -> None:
+    """Add the checkpoint in ``folder`` to the sweep as a point."""
     from neuronmm.compression.reader import Reader
     from neuronmm.measure.sweep_points import add_point
 

@@ -1,10 +1,10 @@
-"""The tables and the picture of docs/results/quality.md, from docs/results/quality.json and sweeps that are new to it.
+"""Write the tables and the picture of docs/results/quality.md from docs/results/quality.json and new sweeps.
 
 python scripts/quality_report.py docs/results SWEEP...
 
-The points of the sweeps (folders of ``neuronmm sweep``) are added to quality.json; one of the same method,
-ratio and targets takes the place of the one before. Where their perplexities are the same it is the same model, and
-what else had been measured of it stays.
+The points of the sweeps (folders of ``neuronmm sweep``) are added to quality.json. A point replaces an older one of the
+same method, ratio and targets. If both have the same perplexities they are the same model, and the older point's other
+measurements stay.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PICTURED = (
     "whitened+share+global+fast",
     "whitened+share+global+fast+factors",
 )
-"""Methods; all of them in one picture could not be told apart."""
+"""The methods in the picture; with all of them it would be unreadable."""
 
 PEER, DESTROYED = "SVD-LLM", ("svd", "asvd")
-"""Whose excess over the dense model the others' is divided by, and whose would only be a very large number."""
+"""The method whose excess over the dense model divides the others', and the methods that the shares leave out."""
 
 TITLES = {"mlp": "MLP", "all": "MLP and attention"}
 
@@ -42,23 +42,23 @@ BEGIN, END = "<!-- Written by scripts/quality_report.py -->", "<!-- End of what 
 
 
 def merge(points: Iterable[Point], sweeps: Iterable[Path]) -> list[Point]:
-    """The points and the sweeps' own, from the least removed to the most, at a ratio from the worst to the best."""
-    found: dict[tuple[Any, ...], Point] = {}
+    """Merge the points and the sweeps' points; sort them by ratio, then from the worst to the best."""
+    merged: dict[tuple[Any, ...], Point] = {}
     for point in [*points, *(new for sweep in sweeps for new in read_points(sweep))]:
         key = point["name"], point["ratio"], point.get("targets")
-        before = found.get(key, point)
-        found[key] = {**before, **point} if before["perplexity"] == point["perplexity"] else point
-    return sorted(found.values(), key=lambda point: (point["ratio"], -_values(point)[0]))
+        before = merged.get(key, point)
+        merged[key] = {**before, **point} if before["perplexity"] == point["perplexity"] else point
+    return sorted(merged.values(), key=lambda point: (point["ratio"], -_values(point)[0]))
 
 
 def content(points: list[Point], texts: list[str]) -> str:
-    """All that stands between the marks; ``texts`` names the columns."""
-    lead = f"What is left of the excess perplexity over dense that {PEER}'s own code has, {' / '.join(texts)}:"
-    return "\n\n".join([lead, shares(points), "All that was measured:", tables(points, texts)])
+    """Return the text between the marks; ``texts`` names the columns."""
+    lead = f"Excess perplexity over dense, as a share of that of {PEER}'s own code, {' / '.join(texts)}:"
+    return "\n\n".join([lead, shares(points), "All measurements:", tables(points, texts)])
 
 
 def tables(points: list[Point], texts: Iterable[str]) -> str:
-    """A table for each choice of targets; ``texts`` names the columns. The best perplexities of a ratio are bold."""
+    """Return one table per choice of targets; ``texts`` names the columns, bold marks the best of a ratio."""
     parts = []
     for targets, title in TITLES.items():
         own = [point for point in points if point.get("targets") == targets]
@@ -69,7 +69,7 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
 
 
 def shares(points: list[Point]) -> str:
-    """A table for each choice of targets: what each method leaves of :data:`PEER`'s excess over the dense model, %."""
+    """Return one table per choice of targets: each method's excess over dense as a share of :data:`PEER`'s, %."""
     dense = next(_values(point) for point in points if point["name"] == "dense")
     parts = []
     for targets, title in TITLES.items():
@@ -84,7 +84,7 @@ def shares(points: list[Point]) -> str:
 
 
 def _table(columns: list[str], words: int, rows: list[list[str]]) -> str:
-    """Markdown; the column numbered ``words`` holds words, the others figures, which stand on the right."""
+    """Return a Markdown table; column ``words`` is left-aligned text, the others are right-aligned figures."""
     sides = ["---" if index == words else "---:" for index in range(len(columns))]
     return "\n".join(f"| {' | '.join(line)} |" for line in [columns, sides, *rows])
 
@@ -92,7 +92,7 @@ def _table(columns: list[str], words: int, rows: list[list[str]]) -> str:
 def _share(values: list[float] | None, peer: list[float], dense: list[float]) -> str:
     if values is None:
         return ""
-    return " / ".join(f"{(own - d) / (beside - d):.0%}" for own, beside, d in zip(values, peer, dense, strict=True))
+    return " / ".join(f"{(own - d) / (other - d):.0%}" for own, other, d in zip(values, peer, dense, strict=True))
 
 
 def _row(point: Point, rivals: list[Point]) -> list[str]:
@@ -110,7 +110,7 @@ def _values(point: Point) -> list[float]:
 
 
 def main(folder: Path, sweeps: list[Path]) -> None:
-    """Bring quality.json, quality.md and quality.png in ``folder`` up to date."""
+    """Update quality.json, quality.md and quality.png in ``folder``."""
     data, document = folder / "quality.json", folder / "quality.md"
     result = json.loads(data.read_text(encoding="utf-8"))
     result["points"] = merge(result["points"], sweeps)

@@ -1,8 +1,8 @@
-"""The paper's tables by the timing model: validation first, then these kernels against the published ones.
+"""Predict the paper's tables by the timing model: validation first, then these kernels against the published ones.
 
-Writes timing.md, and timing.png, the start of a kernel. Everything is predicted, for one NeuronCore, unless a column
-says published. The kernels are the real ones, traced by the NKI emulator on shapes alone. A run that was interrupted
-goes on where it was, as long as the kernels and the models are unchanged.
+Writes timing.md and timing.png, the timeline of a kernel's start. Everything is predicted, for one NeuronCore, unless a
+column says published. The NKI emulator traces the real kernels on shapes alone. An interrupted run resumes, as long as
+the kernels and the models are unchanged.
 
   python scripts/reproduce_paper.py [--output docs/results] [--state out/reproduce_paper.json] [--jobs N]
 """
@@ -38,7 +38,7 @@ SOURCES = (
     "emulator/timing/*.py",
     "scripts/paper_cases.py",
 )
-"""What the figures depend on."""
+"""The files that the figures depend on."""
 
 
 def main() -> None:
@@ -57,49 +57,49 @@ def main() -> None:
 
 
 def tasks() -> dict[str, Callable[[], Any]]:
-    """Every row's work by its name."""
-    found: dict[str, Callable[[], Any]] = {
+    """Return the task of every row by its name."""
+    work: dict[str, Callable[[], Any]] = {
         "validation": lambda: [asdict(row) for row in rows()],
         "fit": fitted,
         "padded": lambda: {str(tokens): context_row(padded=tokens).predicted for tokens in cases.BUCKETS},
     }
     for name in cases.STALLS:
-        found[f"stall {name}"] = lambda name=name: cases.stalled(name, cases.LARGEST)  # type: ignore[misc]
+        work[f"stall {name}"] = lambda name=name: cases.stalled(name, cases.LARGEST)  # type: ignore[misc]
     for shape in cases.SHAPES:
         for name, kernel in cases.KERNELS.items():
-            found[f"prefill {shape} {name}"] = lambda kernel=kernel, shape=shape: kernel(*shape)  # type: ignore[misc]
+            work[f"prefill {shape} {name}"] = lambda kernel=kernel, shape=shape: kernel(*shape)  # type: ignore[misc]
     for mlp in cases.MLPS:
         for tokens in (*cases.PREFILLS, *cases.DECODES):
             for device in CORES if tokens in cases.DECODES else ("trn1",):
                 for name, kernel in cases.MLP_KERNELS.items():
                     call = (mlp, tokens, device)
-                    found[f"{mlp.name} {tokens} {device} {name}"] = lambda kernel=kernel, call=call: kernel(*call)  # type: ignore[misc]
+                    work[f"{mlp.name} {tokens} {device} {name}"] = lambda kernel=kernel, call=call: kernel(*call)  # type: ignore[misc]
     for mlp in cases.MLPS:
         for device in CORES:
             for panels in (0, 1):
                 call = (mlp, 1, device, panels)
-                found[f"{mlp.name} up {device} {panels}"] = lambda call=call: cases.up_projection(*call)  # type: ignore[misc]
-    return found
+                work[f"{mlp.name} up {device} {panels}"] = lambda call=call: cases.up_projection(*call)  # type: ignore[misc]
+    return work
 
 
 def fitted() -> list[Any]:
-    """The constant fitted to all latencies, and the fits without a kernel."""
+    """Return the constant fitted to all latencies, and the fits that leave a kernel out."""
     overhead, left_out = leave_kernels_out()
     return [overhead, [asdict(fit) for fit in left_out]]
 
 
 def one(name: str) -> Any:
-    """The result of one task."""
+    """Compute one task."""
     return tasks()[name]()
 
 
 def compute(state: Path, jobs: int) -> dict[str, Any]:
-    """All results by name, by ``jobs`` processes; each is written to ``state`` when it is there."""
+    """Compute all results by name in ``jobs`` processes; write each to ``state`` as soon as it is ready."""
     digest = hashlib.sha256(b"".join(p.read_bytes() for g in SOURCES for p in sorted(ROOT.glob(g)))).hexdigest()
     results: dict[str, Any] = {}
     if state.is_file():
-        kept = json.loads(state.read_text(encoding="utf-8"))
-        results = kept["results"] if kept["sources"] == digest else {}
+        previous = json.loads(state.read_text(encoding="utf-8"))
+        results = previous["results"] if previous["sources"] == digest else {}
     state.parent.mkdir(parents=True, exist_ok=True)
     todo = [name for name in tasks() if name not in results]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the CPU core's stress program under the address and undefined-behaviour sanitizers, then the thread sanitizer.
+# Run the CPU core's stress program under the address and undefined-behaviour sanitizers, then the thread sanitizer.
 # CXX names the compiler. The exit status is that of the first run that fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,10 +1,10 @@
-"""Checks that scripts/verify_on_trainium.sh runs: kernel numerics and generation, on a device or emulated.
+"""Check kernel numerics and generation, on a device or emulated, for scripts/verify_on_trainium.sh.
 
     python scripts/verify_neuron.py tiny FOLDER                  a tiny random Llama, for a dry run
     python scripts/verify_neuron.py kernels [--emulate]          each NKI kernel against float64
     python scripts/verify_neuron.py generate DENSE LOW [--emulate] [--tp N] [--new-tokens N]
 
-Each prints its figures and one JSON line, and ends with status 1 if a check fails.
+Each prints its figures and one JSON line, and exits with status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def write_tiny(folder: Path) -> int:
-    """A two-layer Llama with random weights and a tokenizer of one token a byte."""
+    """Write a two-layer Llama with random weights and a tokenizer of one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def write_tiny(folder: Path) -> int:
 
 
 def check_kernels(emulate: bool) -> int:
-    """Every kernel in bfloat16: its error is at most twice that of torch in bfloat16, both against float64."""
+    """Check every kernel in bfloat16: its error against float64 is at most twice that of torch in bfloat16."""
     if emulate:
         from neuronmm.emulator.nki import nki_modules
 
@@ -102,14 +102,14 @@ def check_kernels(emulate: bool) -> int:
 
 
 def formula(x: Tensor, w: list[Tensor]) -> Tensor:
-    """The linear or the MLP of these factors, in their precision."""
+    """Compute the linear or the MLP of these factors in their precision."""
     if len(w) == 2:
         return x @ w[0].T @ w[1].T
     return (silu(x @ w[0].T @ w[1].T) * (x @ w[2].T @ w[3].T)) @ w[4].T @ w[5].T
 
 
 def run_kernel(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs: int) -> Tensor:
-    """A kernel through ``nki.jit``, on a core or emulated. Dimensions: x [tokens, in] -> [tokens, out]."""
+    """Run a kernel through ``nki.jit``, on a core or emulated. Dimensions: x [tokens, in] -> [tokens, out]."""
     import neuronxcc.nki as nki
     import neuronxcc.nki.language as nl
 
@@ -137,18 +137,18 @@ def run_kernel(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs
 
 
 def check_generation(dense: str, low: str, emulate: bool, tp: int, new: int) -> int:
-    """Greedy tokens in float32 are those of the CPU backend, one prompt padded."""
+    """Check that greedy tokens in float32 equal those of the CPU backend, with one prompt padded."""
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     failures = []
     for name, model in (("dense", dense), ("compressed", low)):
         cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
-        want = cpu.generate(PROMPTS, params)
+        expected = cpu.generate(PROMPTS, params)
         engine = neuronmm.load(
             model, backend="neuron", tp_degree=tp, batch_size=2, n_positions=128, amp="fp32", emulate=emulate
         )
         print(f"{name}: {engine.runner.path}")
         got = engine.generate(PROMPTS, params)
-        for prompt, a, b in zip(PROMPTS, got, want, strict=True):
+        for prompt, a, b in zip(PROMPTS, got, expected, strict=True):
             same = next((i for i, (s, t) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if s != t), new)
             print(f"{'ok  ' if same == new else 'FAIL'} {name}, {prompt!r}: first {same} of {new} tokens equal")
             print(f"     {a.text!r}")

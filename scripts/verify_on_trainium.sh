@@ -2,11 +2,13 @@
 # Verify neuronmm on a Trainium machine (trn1.2xlarge or larger) and write one report: docs/trainium.md explains it.
 #
 #   scripts/verify_on_trainium.sh [MODEL]        on the device; MODEL: folder, GGUF file or hub id of a Llama or Qwen
-#   scripts/verify_on_trainium.sh --dry-run      every step that needs no device, on this machine, the SDK emulated
+#   scripts/verify_on_trainium.sh --dry-run      every step that needs no device, here, with the SDK emulated
 #
-# Environment: OUT (default out/trainium) takes everything that is written; TP (default 2) cores for the second run;
-# PYTHON (default python3.10) makes the environment, in a dry run it is the interpreter to use, which has to have
-# neuronmm and optimum-neuron 0.2.0 (make test-neuron makes one: .venv-neuron/bin/python).
+# Environment variables:
+#   OUT      folder for everything that is written (default out/trainium)
+#   TP       cores of the second run (default 2)
+#   PYTHON   makes the environment (default python3.10). A dry run uses it directly, so it needs neuronmm and
+#            optimum-neuron 0.2.0 (`make test-neuron` makes one: .venv-neuron/bin/python)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +21,7 @@ mkdir -p "$OUT" || exit 1
 REPORT=$OUT/report.md
 FAILED=0
 
-# SDK 2.26.1, the last with transformers-neuronx (published: AWS Neuron release notes).
+# SDK 2.26.1 is the last with transformers-neuronx (published: AWS Neuron release notes).
 INDEX=https://pip.repos.neuron.amazonaws.com
 PINNED=("neuronx-cc==2.21.33363.*" "torch-neuronx==2.8.*" "libneuronxla==2.2.12677.*"
         "transformers-neuronx==0.13.1315.*" "transformers==4.47.1")
@@ -27,12 +29,12 @@ PINNED=("neuronx-cc==2.21.33363.*" "torch-neuronx==2.8.*" "libneuronxla==2.2.126
 {
     echo "# neuronmm on Trainium"
     echo
-    if [ $DRY = 1 ]; then echo "**A dry run: nothing below was run on a device.**"; else echo "Run on a device."; fi
+    if [ $DRY = 1 ]; then echo "**A dry run: nothing below ran on a device.**"; else echo "Run on a device."; fi
     echo
     echo "$(date -u +%Y-%m-%dT%H:%MZ), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $(uname -sr)"
 } > "$REPORT"
 
-# step NAME COMMAND...: run it, and put its output and its verdict into the report
+# step NAME COMMAND...: run the command and write its output and its verdict into the report
 step() {
     local name=$1 status; shift
     echo "== $name"

@@ -22,8 +22,8 @@ bool runs(const Kernels* kernels) {
     return true;
 }
 
-// Whether the bf16 dot product runs at half the fp32 rate, as on Intel's cores (on AMD's it runs at twice the fp32 rate). A
-// single row is bound by memory and gains from the instruction everywhere; many rows do not.
+// Whether the bf16 dot product runs at half the fp32 rate, as on Intel's cores (on AMD's it runs at twice the fp32
+// rate). A single row is bound by memory and gains from the instruction everywhere; many rows do not.
 bool slow_dot_product() {
 #if defined(__x86_64__)
     return __builtin_cpu_is("intel");

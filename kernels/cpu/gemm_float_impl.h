@@ -1,5 +1,5 @@
-// GEMM scheme in fp32: weights (bf16 or int8) are widened when a panel is packed, inputs when a block of rows is loaded. For
-// processors without a bf16 dot product, and those where fp32 is faster.
+// GEMM scheme in fp32: weights (bf16 or int8) are widened when a panel is packed, inputs when a block of rows is
+// loaded. For processors without a bf16 dot product, and those where fp32 is faster.
 #pragma once
 
 #include "gemm_impl.h"

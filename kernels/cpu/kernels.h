@@ -33,8 +33,8 @@ struct Kernels {
     // Convert an element type to fp32, and fp32 to an element type (round to nearest even).
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);
-    // GEMMs of any number of bf16 rows x with bf16 and int8 matrices: y[b] = m . x[b] (x m^T) and y[b] = x[b] . m (x m).
-    // If x has an odd number of columns, one zero column follows. Null if other libraries are faster.
+    // GEMMs of any number of bf16 rows x with bf16 and int8 matrices: y[b] = m . x[b] (x m^T) and y[b] = x[b] . m (x
+    // m). If x has an odd number of columns, one zero column follows. Null if other libraries are faster.
     void (*gemm_nt)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
                  const float* bias, bool add);
     void (*gemm_nn)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);

@@ -132,8 +132,8 @@ void convert(const T* from, int n, U* to) {
     if (i < n) store_part(to + i, load_part(from + i, n - i), n - i);
 }
 
-// Dot product step for weights of type T: widen kWidth weights to fp32 and multiply them with as many inputs, one sum per
-// lane.
+// Dot product step for weights of type T: widen kWidth weights to fp32 and multiply them with as many inputs, one sum
+// per lane.
 template <class T>
 struct WidenedDot {
     typedef T Weight;
@@ -147,8 +147,8 @@ struct WidenedDot {
 };
 
 #if defined(__AVX512BF16__)
-// Dot product step for bf16 weights with the processor's instruction: 2 L products at a time, two neighbours per lane. The
-// inputs are rounded to bf16 beforehand; sums are fp32.
+// Dot product step for bf16 weights with the processor's instruction: 2 L products at a time, two neighbours per lane.
+// The inputs are rounded to bf16 beforehand; sums are fp32.
 struct Bf16PairDot {
     typedef uint16_t Weight;
     typedef uint16_t Input;
@@ -165,8 +165,8 @@ struct Bf16PairDot {
 // every line displaces the hardware's own requests and is slower than no prefetch.
 constexpr int kAhead = 8192, kEvery = 256;
 
-// Multiply one weight row at a time, in address order, which the hardware prefetchers follow. Several accumulators along
-// the row hide the latency of the additions; a larger batch needs fewer of them.
+// Multiply one weight row at a time, in address order, which the hardware prefetchers follow. Several accumulators
+// along the row hide the latency of the additions; a larger batch needs fewer of them.
 template <class P, int B>
 void gemv_of(const Matrix& m, int begin, int end, const typename P::Input* x, size_t ldx, float* y, size_t ldy,
              const float* bias, bool add) {

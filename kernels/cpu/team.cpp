@@ -85,8 +85,8 @@ bool WorkQueue::steal(const WorkQueue& to, int least, int& first, int& end) {
     return true;
 }
 
-// Atomics hand over the job and signal its end, although OpenMP synchronises too: the thread sanitizer can check atomics
-// but does not see OpenMP's synchronisation.
+// Atomics hand over the job and signal its end, although OpenMP synchronises too: the thread sanitizer can check
+// atomics but does not see OpenMP's synchronisation.
 void run_team(int threads, const std::function<void(const Worker&)>& work) {
     static std::mutex turn;
     const std::lock_guard<std::mutex> lock(turn);

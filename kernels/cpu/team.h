@@ -19,15 +19,18 @@ private:
     alignas(64) std::atomic<unsigned> phase_{0};
 };
 
-// Work-stealing queue of one worker for one phase. The owner pops from the front, so that it reads weights sequentially;
-// idle workers steal from the back. A phase number prevents stealing from a worker that is in another phase.
+// Work-stealing queue of one worker for one phase. The owner pops from the front, so that it reads weights
+// sequentially; idle workers steal from the back. A phase number prevents stealing from a worker that is in another
+// phase.
 class alignas(64) WorkQueue {
 public:
-    // For the owner: start the next phase with items [first, end); replace the items in the same phase; pop at most `most`.
+    // For the owner: start the next phase with items [first, end); replace the items in the same phase; pop at most
+    // `most`.
     void start_phase(int first, int end);
     void restart(int first, int end);
     bool pop(int most, int& first, int& end);
-    // For the thief: steal the second half of the remaining items if it holds at least `least`. `to` is the thief's queue.
+    // For the thief: steal the second half of the remaining items if it holds at least `least`. `to` is the thief's
+    // queue.
     bool steal(const WorkQueue& to, int least, int& first, int& end);
 
 private:
@@ -44,8 +47,8 @@ struct Worker {
     void sync() const {
         if (count > 1) barrier.wait(count);
     }
-    // Call visit(first, end) for at most `block` items at a time: first for this worker's items, then for items stolen from
-    // others. Every worker of the team must call this, and a barrier must follow before the results are used.
+    // Call visit(first, end) for at most `block` items at a time: first for this worker's items, then for items stolen
+    // from others. Every worker of the team must call this, and a barrier must follow before the results are used.
     template <class Visit>
     void each(int first, int end, int block, const Visit& visit) const {
         WorkQueue& mine = queues[id];
@@ -62,8 +65,8 @@ struct Worker {
     int end(int n) const { return static_cast<int>(static_cast<int64_t>(n) * (id + 1) / count); }
 };
 
-// Run `work` on up to `threads` threads and wait for all of them. Calls from several threads take turns, because two teams
-// would spin on the same cores.
+// Run `work` on up to `threads` threads and wait for all of them. Calls from several threads take turns, because two
+// teams would spin on the same cores.
 void run_team(int threads, const std::function<void(const Worker&)>& work);
 
 }  // namespace neuronmm

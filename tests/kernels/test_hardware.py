@@ -1,4 +1,4 @@
-"""The NeuronCore figures against the documentation's derived ones, and the DMA row curve."""
+"""Figures derived from the NeuronCore dataclass equal the documented ones; the curve of DMA row efficiency."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_derived_figures_are_the_documented_ones(
     assert core.psum_bytes == 2 << 20
 
 
-def test_a_contradicting_figure_can_be_exchanged() -> None:
+def test_replace_selects_the_other_of_two_contradicting_figures() -> None:
     other = dataclasses.replace(TRN1, dma_engine_rate=27.2)
-    assert other.dma_rate == TRN1.hbm_rate  # the engines would outrun this core's share of the HBM
+    assert other.dma_rate == TRN1.hbm_rate  # the engines together exceed this core's share of the HBM
 
 
 @pytest.mark.parametrize(("row", "share"), [(512, 0.21), (1024, 0.42), (2048, 0.81), (4096, 0.97), (1 << 20, 1.0)])

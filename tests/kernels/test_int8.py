@@ -1,4 +1,4 @@
-"""Int8 matrices: the rounding and its bound, and what the numbers mean."""
+"""Int8 matrices: the rounding error and its bound, exact cases, and dequantisation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_no_element_is_off_by_more_than_half_a_step(rows: int, cols: int, power:
     wide = weight.double()
     smallest = torch.finfo(torch.float32).tiny
     assert torch.equal(scales, (wide.abs().amax(1) / 127).float().clamp_min(smallest))
-    # Half a step, and the fp32 rounding of up to 127 steps.
+    # Half a step, plus the fp32 rounding of up to 127 steps.
     bound = (0.5 + 127 * 2.0**-22) * scales[:, None].double()
     assert ((values.double() * scales[:, None].double() - wide).abs() <= bound).all()
     assert values.dtype == torch.int8 and values.abs().max() <= 127
     assert not values[0].any()
 
 
-def test_the_largest_of_a_row_is_kept_exactly_and_signs_are_symmetric() -> None:
+def test_the_largest_of_a_row_is_exact_and_signs_are_symmetric() -> None:
     weight = torch.tensor([[1.0, -0.5, 0.25], [-3.0, 3.0, 0.0]])
     values, scales = quantise(weight)
     assert values.tolist() == [[127, -64, 32], [-127, 127, 0]]
@@ -40,10 +40,10 @@ def test_the_largest_of_a_row_is_kept_exactly_and_signs_are_symmetric() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dequantised_it_is_rounded_once(dtype: torch.dtype) -> None:
+def test_dequantisation_rounds_once(dtype: torch.dtype) -> None:
     int8 = quantise(torch.randn(9, 33))
     assert int8.shape == (9, 33)
-    product = int8.values.float() * int8.scales[:, None]
-    assert torch.equal(int8.dequantise(dtype), product.to(dtype)) and dense(int8, dtype).dtype == dtype
+    exact = int8.values.float() * int8.scales[:, None]
+    assert torch.equal(int8.dequantise(dtype), exact.to(dtype)) and dense(int8, dtype).dtype == dtype
     weight = torch.randn(3, 3)
     assert dense(weight, dtype) is weight

@@ -1,4 +1,4 @@
-"""Every implementation of every op against the reference, and the rules by which one is chosen."""
+"""Every implementation of every op against the reference, and how the dispatch table chooses one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     bias: bool
 
 
-# Odd sizes and sizes around vector widths and tiles, so that every kernel meets its tails.
+# Odd sizes and sizes around vector widths and tiles, so that every kernel has tails.
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 160, 257]))
 SHAPES = st.builds(
     Shape,
@@ -57,7 +57,7 @@ SHAPES = st.builds(
 
 
 def factors(into: int, out: int, rank: int, bias: bool, dtype: torch.dtype) -> LowRank:
-    """A factor pair that keeps the scale of its input."""
+    """Return two factors that preserve the scale of their input."""
     a = torch.randn(rank, into) / into**0.5
     b = torch.randn(out, rank) / rank**0.5
     return LowRank(a.to(dtype), b.to(dtype), torch.randn(out).to(dtype) if bias else None)
@@ -81,24 +81,24 @@ def swiglu_call(shape: Shape, dtype: torch.dtype, adjacent: bool = True) -> tupl
 
 
 def sharing_call(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, LowRank, LowRank, LowRank]:
-    """Gate and up have one A in common."""
+    """Draw a SwiGLU whose gate and up share one A."""
     one_rank = shape._replace(ranks=(shape.ranks[0], shape.ranks[0], shape.ranks[2]))
     x, gate, up, down = swiglu_call(one_rank, dtype, adjacent=False)
     return x, gate, up._replace(A=gate.A), down
 
 
 def int8_call(op: Op, shape: Shape, dtype: torch.dtype) -> tuple:
-    """Every factor in int8; gate and up share theirs."""
+    """Draw a call with every factor in int8; gate and up share an A."""
     x, *weights = linear_call(shape, dtype) if op is Op.LINEAR else sharing_call(shape, dtype)
-    made = {id(t): quantise(t) for w in weights for t in (w.A, w.B)}
-    return x, *(w._replace(A=made[id(w.A)], B=made[id(w.B)]) for w in weights)
+    int8 = {id(t): quantise(t) for w in weights for t in (w.A, w.B)}
+    return x, *(w._replace(A=int8[id(w.A)], B=int8[id(w.B)]) for w in weights)
 
 
 CALLS: dict[Op, Callable[..., tuple]] = {Op.LINEAR: linear_call, Op.SWIGLU: swiglu_call}
 
 
 def run(op: Op, name: str, call: tuple) -> Tensor:
-    """The op's public function, by an implementation's name."""
+    """Call the op's public function with the named implementation."""
     x, *weights = call
     with torch.no_grad():
         if op is Op.LINEAR:
@@ -107,7 +107,7 @@ def run(op: Op, name: str, call: tuple) -> Tensor:
 
 
 def exact(op: Op, call: tuple) -> Tensor:
-    """The fp32 reference; for fp32 inputs plain torch in fp64, since the reference would be judging itself."""
+    """Return the fp32 reference; for fp32 inputs plain torch in fp64, so that the reference does not judge itself."""
     x, *weights = call
     if x.dtype != torch.float32:
         return run(op, "reference", call)
@@ -116,7 +116,7 @@ def exact(op: Op, call: tuple) -> Tensor:
 
 
 def double(weight: Tensor | Int8) -> Tensor:
-    """The exact value of a weight."""
+    """Return the exact value of a weight in fp64."""
     if isinstance(weight, Int8):
         return weight.values.double() * weight.scales.double()[:, None]
     return weight.double()
@@ -140,7 +140,9 @@ def test_error_is_at_most_twice_plain_torchs(op: Op, name: str, dtype: torch.dty
 @pytest.mark.parametrize("name", [i.name for i in implementations(Op.SWIGLU)])
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
 @examples(10)
-def test_so_is_it_with_a_shared_a(name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
+def test_error_is_at_most_twice_plain_torchs_with_a_shared_a(
+    name: str, dtype: torch.dtype, shape: Shape, seed: int
+) -> None:
     check(Op.SWIGLU, name, dtype, lambda: sharing_call(shape, dtype), seed)
 
 
@@ -148,13 +150,15 @@ def test_so_is_it_with_a_shared_a(name: str, dtype: torch.dtype, shape: Shape, s
 @pytest.mark.parametrize(("op", "name"), TABLE)
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
 @examples(10)
-def test_and_so_is_it_with_int8_factors(op: Op, name: str, dtype: torch.dtype, shape: Shape, seed: int) -> None:
-    """Plain torch computes with the weights that int8 stands for, in the call's dtype."""
+def test_error_is_at_most_twice_plain_torchs_with_int8_factors(
+    op: Op, name: str, dtype: torch.dtype, shape: Shape, seed: int
+) -> None:
+    """Plain torch computes with the dequantised weights, in the call's dtype."""
     check(op, name, dtype, lambda: int8_call(op, shape, dtype), seed)
 
 
 def check(op: Op, name: str, dtype: torch.dtype, make: Callable[[], tuple], seed: int) -> None:
-    """The rule on calls that ``make`` draws, or the refusal where the implementation does not serve them."""
+    """Check the rule on calls that ``make`` draws, or the refusal if the implementation does not support them."""
     torch.manual_seed(seed)
     first = make()
     reason = ops._TABLE[op, name].refuses(*first)
@@ -163,7 +167,7 @@ def check(op: Op, name: str, dtype: torch.dtype, make: Callable[[], tuple], seed
             run(op, name, first)
         return
     x, *weights = first
-    # However wide a result is, what went through a rank of 1 is one number a row.
+    # A rank of 1 leaves one independent number per row, however wide the result is.
     narrowest = min(size for w in weights for size in (*w.A.shape, *w.B.shape))
     numbers = x.numel() // x.shape[-1] * narrowest
     assert_twice_plain(
@@ -186,10 +190,10 @@ def test_a_shared_a_is_multiplied_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "name"), [p for p in TABLE if p.values[1] != "reference"])
-def test_inputs_stay_as_they_were_and_the_dtype_is_kept(op: Op, name: str) -> None:
+def test_inputs_do_not_change_and_the_result_has_their_dtype(op: Op, name: str) -> None:
     call = CALLS[op](Shape((3,), 24, 40, (8, 12, 4), True), torch.bfloat16)
     if ops._TABLE[op, name].refuses(*call) is not None:
-        pytest.skip("does not serve bf16 on this machine")
+        pytest.skip("does not support bf16 on this machine")
     before = [t.clone() for part in call for t in (part if isinstance(part, tuple) else (part,))]
     assert run(op, name, call).dtype == torch.bfloat16
     after = [t for part in call for t in (part if isinstance(part, tuple) else (part,))]
@@ -232,7 +236,7 @@ def test_shapes_that_do_not_fit_never_reach_a_kernel(name: str) -> None:
             run(Op.SWIGLU, name, bad)
 
 
-def test_stacked_factors_are_seen_only_where_they_are_adjacent() -> None:
+def test_stacked_factors_are_recognised_only_if_they_are_adjacent() -> None:
     a, b = stack(torch.randn(3, 8), torch.randn(5, 8))
     both = _stacked(a, b)
     assert both is not None and torch.equal(both, torch.cat([a, b])) and both.data_ptr() == a.data_ptr()
@@ -255,13 +259,13 @@ def test_stacked_and_separate_factors_agree() -> None:
 
 @pytest.fixture
 def table() -> Iterator[None]:
-    """Lets a test register implementations of its own."""
-    entries, said = dict(ops._TABLE), set(ops._FELL_BACK)
+    """Let a test register implementations; restore the table after it."""
+    entries, logged = dict(ops._TABLE), set(ops._FELL_BACK)
     yield
     ops._TABLE.clear()
     ops._TABLE.update(entries)
     ops._FELL_BACK.clear()
-    ops._FELL_BACK.update(said)
+    ops._FELL_BACK.update(logged)
     implementations.cache_clear()
 
 
@@ -300,18 +304,18 @@ def test_the_automatic_choice_is_by_priority_and_never_a_baseline() -> None:
 
 
 @pytest.mark.usefixtures("table")
-def test_one_name_is_registered_once() -> None:
+def test_a_name_cannot_be_registered_twice() -> None:
     with pytest.raises(ValueError, match="already has an implementation named 'torch'"):
         ops.register(Op.LINEAR, "torch", refuses=lambda *_: None, priority=0)(lambda *_: torch.empty(0))
 
 
-def test_the_rule_catches_a_strip_kept_in_too_few_bits() -> None:
-    """The accuracy rule can fail: three mantissa bits in the rank intermediate are too few for bf16."""
+def test_the_rule_catches_an_intermediate_of_too_few_bits() -> None:
+    """The rule can fail: three mantissa bits in the rank-r intermediate are too few for bf16."""
 
     def coarse(call: tuple) -> Tensor:
         x, w = call
-        strip = (x @ w.A.T).to(torch.float8_e4m3fn).to(x.dtype)
-        return strip @ w.B.T
+        intermediate = (x @ w.A.T).to(torch.float8_e4m3fn).to(x.dtype)
+        return intermediate @ w.B.T
 
     calls = [linear_call(Shape((4,), 64, 64, (32, 32, 32), False), torch.bfloat16)]
     with pytest.raises(AssertionError, match="times plain torch's"):

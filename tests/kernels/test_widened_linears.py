@@ -1,4 +1,4 @@
-"""Products in float32 where 16 bits are slower: what is widened, to what values, and where."""
+"""16-bit linears that run in float32 where that is faster: which are widened, their values, and on which CPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("found", "bf16"),
+    ("capabilities", "bf16"),
     [
         ({}, False),
         ({"avx512_bf16": True, "cpu_name": "AMD EPYC 9R14"}, True),
@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
         ({"bf16": True, "cpu_name": "Neoverse V1"}, True),
     ],
 )
-def test_products_are_in_bf16_only_where_that_is_faster(
-    found: dict[str, object], bf16: bool, monkeypatch: pytest.MonkeyPatch
+def test_matmuls_are_in_bf16_only_where_that_is_faster(
+    capabilities: dict[str, object], bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert multiplies_bf16(CPU) is bf16
 
 
@@ -39,7 +39,7 @@ def old_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("old_processor")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_widened_product_is_the_float32_one_rounded(dtype: torch.dtype, with_bias: bool) -> None:
+def test_a_widened_linear_is_the_float32_one_rounded(dtype: torch.dtype, with_bias: bool) -> None:
     x, weight = torch.randn(2, 10, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype)
     bias = torch.randn(40, dtype=dtype) if with_bias else None
     with widened_linears(CPU):
@@ -49,7 +49,7 @@ def test_a_widened_product_is_the_float32_one_rounded(dtype: torch.dtype, with_b
 
 
 @pytest.mark.usefixtures("old_processor")
-def test_few_rows_and_float32_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_and_float32_are_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", lambda _: pytest.fail("it was widened"))
     weight = torch.randn(40, 24)
     with widened_linears(CPU):
@@ -58,7 +58,7 @@ def test_few_rows_and_float32_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "found",
+    "capabilities",
     [
         {},
         {"architecture": "aarch64"},
@@ -66,12 +66,12 @@ def test_few_rows_and_float32_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -
         {"architecture": "x86_64", "amx_bf16": True, "cpu_name": "Intel Xeon"},
     ],
 )
-def test_nothing_is_widened_where_bf16_is_fast_or_nobody_knows(
-    found: dict[str, object], monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_widened_where_bf16_is_fast_or_the_cpu_is_unknown(
+    capabilities: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setattr(torch.Tensor, "float", lambda _: pytest.fail("it was widened"))
-    assert has_amx() is bool(found.get("amx_bf16"))
+    assert has_amx() is bool(capabilities.get("amx_bf16"))
     with widened_linears(CPU):
         linear(torch.randn(30, 24, dtype=torch.bfloat16), torch.randn(40, 24, dtype=torch.bfloat16))
 

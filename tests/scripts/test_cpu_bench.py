@@ -1,4 +1,4 @@
-"""The CPU benchmark's own parts: the random model as a GGUF file, and the tables."""
+"""The CPU benchmark: the random model as a GGUF file, and the tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts import each other by name."""
+    """Let the scripts import each other by name."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
@@ -74,16 +74,16 @@ def _lines() -> list[dict[str, object]]:
 
 def test_tables_compare_within_a_round(report: ModuleType) -> None:
     text = report.tables(_lines())
-    # 200 MB at 40 GB/s are 5 ms: 200 tokens/s, of which 10 ms are half.
+    # 200 MB at 40 GB/s take 5 ms, which is 200 tokens/s; a step of 10 ms reaches half of that.
     speed = "100.0 (50.0 to 100.0) | 0.50 (0.25 to 0.50)"
     assert f"| dense | {speed} | 1.00 (1.00 to 1.00) | 1.00 | 100 (100 to 100) | 200 |" in text
-    # Over dense: the middle of 0.5, 1 and 0.25, not the ratio of the medians.
+    # Over dense: the median of 0.5, 1 and 0.25, not the ratio of the medians.
     speed = "50.0 (25.0 to 50.0) | 0.12 (0.06 to 0.12)"
     assert f"| peer | {speed} | 0.50 (0.25 to 1.00) | 2.00 | 100 (100 to 100) | 100 |" in text
     assert "| m | gone | absent: not installed |  |" in text
 
 
-def test_a_line_that_a_stopped_run_left_is_passed_over(report: ModuleType, tmp_path: Path) -> None:
+def test_an_incomplete_line_of_a_stopped_run_is_skipped(report: ModuleType, tmp_path: Path) -> None:
     lines = [json.dumps(line) for line in _lines()]
     (tmp_path / "figures.jsonl").write_text("\n".join([*lines, lines[-1][:20]]))
     assert report.read(tmp_path / "figures.jsonl") == _lines()

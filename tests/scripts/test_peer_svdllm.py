@@ -1,4 +1,4 @@
-"""The peer's driver, with a stand-in for the peer's checkout that truncates by plain SVD."""
+"""The script that runs SVD-LLM, with a stand-in for the peer's checkout that truncates by plain SVD."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def whitening(name, model, profile, ratio, dev):
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Callable[..., list[dict[str, object]]]:
-    """Runs the script on a tiny model: ``drive("--ratios", "0.2,0.4")`` gives the printed reports."""
+    """Run the script on a tiny model: ``drive("--ratios", "0.2,0.4")`` returns the printed reports."""
     make_tiny(dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "checkout").mkdir()
@@ -81,25 +81,25 @@ def test_the_peers_factors_become_checkpoints_that_evaluate_reads(
     for report in reports:
         targets, ratio = report["targets"], report["asked_ratio"]
         folder = out / f"{targets}-{ratio}"
-        kept = json.loads((folder / "compression_report.json").read_text())
-        assert kept == report and kept["calibration"]["rows"] == 4
+        stored = json.loads((folder / "compression_report.json").read_text())
+        assert stored == report and stored["calibration"]["rows"] == 4
         after = load_file(folder / "model.safetensors")
         changed = {name.removesuffix(".weight") for name in after if not torch.equal(after[name], before[name])}
-        assert changed == set(kept["ranks"]) and len(changed) == (2 * 3 if targets == "mlp" else 2 * 7)
+        assert changed == set(stored["ranks"]) and len(changed) == (2 * 3 if targets == "mlp" else 2 * 7)
         dense = factors = 0
-        for name, rank in kept["ranks"].items():
+        for name, rank in stored["ranks"].items():
             weight = before[f"{name}.weight"].float()
             u, s, v = torch.linalg.svd(weight, full_matrices=False)
-            wanted = (u[:, :rank] * s[:rank]) @ v[:rank]
+            expected = (u[:, :rank] * s[:rank]) @ v[:rank]
             assert rank == int(weight.numel() * (1 - ratio) / sum(weight.shape))
-            torch.testing.assert_close(after[f"{name}.weight"].float(), wanted, rtol=2**-8, atol=1e-3)
+            torch.testing.assert_close(after[f"{name}.weight"].float(), expected, rtol=2**-8, atol=1e-3)
             dense, factors = dense + weight.numel(), factors + rank * sum(weight.shape)
-        assert kept["realised_ratio"] == pytest.approx(1 - factors / dense)
-        assert ratio < kept["realised_ratio"] < ratio + 0.1
+        assert stored["realised_ratio"] == pytest.approx(1 - factors / dense)
+        assert ratio < stored["realised_ratio"] < ratio + 0.1
     assert evaluate(out / "all-0.4", text=tmp_path / "text.txt", context=16)["results"][0]["models"]["model"]["value"]
 
 
-def test_the_results_are_laid_beside_a_sweep(drive: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
+def test_the_results_become_points_of_a_sweep(drive: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
     base = CompressionConfig(align=2, **BARE)
     config = SweepConfig([0.3], ["svd"], [tmp_path / "text.txt"], base, context=16)
     ours = sweep(tmp_path / "model", tmp_path / "sweep", config).points
@@ -112,7 +112,7 @@ def test_the_results_are_laid_beside_a_sweep(drive: Callable[..., list[dict[str,
     assert peer["perplexity"]["text"] != dense["perplexity"]["text"]
 
 
-def test_a_folder_that_is_no_sweep_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_sweep_is_refused_before_anything_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "model", "--checkout", "checkout", "--python", sys.executable]
     command += ["--calibration", "text.txt", "-o", "out", "--sweep", "here"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The quality study's document, made from its points."""
+"""The document of the quality study, written from its points."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def point(name: str, ratio: float, wiki: float, c4: float, targets: str | None = "mlp") -> dict[str, Any]:
-    """One of a sweep's folder; the dense model's has no targets."""
+    """Return a point as in a sweep's folder; the dense model's has no targets."""
     return {
         "name": name,
         "ratio": ratio,
@@ -67,20 +67,20 @@ def test_a_sweeps_points_join_the_tables_and_replace_what_they_repeat(script: Mo
         "| 0.2 | whitened | 20.00% | 0.8 | **50 ± 1.5** | **60** | 2 | 1.00 |  |  |",
     ]
     assert (tmp_path / "quality.png").stat().st_size > 10_000
-    kept = json.loads((tmp_path / "quality.json").read_text())
-    assert kept["costs"] == ["bytes", "speed"]
-    assert [one["name"] for one in kept["points"]] == ["dense", "whitened+all", "whitened", "anchored"]
+    stored = json.loads((tmp_path / "quality.json").read_text())
+    assert stored["costs"] == ["bytes", "speed"]
+    assert [one["name"] for one in stored["points"]] == ["dense", "whitened+all", "whitened", "anchored"]
 
 
-def test_what_was_measured_of_a_model_stays_with_it_and_goes_with_it(script: ModuleType, tmp_path: Path) -> None:
+def test_measurements_of_a_model_stay_while_the_model_stays(script: ModuleType, tmp_path: Path) -> None:
     fast = {**point("whitened", 0.2, 40, 300), "speed": {"tokens_per_second": 50.0}}
     same, other = {**point("whitened", 0.2, 40, 300), "seconds": 60.0}, point("whitened", 0.2, 41, 300)
-    for found, wanted in ((same, {**fast, "seconds": 60.0}), (other, other)):
-        (tmp_path / "0.point.json").write_text(json.dumps(found))
-        assert script.merge([fast], [tmp_path]) == [wanted]
+    for new, merged in ((same, {**fast, "seconds": 60.0}), (other, other)):
+        (tmp_path / "0.point.json").write_text(json.dumps(new))
+        assert script.merge([fast], [tmp_path]) == [merged]
 
 
-def test_the_excess_over_dense_is_given_as_a_share_of_the_peers(script: ModuleType) -> None:
+def test_the_excess_over_dense_is_a_share_of_the_peers(script: ModuleType) -> None:
     points = [
         point("dense", 0.0, 10, 20, targets=None),
         *(point("SVD-LLM", ratio, 50, 220) for ratio in (0.2, 0.3)),

@@ -1,4 +1,4 @@
-"""The CPU core's instruction sets, one after the other."""
+"""A fixture that runs a test on each instruction set of the CPU core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from neuronmm.kernels.cpu.library import core, set_isa
 
 @pytest.fixture(params=["avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The name of the one that is in use during the test; without the core, or the instructions, there is none."""
+    """Select an instruction set for the test; skip it without the core or the instructions."""
     if core() is None or not set_isa(request.param):
         pytest.skip(f"{request.param} cannot run here")
     yield request.param

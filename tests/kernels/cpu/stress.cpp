@@ -1,7 +1,7 @@
-// Runs every entry point of the CPU core on small random models, for the sanitizers and for processors that have no
-// Python at hand: every instruction set, weight type and batch, prompts where they are read, one to three threads, shapes
-// full of tails. Buffers are allocated at their exact sizes. The number of threads must not change a result beyond the order
-// of summation.
+// Run every entry point of the CPU core on small random models, for the sanitizers and for processors without Python:
+// every instruction set, weight type and batch, prompts where the core reads them, one to three threads, shapes with
+// many tails. Buffers have their exact sizes. The number of threads must not change a result beyond the order of
+// summation.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -21,7 +21,7 @@ std::mt19937 random_bits(7);
 
 float draw() { return std::uniform_real_distribution<float>(-1, 1)(random_bits); }
 
-// Owns what the structs point at.
+// Owns the memory that the structs point at.
 struct Memory {
     std::deque<std::vector<char>> blocks;
 
@@ -77,8 +77,8 @@ bool close(const std::vector<float>& a, const std::vector<float>& b) {
     return worst <= 1e-4f * largest;
 }
 
-// Logits of a few steps of a model of this weight type, batch and rank (0: dense). `shared`: q and v have one A in
-// common, as have gate and up of the first layer.
+// Logits of a few steps of a model of this weight type, batch and rank (0: dense). `shared`: q and v share one A, and
+// so do gate and up of the first layer.
 std::vector<float> decode(Type type, Type cache, int batch, int rank, bool shared, int threads) {
     random_bits.seed(11);
     Memory memory;
@@ -135,7 +135,8 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, bool share
     return all;
 }
 
-// The bytes of both ops' results: every row is one worker's, so they do not depend on the number of threads at all.
+// The bytes of both ops' results. One worker computes each row, so they must not depend on the number of threads at
+// all.
 std::vector<char> low_rank(Type type, int batch, bool shared, int threads) {
     random_bits.seed(13);
     Memory memory;
@@ -152,9 +153,9 @@ std::vector<char> low_rank(Type type, int batch, bool shared, int threads) {
     return y;
 }
 
-// Three linears of which the first and the last have one A: their results are those of equal but separate matrices, the
-// shared product is computed once (the last one's intermediate stays as it was), and the order does not matter.
-bool shares_the_product(Type type, int batch, int threads) {
+// The first and the last of three linears share one A: the results equal those of separate copies, A x is computed once
+// (the last linear's intermediate does not change), and the order does not matter.
+bool multiplies_shared_a_once(Type type, int batch, int threads) {
     random_bits.seed(17);
     Memory memory;
     const int in = 45, out = 23, rank = 11;
@@ -186,7 +187,7 @@ bool shares_the_product(Type type, int batch, int threads) {
     return results[0] == results[3] && results[1] == results[4] && results[2] == results[5];
 }
 
-// Every item of a phase is visited once, though all of them begin as one worker's and the others take from it.
+// Every item of a phase is visited once, although one worker starts with all of them and the others steal.
 bool visits_each_once(int threads) {
     const int phases = 40;
     std::vector<int> visits(5000);
@@ -227,7 +228,7 @@ int main() {
                         std::printf("%s: step: type %d batch %d rank %d threads %d\n", isa, type, batch, rank, threads);
                         failures++;
                     }
-                    if (!shares_the_product(type, batch, threads)) {
+                    if (!multiplies_shared_a_once(type, batch, threads)) {
                         std::printf("%s: shared: type %d batch %d threads %d\n", isa, type, batch, threads);
                         failures++;
                     }

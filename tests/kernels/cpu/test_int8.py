@@ -19,7 +19,7 @@ built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
 
 def dequantise(model: torch.nn.Module) -> torch.nn.Module:
-    """The same model with every matrix replaced by what int8 makes of it."""
+    """Return a copy of the model with every matrix rounded to int8 and dequantised."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -33,10 +33,10 @@ def dequantise(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("linears", [(), TARGETS["mlp"]], ids=["dense", "factors"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_model_in_int8_is_the_model_of_its_rounded_weights(
+def test_a_model_in_int8_equals_the_model_of_its_rounded_weights(
     model_type: str, linears: tuple[str, ...], tied: bool, batch: int
 ) -> None:
-    """The rounding of the weights is the only error: the rest agrees to fp32 accuracy."""
+    """The rounding of the weights is the only error; otherwise both agree to fp32 accuracy."""
     model = make_tiny(model_type, tied=tied)
     if linears:
         compress_tiny(model, layer_ranks(linears))
@@ -52,7 +52,7 @@ def test_a_model_in_int8_is_the_model_of_its_rounded_weights(
 
 
 @built
-def test_every_matrix_is_int8_once_and_a_tied_head_stays_tied() -> None:
+def test_every_matrix_is_quantised_once_and_a_tied_head_stays_tied() -> None:
     model = make_tiny("llama", tied=True)
     compress_tiny(model, layer_ranks())
     weights = quantise_model(describe(model, 8))

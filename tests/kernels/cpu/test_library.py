@@ -1,4 +1,4 @@
-"""The ctypes structs match those of the built core; a core built from other sources is not used."""
+"""The ctypes structs match those of the built core; a core built from other sources is rejected."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.skipif(library.core() is None, reason="the C++ core is 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Load the core anew in the test and again after it."""
+    """Load the core again in the test, and once more after it."""
     library.core.cache_clear()
     yield
     library.core.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["Matrix", "Linear", "Layer", "Model"])
-def test_a_core_with_other_structs_is_not_used(name: str, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_with_other_structs_is_rejected(name: str, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Longer(getattr(library, name)):  # type: ignore[misc]
         _fields_ = (("more", ctypes.c_void_p),)
 
@@ -29,5 +29,5 @@ def test_a_core_with_other_structs_is_not_used(name: str, fresh: None, monkeypat
     assert library.core() is None
 
 
-def test_a_core_that_does_not_tell_its_structs_is_not_used() -> None:
+def test_a_core_that_does_not_report_its_struct_sizes_is_rejected() -> None:
     assert not library._matches(ctypes.CDLL(None))

@@ -31,21 +31,21 @@ def rms(errors: Tensor) -> float:
 
 
 def wide(*factors: LowRank, absolute: bool = False) -> list[LowRank]:
-    """The factors in float64, or their absolute values."""
+    """Return the factors in float64, or their absolute values."""
     return [LowRank(*(t if t is None else t.double().abs() if absolute else t.double() for t in f)) for f in factors]
 
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The core's result, plain torch's, the exact one, and the sum of absolute values."""
+"""The core's result, plain torch's, the exact one, and the sum of the terms' absolute values."""
 
 
 def assert_rule(cases: list[Case], terms: int) -> None:
-    """The project's rule: at most twice the error of plain torch in the same dtype, over all cases together.
+    """Check the project's rule: at most twice the error of plain torch in the same dtype, over all cases together.
 
-    Plain torch may be right by luck on a few numbers, so small results come in many draws, and every number's error is
-    taken relative to its sum of absolute values: one draw of large numbers would outweigh the others and be luck again.
-    In float32 plain torch can be exact where terms cancel; there the textbook bound of the summation holds, a rounding
-    for each of the ``terms`` on the way to a result.
+    Plain torch may be right by luck on a few numbers, so small results need many draws. Each error is relative to the
+    sum of absolute values; otherwise one draw of large numbers would outweigh the others. In float32 plain torch can be
+    exact where terms cancel, so the textbook bound of the summation also suffices: one rounding per term, for ``terms``
+    terms.
     """
     assert all(y.dtype == plain.dtype and y.shape == plain.shape for y, plain, _, _ in cases)
     ours = torch.cat([((y - exact) / magnitude).flatten() for y, _, exact, magnitude in cases])
@@ -69,7 +69,7 @@ def linear_case(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: t
 def check_swiglu(
     rows: int, hidden: int, ranks: tuple[int, int, int], inter: int, bias: bool, dtype: torch.dtype
 ) -> None:
-    independent = rows * min(hidden, inter, *ranks)  # what passes through the narrowest place shares its rounding
+    independent = rows * min(hidden, inter, *ranks)  # values that pass through the narrowest size share its rounding
     cases = [swiglu_case(rows, hidden, ranks, inter, bias, dtype) for _ in range(draws(independent, POOL))]
     assert_rule(cases, 2 * (hidden + max(ranks[:2])) + inter + ranks[2] + 12)
 
@@ -93,7 +93,7 @@ def swiglu_case(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 class TestRule:
-    """Every shape, at both thread counts and dtypes."""
+    """The rule on drawn shapes, at both thread counts and dtypes."""
 
     @pytest.fixture(autouse=True)
     def _threads(self, threads: int) -> Iterator[None]:
@@ -148,7 +148,7 @@ def test_a_row_does_not_depend_on_its_neighbours_beyond_summation_order() -> Non
 
 @built
 @torch.inference_mode()
-def test_the_number_of_threads_changes_nothing() -> None:
+def test_the_number_of_threads_does_not_change_the_result() -> None:
     before = torch.get_num_threads()
     factors, x = make_factors(2048, 512, 256, True, torch.bfloat16), torch.randn(2, 512).bfloat16()
     results = []
@@ -192,7 +192,7 @@ def test_leading_dimensions_and_strided_input() -> None:
         ("main memory", torch.randn(1, 16, device="meta"), {}),
     ],
 )
-def test_it_says_why_it_cannot_serve(reason: str, x: Tensor, change: dict[str, Tensor]) -> None:
+def test_a_refusal_gives_the_reason(reason: str, x: Tensor, change: dict[str, Tensor]) -> None:
     factors = make_factors(24, 16, 4, False, torch.float32)._replace(**change)
     with pytest.raises(KernelError, match=reason):
         choose(Op.LINEAR, "cpu", x, factors)
@@ -200,7 +200,7 @@ def test_it_says_why_it_cannot_serve(reason: str, x: Tensor, change: dict[str, T
 
 @built
 @torch.inference_mode()
-def test_auto_takes_it_for_few_rows_and_torch_for_many() -> None:
+def test_auto_chooses_the_core_for_few_rows_and_torch_for_many() -> None:
     factors = make_factors(24, 16, 4, False, torch.float32)
     assert choose(Op.LINEAR, "auto", torch.randn(8, 16), factors).name == "cpu"
     assert choose(Op.LINEAR, "auto", torch.randn(9, 16), factors).name != "cpu"

@@ -1,4 +1,4 @@
-"""The whole decode step against transformers and, linear by linear, against the torch decoder."""
+"""The decode step and the core's prefill against transformers and against the torch decoder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_model(
 
 
 def make_prompts(batch: int) -> tuple[Tensor, Tensor]:
-    """Left-padded prompts of several lengths."""
+    """Return left-padded prompts of several lengths and their mask."""
     ids, mask = make_tokens(batch, PROMPT), torch.ones(batch, PROMPT, dtype=torch.long)
     for row in range(batch):
         mask[row, : row % 4] = 0
@@ -59,13 +59,13 @@ def make_prompts(batch: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def exact_logits(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """transformers' own logits of the last position, without a cache."""
+    """Return transformers' logits of the last position, without a cache."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
 
 
 def assert_equals_transformers(model: torch.nn.Module, batch: int) -> None:
-    """Greedy decoding in the core: tokens equal, logits close, at every step."""
+    """Check greedy decode in the core: equal tokens and close logits at every step."""
     ids, mask = make_prompts(batch)
     decoder = CpuDecoder(model, batch, PROMPT + NEW)
     logits = decoder.prefill(ids, mask)
@@ -89,8 +89,8 @@ def test_every_batch(batch: int) -> None:
     assert_equals_transformers(make_model("qwen3", "mixed"), batch)
 
 
-def test_any_of_the_linears_may_lead_and_any_may_stay_out() -> None:
-    """v leads k, up leads gate, q has an A of its own."""
+def test_any_linear_may_lead_a_shared_a_and_any_may_keep_its_own() -> None:
+    """v leads k, up leads gate, q has its own A."""
     names = [f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.k_proj", "mlp.gate_proj")]
     leaders = [name.replace("k_proj", "v_proj").replace("gate_proj", "up_proj") for name in names]
     own = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"]
@@ -128,7 +128,7 @@ def test_bf16_keeps_the_rule(model_type: str, kind: str) -> None:
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int) -> None:
-    """Logits and cache of a prompt read by the core; 8 rows of 70 tokens are more than it takes at once."""
+    """Logits and cache of a prompt that the core reads; 8 rows of 70 tokens take more than one call."""
     family = "qwen3" if batch == 3 else "qwen2"
     assert_reads_prompts(make_model(family, kind, dtype=torch.bfloat16), make_model(family, kind), batch, length)
 
@@ -136,7 +136,7 @@ def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int)
 @pytest.mark.parametrize("kind", ["dense", "shared", "int8"])
 @pytest.mark.parametrize("length", [24, 300])
 def test_prompts_keep_the_rule_on_every_instruction_set(kind: str, length: int, isa: str) -> None:
-    """300 keys are more than a panel of any instruction set takes of them at once."""
+    """300 keys exceed one panel on every instruction set."""
     if isa == "portable":
         assert not CpuDecoder(make_model("qwen2", kind, dtype=torch.bfloat16), 1, 4).reads_prompts
     else:
@@ -147,7 +147,7 @@ def test_prompts_keep_the_rule_on_every_instruction_set(kind: str, length: int, 
 @examples(10)
 @given(st.data())
 def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
-    """Widths with tails in panels, vectors and rows, and beyond what a panel takes at once."""
+    """Widths with tails in panels, vectors and rows, and wider than one panel."""
     draw = data.draw
     heads, hidden = draw(st.sampled_from([1, 2, 6])), draw(st.integers(8, 700))
     shape = {
@@ -157,7 +157,8 @@ def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
         "num_attention_heads": heads,
         "num_key_value_heads": draw(st.sampled_from([1, heads])),
         "vocab_size": draw(st.integers(64, 200)),
-        "initializer_range": hidden**-0.5,  # with the tiny models' own, wide ones attend to one position alone
+        "initializer_range": hidden
+        ** -0.5,  # the tiny models' default would make wide models attend to one position only
     }
     batch, length = draw(st.integers(1, 3)), draw(st.integers(2, 40))
     errors = torch.zeros(2, 2)
@@ -169,20 +170,20 @@ def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
 
 
 def assert_reads_prompts(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> None:
-    """The core's logits and cache of a prompt of ``model`` are within the rule of torch's."""
+    """Check that the core's logits and cache of a prompt keep the rule against torch's."""
     errors = prompt_errors(model, wide, batch, length)
     assert (errors[:, 0] <= 4 * errors[:, 1]).all()
 
 
 def prompt_errors(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> Tensor:
-    """Squared errors [logits or cache, the core's or torch's] of a prompt of ``model``, bf16, against ``wide``.
+    """Return squared errors [logits or cache, core or torch] of a prompt of the bf16 ``model`` against ``wide``.
 
-    ``wide`` is the same model in fp32, whose weights are set to those of ``model``.
+    ``wide`` is the same architecture in fp32; its weights are set to those of ``model``.
     """
     wide.load_state_dict(model.state_dict())
     core_decoder = CpuDecoder(model, batch, length + 3)
     if not core_decoder.reads_prompts:
-        pytest.skip("prompts are read by torch on this processor")
+        pytest.skip("torch reads prompts on this processor")
     decoders = [core_decoder, TorchDecoder(model, batch, length + 3), TorchDecoder(wide, batch, length + 3)]
     ids, mask = make_tokens(batch, length), torch.ones(batch, length, dtype=torch.long)
     for row in range(batch):
@@ -199,11 +200,11 @@ def prompt_errors(model: torch.nn.Module, wide: torch.nn.Module, batch: int, len
     )
 
 
-def test_a_prompt_in_fp32_is_read_by_torch() -> None:
+def test_torch_reads_prompts_in_fp32() -> None:
     assert not CpuDecoder(make_model("llama", "dense"), 1, 16).reads_prompts
 
 
-def test_a_prompt_is_read_by_torch_where_it_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reads_prompts_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = CpuDecoder(make_model("llama", "dense", dtype=torch.bfloat16), 1, 16)
     for amx in (False, True):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx}, raising=False)
@@ -232,7 +233,7 @@ def test_the_arena_moves_weights_without_changing_a_result() -> None:
     assert_equals_transformers(model, 2)
 
 
-def test_what_it_cannot_serve_is_refused() -> None:
+def test_unsupported_models_are_refused() -> None:
     assert refuses(make_model("llama", "mlp"), 8) is None
     assert "9 rows" in (refuses(make_model("llama", "dense"), 9) or "")
     assert "float16" in (refuses(make_model("llama", "dense", dtype=torch.float16), 1) or "")
@@ -243,7 +244,7 @@ def test_what_it_cannot_serve_is_refused() -> None:
         CpuDecoder(make_model("llama", "dense"), 9, 16)
 
 
-def test_wrong_arguments_are_refused_before_the_core_sees_them() -> None:
+def test_wrong_arguments_are_refused_before_they_reach_the_core() -> None:
     decoder = CpuDecoder(make_model("llama", "dense"), 2, 16)
     starts = torch.zeros(2, dtype=torch.int32)
     for token_ids, slot, begin in (
