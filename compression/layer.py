@@ -43,7 +43,7 @@ def compress_layer(
         UserError: weights or activations hold NaN or infinity.
     """
     config, ranks = run.config, plan.factorised(index)
-    errors, facts = dict[str, float](), dict[str, Any]()
+    errors, conditions, facts = dict[str, float](), dict[str, float](), dict[str, Any]()
     with model.layer(index) as dense:
         pair = LayerPair(dense, f"{LAYERS}.{index}.")
 
@@ -52,7 +52,7 @@ def compress_layer(
 
         def take(linear: Linear, sums: Moments | Anchors | None) -> None:
             factors = factorize(pair.weight(linear), ranks[linear], sums, scaled=config.method == "asvd")
-            pair.replace(linear, factors, dtype_of(linear))
+            pair.replace(linear, factors, torch.float32 if config.form == "pivoted" else dtype_of(linear))
             errors[linear.name] = factors.relative_error
 
         try:
@@ -65,6 +65,8 @@ def compress_layer(
                     take(linear, None if config.method == "svd" else moments[pair.inside(linear)])
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
+            if config.form == "pivoted" and ranks:
+                conditions = pair.pivot(plan.align, dtype_of(next(iter(ranks))))
             if config.refine != "off" and ranks:
                 course, seed = COURSES[config.refine], config.seed * len(plan.linears) + index
                 dtype = dtype_of(next(iter(ranks)))
@@ -80,6 +82,7 @@ def compress_layer(
             pair.load(tensors)
             streams.compressed = advance(pair.compressed, streams.compressed, streams.rotary)
         streams.dense = outputs
+    facts["forms"] = pair.forms()
     facts["matrices"] = [
         _matrix(linear, ranks.get(linear), errors.get(linear.name, 0.0), config.ratio)
         for linear in plan.of_layer(index)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.factorize import Factors
+from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, to_pivoted
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
+from neuronmm.kernels import Form, LowRank
 from neuronmm.models.lowrank import LowRankLinear
 
 
@@ -24,6 +27,7 @@ class LayerPair:
         self.dense, self.prefix = dense, prefix
         weights = [parameter for name, parameter in dense.named_parameters() if "norm" not in name]
         self.compressed = copy.deepcopy(dense, {id(parameter): parameter for parameter in weights})
+        self._reordered: set[str] = set()
 
     def inside(self, linear: Linear) -> str:
         """Return the name of ``linear`` inside the layer."""
@@ -41,21 +45,54 @@ class LayerPair:
             name = self.inside(part)
             dense = self.compressed.get_submodule(name)
             assert isinstance(dense, nn.Linear)
-            module = LowRankLinear(
-                part.in_features,
-                part.out_features,
-                len(factors.A),
-                dense.bias is not None,
-                device=torch.device("meta"),
-                leader=leader,
-            )
-            if leader is None:
-                module.A.weight = _parameter(factors.A, dtype)
-                leader = module
-            module.B.weight = _parameter(factors.B[row : row + part.out_features] / scale, dtype)
-            module.B.bias = dense.bias
+            B = _rounded(factors.B[row : row + part.out_features] / scale, dtype)
+            A = _rounded(factors.A, dtype) if leader is None else leader.A.weight
+            module = LowRankLinear.of(LowRank(A, B, dense.bias), leader)
+            leader = leader or module
             row += part.out_features
             self.compressed.set_submodule(name, module)
+
+    @torch.no_grad()
+    def pivot(self, align: int, dtype: torch.dtype) -> dict[str, float]:
+        """Change the low-rank linears to pivoted forms, with float32 values rounded to ``dtype``, and reorder the MLP.
+
+        Returns:
+            The condition numbers of the pivots, by the full name of the linear.
+        """
+        modules = {name: one for name, one in self.compressed.named_modules() if isinstance(one, LowRankLinear)}
+        names = {id(module.A): name for name, module in reversed(modules.items())}
+        leaders = {name: names[id(module.A)] for name, module in modules.items()}
+        shared = {name: leader for name, leader in leaders.items() if name != leader}
+        layer = to_pivoted(LayerFactors({name: module.factors for name, module in modules.items()}, shared), align)
+        pivoted: dict[str, LowRankLinear] = {}
+        for name, factors in layer.low_rank.items():
+            A, B = (_rounded(factor, dtype) for factor in (factors.A, factors.B))
+            leader = pivoted.get(shared.get(name, ""))
+            pivoted[name] = LowRankLinear.of(factors._replace(A=A, B=B), leader)
+            self.compressed.set_submodule(name, pivoted[name])
+        if layer.order is not None:
+            self._reorder_dense(layer.order)
+        return {self.prefix + name: condition for name, condition in layer.conditions.items()}
+
+    def forms(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of ``forms`` in ``quantization_config``, by the full names of the linears."""
+        modules = {name: one for name, one in self.compressed.named_modules() if isinstance(one, LowRankLinear)}
+        return {
+            self.prefix + name: {"form": module.form.value, "first": module.first_pivot}
+            for name, module in modules.items()
+            if module.form is not Form.TWO
+        }
+
+    def _reorder_dense(self, order: Tensor) -> None:
+        """Put the intermediate dimension of the MLP's dense linears in the order of the pivoted ones."""
+        for name in (GATE, UP, DOWN):
+            linear = self.compressed.get_submodule(name)
+            if isinstance(linear, nn.Linear):
+                weight = linear.weight[:, order] if name == DOWN else linear.weight[order]
+                linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+                if linear.bias is not None and name != DOWN:
+                    linear.bias = nn.Parameter(linear.bias[order], requires_grad=False)
+        self._reordered = {f"{name}.weight" for name in (GATE, UP, DOWN)} | {f"{name}.bias" for name in (GATE, UP)}
 
     def tensors(self, reader: Reader) -> dict[str, Tensor]:
         """Return the compressed layer's tensors by full name, in the dtype of what they replace.
@@ -67,7 +104,11 @@ class LayerPair:
         tensors: dict[str, Tensor] = {}
         for name, value in self.compressed.state_dict(prefix=self.prefix).items():
             if name in dense:
-                tensors[name] = value.to(dense[name].dtype) if "norm" in name else dense[name]
+                inside = name.removeprefix(self.prefix)
+                changed = "norm" in name or inside in self._reordered
+                tensors[name] = value.to(dense[name].dtype) if changed else dense[name]
+            elif name.endswith(".pivots"):
+                tensors[name] = value
             else:  # LINEAR.A.weight, LINEAR.B.weight or LINEAR.B.bias
                 module, _, kind = name.rpartition(".")
                 tensors[name] = value.to(dense[f"{module.rpartition('.')[0]}.{kind}"].dtype)
@@ -86,5 +127,5 @@ def weight_of(layer: nn.Module, linear: Linear, prefix: str) -> Tensor:
     return torch.cat([scale * layer.get_parameter(f"{name}.weight") for name, scale in parts])
 
 
-def _parameter(factor: Tensor, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(factor.to(dtype).float(), requires_grad=False)
+def _rounded(factor: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(factor.to(dtype).float().contiguous(), requires_grad=False)

@@ -65,7 +65,7 @@ def compress(
     config = config or CompressionConfig()
     with Workspace(out, (model, config.text_file, store), resume=resume, force=force) as workspace:
         dense, contents = _open(model, workspace)
-        plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config.targets), config)
+        plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
         _begin(config, workspace, dense, device, plan)
         shared = SharedStore(store, dense, device, config) if store is not None and config.needs_text else None
         run = Run(config, workspace, dense, device, shared or CalibrationStore(), progress)
@@ -77,7 +77,7 @@ def compress(
         resumed_layers = _compress_layers(run, streamed, plan, rows)
 
         layers = workspace.layer_facts(len(streamed))
-        spec = _spec(run, plan, rows)
+        spec = _spec(run, plan, rows, layers)
         result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers)}
 
         def finish(final: Path) -> None:
@@ -157,14 +157,17 @@ def _assemble(run: Run, final: Path, contents: Contents, spec: CompressionSpec) 
     assemble(final, run.dense, others, parts, {**contents.settings, "quantization_config": spec.model_dump()})
 
 
-def _spec(run: Run, plan: Plan, rows: Tensor) -> CompressionSpec:
+def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]]) -> CompressionSpec:
     """Return the ``quantization_config`` of the checkpoint."""
     config, text = run.config, None
     if len(rows):
         text = {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed}
+    forms = {name: form for layer in layers for name, form in layer["forms"].items()}
     return CompressionSpec(
+        format=2 if forms else 1,
         ranks=plan.part_ranks,
         shared=plan.shared,
+        forms=forms,
         method=config.method,
         targets=config.targets,
         asked_ratio=config.ratio,
@@ -182,7 +185,7 @@ def _facts(run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, A
     errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
     total = run.dense.total_parameters()
     return {
-        **spec.model_dump(exclude={"ranks", "shared", "factors", "quant_method"}),
+        **spec.model_dump(exclude={"ranks", "shared", "forms", "factors", "quant_method"}),
         **run.config.model_dump(include=set(report.SETTINGS)),
         "parameters": {"dense": total, "compressed": total - plan.removed},
         "mean_relative_error": sum(errors) / len(errors),

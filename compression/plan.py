@@ -63,12 +63,12 @@ class Plan:
         return {linear: rank for linear, rank in ranks.items() if rank is not None}
 
 
-def targeted(reader: Reader, layers: int, targets: str) -> list[Linear]:
-    """Return the linears that ``targets`` names, in the order of the layers."""
+def targeted(reader: Reader, layers: int, config: CompressionConfig) -> list[Linear]:
+    """Return the linears that ``config.targets`` names, in the order of the layers."""
     return [
-        Linear(name, out_features, in_features)
+        Linear(name, out_features, in_features, pivoted=config.form == "pivoted")
         for index in range(layers)
-        for name in (f"{LAYERS}.{index}.{linear}" for linear in TARGETS[targets])
+        for name in (f"{LAYERS}.{index}.{linear}" for linear in TARGETS[config.targets])
         for out_features, in_features in (reader.shape(f"{name}.weight"),)
     ]
 

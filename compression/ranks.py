@@ -19,6 +19,7 @@ share an A is the sum of their losses.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ class Linear:
 
     With ``members`` it represents several linears with one input and a shared A, the leader first. Its name is the
     leader's name, its weight is the concatenation of their weights, each multiplied by its entry of ``scales``.
+
+    ``pivoted`` factors of rank r have r (in + out - r) parameters, two plain factors r (in + out).
     """
 
     name: str
@@ -50,6 +53,7 @@ class Linear:
     in_features: int
     members: tuple[Linear, ...] = ()
     scales: tuple[float, ...] = ()
+    pivoted: bool = False
 
     @classmethod
     def sharing(cls, members: Sequence[Linear], energies: Sequence[float]) -> Linear:
@@ -61,7 +65,7 @@ class Linear:
         leader, most = members[0], max(energies)
         scales = [(most / max(energy, most / MAX_SCALE**2)) ** 0.5 if most > 0 else 1.0 for energy in energies]
         out_features = sum(member.out_features for member in members)
-        return cls(leader.name, out_features, leader.in_features, tuple(members), tuple(scales))
+        return cls(leader.name, out_features, leader.in_features, tuple(members), tuple(scales), leader.pivoted)
 
     @property
     def parts(self) -> tuple[Linear, ...]:
@@ -79,21 +83,35 @@ class Linear:
         return self.out_features * self.in_features
 
     @property
-    def break_even(self) -> float:
-        """The rank at which the two factors have as many parameters as the dense weight."""
+    def limit(self) -> float:
+        """The rank from which the linear stays dense: it has no fewer parameters, or no pivots, at a higher rank.
+
+        For two factors it is the break-even rank. Pivots of linears that share an A are outputs of the leader.
+        """
+        if self.pivoted:
+            return min(self.parts[0].out_features, self.in_features)
         return self.dense / (self.out_features + self.in_features)
 
     def kept(self, rank: int | None) -> int:
         """Return the parameters at ``rank``; None means dense."""
-        return self.dense if rank is None else rank * (self.out_features + self.in_features)
+        if rank is None:
+            return self.dense
+        return rank * (self.out_features + self.in_features - (rank if self.pivoted else 0))
+
+    def rank_with(self, parameters: float) -> float:
+        """Return the rank at which the factors have ``parameters``, at most those of the dense weight."""
+        features = self.out_features + self.in_features
+        if not self.pivoted:
+            return parameters / features
+        return (features - (features**2 - 4 * min(parameters, self.dense)) ** 0.5) / 2
 
 
 def auto_align(linears: Sequence[Linear]) -> int:
     """Return the widest power-of-two tile, at most 128, that leaves the smallest matrix eight ranks to choose from.
 
-    128 for every published Llama and Qwen from 1B up; 32 for SmolLM2-135M's MLP.
+    128 for every published Llama and Qwen from 1B up; 32 for SmolLM2-135M's MLP. The ranks are those of two factors.
     """
-    widest = min(linear.break_even for linear in linears) / 8
+    widest = min(linear.dense / (linear.out_features + linear.in_features) for linear in linears) / 8
     tile = TILE
     while tile > 1 and tile > widest:
         tile //= 2
@@ -126,15 +144,17 @@ def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, in
         ranks[linear.name] = rank
         kept += linear.kept(rank)
     if all(rank is None for rank in ranks.values()):
-        raise UserError(f"--align {align}: at ratio {ratio:g} no aligned rank is below break-even; use a smaller tile")
+        raise UserError(
+            f"--align {align}: at ratio {ratio:g} no aligned rank is smaller than dense; use a smaller tile"
+        )
     return ranks
 
 
 def _choices(linear: Linear, ratio: float, align: int) -> list[int | None]:
-    """Return the aligned ranks on both sides of the exact rank; None (dense) for a rank at or past break-even."""
-    below = int(linear.break_even * (1 - ratio) // align) * align
+    """Return the aligned ranks on both sides of the exact rank; None (dense) for a rank at or past the limit."""
+    below = int(linear.rank_with((1 - ratio) * linear.dense) // align) * align
     ranks = [rank for rank in (below, below + align) if rank > 0]
-    return [rank if rank < linear.break_even else None for rank in ranks]
+    return [rank if rank < linear.limit else None for rank in ranks]
 
 
 def realised(linears: Sequence[Linear], ranks: dict[str, int | None]) -> float:
@@ -173,28 +193,32 @@ def allocate(
     steps: list[tuple[float, int, int | None]] = []
 
     def offer(number: int) -> None:
-        """Push the linear's next step onto the heap: one more tile, or dense if that would pass break-even."""
-        linear = linears[number]
-        rank = ranks[linear.name]
+        """Push the linear's best step onto the heap: of the ranks that fit, the one with the most gain per parameter."""
+        linear, rank = linears[number], ranks[linears[number].name]
         if rank is None:
             return
-        step = rank + align if rank + align < linear.break_even else None
-        cost = linear.kept(step) - linear.kept(rank)
-        gain = fractions[linear.name] * float(losses[linear.name][rank:step].sum())
-        heapq.heappush(steps, (-gain / cost, number, step))
+        loss, kept = losses[linear.name], linear.kept(rank)
+        further = [*range(rank + align, math.ceil(linear.limit), align), None]
+        further = [step for step in further if linear.kept(step) - kept <= budget]
+        if not further:
+            return
+        gains = loss.cumsum(0)[[(step or len(loss)) - 1 for step in further]] - loss[:rank].sum()
+        rates = [float(gain) / (linear.kept(step) - kept) for gain, step in zip(gains, further, strict=True)]
+        best = max(range(len(further)), key=rates.__getitem__)
+        heapq.heappush(steps, (-fractions[linear.name] * rates[best], number, further[best]))
 
     for number, linear in enumerate(linears):
-        floor = int(FLOOR * linear.break_even * (1 - ratio) // align) * align
-        ranks[linear.name] = max(floor, align) if align < linear.break_even else None
+        floor = int(FLOOR * linear.rank_with((1 - ratio) * linear.dense) // align) * align
+        ranks[linear.name] = max(floor, align) if align < linear.limit else None
         budget -= linear.kept(ranks[linear.name])
         offer(number)
     while steps:
         _, number, step = heapq.heappop(steps)
         linear = linears[number]
         cost = linear.kept(step) - linear.kept(ranks[linear.name])
-        if cost <= budget:  # otherwise this linear is done, and cheaper steps of others may still fit
+        if cost <= budget:  # otherwise a smaller step may still fit
             ranks[linear.name], budget = step, budget - cost
-            offer(number)
+        offer(number)
     return ranks
 
 
@@ -207,6 +231,6 @@ def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[
         apart: by name, the reduction of each linear's relative loss by each rank of its own A, largest first.
         together: the reduction of the sum of their relative losses by each rank of a shared A.
     """
-    rank = sum(linear.kept(ranks[linear.name]) for linear in joint.members) // joint.kept(1)
+    rank = int(joint.rank_with(sum(linear.kept(ranks[linear.name]) for linear in joint.members)))
     factorised = [linear.name for linear in joint.members if ranks[linear.name] is not None]
     return float(together[rank:].sum()) < sum(float(apart[name][ranks[name] :].sum()) for name in factorised)

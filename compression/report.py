@@ -31,7 +31,7 @@ class Matrix(TypedDict):
 REPORT = "compression_report.json"
 """The file name of the JSON document in the folder of a compressed checkpoint."""
 
-SETTINGS = ("allocation", "share_a", "refine", "recover", "factor_dtype", "damping")
+SETTINGS = ("allocation", "share_a", "refine", "recover", "form", "factor_dtype", "damping")
 """The settings of the run that the report holds, beside those of the checkpoint's ``quantization_config``."""
 
 _TABLE = "compression_report.md"
@@ -90,6 +90,7 @@ def _method(report: dict[str, Any]) -> str:
     steps = [
         "global ranks" if report["allocation"] == "global" else "",
         "shared A" if report["share_a"] == "auto" else "",
+        "pivoted" if report.get("form") == "pivoted" else "",
         f"{report['refine']} refinement" if report["refine"] != "off" else "",
         {"off": "", "lora": "LoRA recovery", "factors": "recovery of the factors"}[report["recover"]],
         "int8 factors" if report["factor_dtype"] == "int8" else "",

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -18,9 +19,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.int8_linear import Int8Linear
-from neuronmm.models.lowrank import FACTORS
+from neuronmm.models.lowrank import FACTORS, LowRankLinear
 from neuronmm.models.patch import patch
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
+from neuronmm.models.tensors import check_pivots
 
 
 class _Method(str, Enum):
@@ -95,9 +97,11 @@ class NeuronMMQuantizer(HfQuantizer):
         set_module_tensor_to_device(model, param_name, target_device, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        for module in model.modules():
+        for name, module in model.named_modules():
             if isinstance(module, Int8Linear):
                 module.weight_scale.requires_grad_(False)
+            if isinstance(module, LowRankLinear) and isinstance(module.factors.pivots, Tensor):
+                check_pivots(f"{name}.pivots", module.factors.pivots, module.out_features, model.name_or_path)
         # The other factors are ordinary floating-point weights: .half(), .to(dtype) and training remain possible.
         model.is_quantized = False
         return model

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuronmm.kernels import Int8, LowRank, low_rank_linear, low_rank_swiglu
+from neuronmm.kernels import Form, Int8, LowRank, low_rank_linear, low_rank_swiglu
+from neuronmm.kernels.factors import place_pivots
 from neuronmm.models.int8_linear import Int8Linear
 
 FACTORS = (".A.weight", ".B.weight")
@@ -22,10 +23,13 @@ FACTORS = (".A.weight", ".B.weight")
 
 
 class LowRankLinear(nn.Module):
-    """``y = B (A x) + bias``, the replacement of an ``nn.Linear``.
+    """A linear of rank r in one of the forms of :class:`neuronmm.kernels.LowRank`, the replacement of an ``nn.Linear``.
 
-    Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank].
+    Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank]. In the form ROWS,
+    B.weight is C [out - rank, rank], and the bias [out] is this module's own, because B has no row for the pivots. In the
+    form COLUMNS, A.weight is D [rank, in - rank].
 
+    ``first_pivot`` is the first pivot in the form ROWS; if it is None there, the buffer ``pivots`` [rank], int32, holds them.
     ``kind`` is the class of the two factors. A ``leader`` is another low-rank linear with the same input, whose ``A``
     this linear uses, including whatever replaces it later (an adapter, for example). ``A`` is a child of the leader
     only: parameters, ``state_dict`` and checkpoint hold it once.
@@ -42,19 +46,56 @@ class LowRankLinear(nn.Module):
         *,
         leader: LowRankLinear | None = None,
         kind: type[nn.Linear] | type[Int8Linear] = nn.Linear,
+        form: Form = Form.TWO,
+        first_pivot: int | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.form, self.first_pivot = form, first_pivot
         self._leader = (leader,)  # in a tuple, so that it does not become a child
+        in_rows = form is Form.ROWS
         if leader is None:
-            self.A = kind(in_features, rank, bias=False, device=device, dtype=dtype)
-        self.B = kind(rank, out_features, bias=bias, device=device, dtype=dtype)
+            stored_inputs = in_features - (rank if form is Form.COLUMNS else 0)
+            self.A = kind(stored_inputs, rank, bias=False, device=device, dtype=dtype)
+        stored_outputs = out_features - (rank if in_rows else 0)
+        self.B = kind(rank, stored_outputs, bias=bias and not in_rows, device=device, dtype=dtype)
+        if in_rows:
+            empty = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+            self.bias = None if empty is None else nn.Parameter(empty)
+            if first_pivot is None:
+                self.register_buffer("pivots", torch.arange(rank, dtype=torch.int32, device=device))
         self.impl: str | None = None
+
+    @classmethod
+    def of(cls, factors: LowRank, leader: LowRankLinear | None = None) -> LowRankLinear:
+        """Return a module with the parameters of ``factors``, whose A is that of ``leader`` if there is one."""
+        indexed = isinstance(factors.pivots, Tensor)
+        module = cls(
+            factors.in_features,
+            factors.out_features,
+            factors.rank,
+            factors.bias is not None,
+            device=torch.device("meta"),
+            leader=leader,
+            form=factors.form,
+            first_pivot=None if indexed else factors.pivots,
+        )
+        if leader is None:
+            module.A.weight = _frozen(factors.A)
+        module.B.weight = _frozen(factors.B)
+        if factors.bias is not None:
+            (module if factors.form is Form.ROWS else module.B).bias = _frozen(factors.bias)
+        if indexed:
+            module.pivots = factors.pivots
+        return module
 
     @property
     def factors(self) -> LowRank:
         """The weights in the form that the kernels take."""
-        return LowRank(_matrix(self.A), _matrix(self.B), self.B.bias)
+        if self.form is not Form.ROWS:
+            return LowRank(_matrix(self.A), _matrix(self.B), self.B.bias, self.form)
+        pivots = self.pivots if self.first_pivot is None else self.first_pivot
+        return LowRank(_matrix(self.A), _matrix(self.B), self.bias, self.form, pivots)
 
     def __getattr__(self, name: str) -> Any:
         """Return a child or parameter; ``A`` is the leader's if there is a leader."""
@@ -62,12 +103,23 @@ class LowRankLinear(nn.Module):
         return super().__getattr__(name) if leader is None else leader.A
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.impl is None:
+        if self.impl is not None:
+            return low_rank_linear(x, *self.factors, impl=self.impl)
+        if self.form is Form.TWO:
             return self.B(self.A(x))
-        return low_rank_linear(x, *self.factors, impl=self.impl)
+        if self.form is Form.COLUMNS:
+            others, pivots = x.split([self.in_features - self.rank, self.rank], dim=-1)
+            return self.B(pivots + self.A(others))
+        h = self.A(x)
+        y = place_pivots(self.factors.pivots, h, self.B(h))
+        return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, form={self.form.value}"
+
+
+def _frozen(tensor: Any) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
 def _matrix(factor: Any) -> Tensor | Int8:

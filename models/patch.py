@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from neuronmm.kernels import Form
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
@@ -27,14 +28,23 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
         UserError: a name is not a linear of this model, or a rank or a leader does not fit; the model is unchanged.
     """
     sharing = {*spec.shared, *spec.shared.values()}
-    linears = {name: _linear(model, name, rank, name in sharing) for name, rank in spec.ranks.items()}
+    linears = {
+        name: _linear(model, name, rank, name in sharing and name not in spec.forms)
+        for name, rank in spec.ranks.items()
+    }
     for name, leader in spec.shared.items():
         if linears[name].in_features != linears[leader].in_features:
             widths = f"{linears[name].in_features} and {linears[leader].in_features}"
             raise UserError(f"{name!r} cannot use the A of {leader!r}: their inputs have {widths} features")
+    for name, entry in spec.forms.items():
+        if entry.first is not None and entry.first + spec.ranks[name] > linears[name].out_features:
+            outputs = linears[name].out_features
+            raise UserError(
+                f"{name!r} has {outputs} outputs, so its first pivot cannot be {entry.first}; config.json is wrong"
+            )
     low_rank: dict[str, LowRankLinear] = {}
     for name in sorted(linears, key=lambda name: name in spec.shared):  # leaders first
-        linear = linears[name]
+        linear, entry = linears[name], spec.forms.get(name)
         low_rank[name] = LowRankLinear(
             linear.in_features,
             linear.out_features,
@@ -44,6 +54,8 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
             dtype=linear.weight.dtype,
             leader=low_rank[spec.shared[name]] if name in spec.shared else None,
             kind=_KINDS[spec.factors],
+            form=Form.TWO if entry is None else Form(entry.form),
+            first_pivot=None if entry is None else entry.first,
         )
         model.set_submodule(name, low_rank[name].train(linear.training))
     if getattr(getattr(model, "config", None), "hidden_act", "silu") != "silu":

@@ -9,24 +9,48 @@ from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
+    NonNegativeInt,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_serializer,
 )
 
 from neuronmm.models.errors import UserError, first_problem
 from neuronmm.models.families import same_input
 
 QUANT_METHOD = "neuronmm"
-FORMAT: Final = 1
+FORMATS: Final = (1, 2)
+"""The checkpoint formats that this version reads: 1 has two factors for every linear, 2 has pivoted forms as well."""
+
+
+class PivotedForm(BaseModel):
+    """The form of one linear that is not stored as two factors; :class:`neuronmm.kernels.LowRank` gives the formulas.
+
+    In the form ``rows``, the pivots are the ``rank`` outputs from ``first`` on; if ``first`` is None, the tensor
+    ``<linear>.pivots`` [rank], int32, holds their numbers in increasing order. In the form ``columns``, they are the last
+    inputs, and ``first`` is None.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    form: Literal["rows", "columns"]
+    first: NonNegativeInt | None = None
+
+    @property
+    def indexed(self) -> bool:
+        """Whether a tensor holds the pivots."""
+        return self.form == "rows" and self.first is None
 
 
 class CompressionSpec(BaseModel):
     """Which linears are factorised, and the settings of the compression.
 
     ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
-    factorised linear to its leader, whose A it uses. ``factors`` is the precision of the stored factors: the model's,
+    factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors; they
+    need format 2. ``factors`` is the precision of the stored factors: the model's,
     or int8 with one float32 scale per row. Ratios are the fraction of the targeted linears' weights that is removed,
     0 to 1; ``model_ratio`` is the fraction of all parameters. Every rank is a multiple of ``align``.
     """
@@ -34,9 +58,10 @@ class CompressionSpec(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     quant_method: Literal["neuronmm"] = "neuronmm"
-    format: Literal[1] = FORMAT
+    format: Literal[1, 2] = 1
     ranks: dict[str, PositiveInt] = Field(min_length=1)
     shared: dict[str, str] = {}
+    forms: dict[str, PivotedForm] = {}
     factors: Literal["model", "int8"] = "model"
     method: str
     targets: str
@@ -63,6 +88,29 @@ class CompressionSpec(BaseModel):
                 raise ValueError(f"{name} has rank {ranks[name]}, but its leader {leader} has rank {ranks[leader]}")
         return shared
 
+    @field_validator("forms")
+    @classmethod
+    def _forms_fit(cls, forms: dict[str, PivotedForm], info: ValidationInfo) -> dict[str, PivotedForm]:
+        ranks, shared = info.data.get("ranks", {}), info.data.get("shared", {})
+        if forms and info.data.get("format") == 1:
+            raise ValueError("pivoted forms need format 2")
+        for name, entry in forms.items() if ranks else ():
+            if name not in ranks:
+                raise ValueError(f"{name} has no rank")
+            if name in shared:
+                raise ValueError(f"{name} uses the A of {shared[name]}, so it has no pivots")
+            if entry.form == "columns" and (entry.first is not None or name in shared.values()):
+                raise ValueError(f"{name} has the form columns, which has no first pivot and shares no A")
+        return forms
+
+    @model_serializer(mode="wrap")
+    def _without_empty_forms(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write format 1 as the versions that only know format 1 read it."""
+        block = handler(self)
+        if not self.forms:
+            block.pop("forms", None)
+        return block
+
     @classmethod
     def parse(cls, block: Any, where: str) -> CompressionSpec:
         """Validate a ``quantization_config`` block read from JSON.
@@ -76,9 +124,9 @@ class CompressionSpec(BaseModel):
         method = block.get("quant_method", QUANT_METHOD)
         if method != QUANT_METHOD:
             raise UserError(f"{where}: the weights are quantised by {method!r}; use the original checkpoint")
-        if block.get("format", FORMAT) != FORMAT:
+        if block.get("format", 1) not in FORMATS:
             raise UserError(
-                f"{where}: checkpoint format {block['format']} is not format {FORMAT}, the one this neuronmm reads; "
+                f"{where}: checkpoint format {block['format']} is none of {FORMATS}, which this neuronmm reads; "
                 "install the version that wrote it"
             )
         try:

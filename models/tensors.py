@@ -70,16 +70,22 @@ def _linear(
         yield f"{name}.weight", Promise((out_features, in_features))
         yield f"{name}.bias", Promise((out_features,), required=False)
         return
-    rank = spec.ranks[name]
-    shapes = (
-        {"B": (out_features, rank)} if name in spec.shared else {"A": (rank, in_features), "B": (out_features, rank)}
-    )
+    rank, entry, int8 = spec.ranks[name], spec.forms.get(name), spec.factors == "int8"
+    form = None if entry is None else entry.form
+    shapes = {
+        "A": (rank, in_features - rank if form == "columns" else in_features),
+        "B": (out_features - rank if form == "rows" else out_features, rank),
+    }
+    if name in spec.shared:
+        del shapes["A"]
     for factor, shape in shapes.items():
-        int8 = spec.factors == "int8"
         yield f"{name}.{factor}.weight", Promise(shape, dtypes=("I8",) if int8 else FLOATS)
         if int8:
             yield f"{name}.{factor}.weight_scale", Promise(shape[:1], dtypes=("F32",))
-    yield f"{name}.B.bias", Promise((out_features,), required=False)
+    if entry is not None and entry.indexed:
+        yield f"{name}.pivots", Promise((rank,), dtypes=("I32",))
+    bias = f"{name}.bias" if form == "rows" else f"{name}.B.bias"
+    yield bias, Promise((out_features,), required=False)
 
 
 def check_tensors(folder: Path, files: dict[str, Path], config: ModelConfig, spec: CompressionSpec | None) -> None:
@@ -130,6 +136,20 @@ def check_finite(name: str, tensor: Tensor, where: Path) -> None:
     if tensor.is_floating_point() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
         raise UserError(
             f"{where}: {name} holds NaN or infinity; the checkpoint is damaged; download or compress it again"
+        )
+
+
+def check_pivots(name: str, pivots: Tensor, outputs: int, where: Path | str) -> None:
+    """Refuse the ``pivots`` [r] of a linear unless they increase strictly and are numbers of its ``outputs``.
+
+    Raises:
+        UserError: they do not.
+    """
+    numbers = pivots.long()
+    if numbers[0] < 0 or numbers[-1] >= outputs or not (numbers.diff() > 0).all():
+        raise UserError(
+            f"{where}: {name} has to hold increasing numbers from 0 to {outputs - 1}; the checkpoint is damaged, download "
+            "or make it again"
         )
 
 
