@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, TYPES, Linear, Matrix, core
+from neuronmm.kernels.factors import Form, LowRank
 from neuronmm.kernels.int8 import Int8
-from neuronmm.kernels.ops import LowRank, Op, register
+from neuronmm.kernels.ops import Op, register
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
@@ -23,10 +24,12 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
     """Return why the core does not support this call, or None if it does."""
     if core() is None:
         return NOT_BUILT
-    weights = [weight for factor in factors for weight in factor if weight is not None]
+    weights = [weight for factor in factors for weight in factor[:3] if weight is not None]
     int8 = [weight for weight in weights if isinstance(weight, Int8)]
     floats = [weight for weight in weights if not isinstance(weight, Int8)]
-    tensors = [*floats, *(tensor for weight in int8 for tensor in weight)]
+    tensors = [tensor for factor in factors for tensor in factor.tensors]
+    if any(factor.form is not Form.TWO for factor in factors):
+        return "it takes two plain factors"
     if any(tensor.device.type != "cpu" for tensor in (x, *tensors)):
         return "a tensor is not in main memory"
     if x.dtype not in _FLOATS or any(tensor.dtype != x.dtype for tensor in floats):

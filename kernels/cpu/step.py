@@ -15,21 +15,24 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.cpu.library import MAX_BATCH, TYPES, Layer, Linear, Matrix, Model, core
+from neuronmm.kernels.factors import Form
 from neuronmm.kernels.int8 import Int8, Weight
 from neuronmm.kernels.ops import KernelError
 
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """``y = A x + bias``, or ``y = B (A x) + bias`` if ``B`` is given.
+    """``y = A x + bias``, or a factorised linear if ``B`` is given.
 
-    Dimensions: dense ``A`` [out, in]; factorised ``A`` [r, in], ``B`` [out, r]; ``bias`` [out]. The matrices are
-    float32, bfloat16 or :class:`Int8`, contiguous.
+    Dimensions: dense ``A`` [out, in], ``bias`` [out]; factorised linears are those of :class:`LowRank`. The matrices
+    are float32, bfloat16 or :class:`Int8`, contiguous.
     """
 
     A: Weight
     B: Weight | None = None
     bias: Tensor | None = None
+    form: Form = Form.TWO
+    pivots: int | Tensor | None = None
 
 
 @dataclass(frozen=True)

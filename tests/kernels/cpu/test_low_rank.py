@@ -16,23 +16,25 @@ from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swi
 from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.kernels.ops import Op, choose
+from random_factors import doubled, make_factors
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 SIZES = st.integers(1, 130)
-
-
-def make_factors(out: int, inner: int, rank: int, bias: bool, dtype: torch.dtype) -> LowRank:
-    a, b = torch.randn(rank, inner) * inner**-0.5, torch.randn(out, rank) * rank**-0.5
-    return LowRank(a.to(dtype), b.to(dtype), torch.randn(out).to(dtype) if bias else None)
 
 
 def rms(errors: Tensor) -> float:
     return float(errors.square().mean().sqrt())
 
 
-def wide(*factors: LowRank, absolute: bool = False) -> list[LowRank]:
-    """The factors in float64, or their absolute values."""
-    return [LowRank(*(t if t is None else t.double().abs() if absolute else t.double() for t in f)) for f in factors]
+def wide(*linears: LowRank, absolute: bool = False) -> list[LowRank]:
+    """The linears in float64, or those of the absolute values."""
+    linears = tuple(map(doubled, linears))
+    if not absolute:
+        return list(linears)
+    return [
+        part._replace(A=part.A.abs(), B=part.B.abs(), bias=None if part.bias is None else part.bias.abs())
+        for part in linears
+    ]
 
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor]
