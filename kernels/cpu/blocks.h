@@ -6,22 +6,10 @@
 #include <initializer_list>
 #include <memory>
 
+#include "matmul.h"
 #include "team.h"
 
 namespace neuronmm {
-
-// fp32 activations [batch, n] that one phase writes and the next one reads; row b begins at data + b * stride. If there are
-// more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride, which the GEMMs read.
-struct Rows {
-    float* data;
-    size_t stride;
-    uint16_t* rounded = nullptr;
-
-    float* row(int b) const { return data + b * stride; }
-};
-
-// Update columns [begin, end) of the bf16 copy of `batch` rows of n values, if there is one.
-void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n, int batch);
 
 // Memory of one call, reused by the next call of the same thread. It only grows.
 class Scratch {

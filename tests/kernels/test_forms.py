@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels import Form, KernelError, LowRank, Op, implementations, low_rank_linear, low_rank_swiglu
+from neuronmm.kernels.cpu import core
 from random_factors import LAYOUTS, doubled, make_factors, quantised
 
 NAMES = [i.name for i in implementations(Op.LINEAR)]
@@ -80,7 +81,7 @@ def test_a_pivoted_linear_is_its_expansion(name: str, edge: str, layout: str) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["reference", "naive", "torch"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_int8_linear_is_its_expansion(name: str, layout: str) -> None:
     """The identity block is exact: only the stored factors are rounded."""
     (factors,) = quantised(make_factors(33, 40, 11, True, torch.float32, layout))
@@ -95,6 +96,33 @@ def test_factors_are_shared_only_where_they_are_applied_alike() -> None:
     assert rows.shares_a(plain) and plain.shares_a(rows) and columns.shares_a(columns)
     assert not columns.shares_a(LowRank(columns.A, torch.randn(9, 4)))
     assert not rows.shares_a(plain._replace(A=rows.A.clone()))
+
+
+HOSTILE = {
+    "decreasing": [0, 2, 1, 4, 5],
+    "repeated": [0, 2, 2, 4, 5],
+    "negative": [-1, 2, 3, 4, 5],
+    "beyond the outputs": [0, 2, 3, 4, 12],
+    "far beyond": [0, 2, 3, 4, 2**31 - 1],
+    "far before": [-(2**31), 2, 3, 4, 5],
+}
+
+
+@pytest.mark.parametrize("pivots", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_pivots_never_reach_the_core(pivots: list[int]) -> None:
+    if core() is None:
+        pytest.skip("the C++ core is not built")
+    factors = make_factors(12, 8, 5, True, torch.float32, "index")._replace(pivots=torch.tensor(pivots).int())
+    with pytest.raises(KernelError, match=re.escape("strictly increasing, in [0, 12)")):
+        low_rank_linear(torch.zeros(2, 8), *factors, impl="cpu")
+    gate, up, down = swiglu_parts(("index",) * 3, torch.float32)
+    for parts in (
+        (gate._replace(pivots=gate.pivots.flip(0)), up, down),
+        (gate, up._replace(pivots=up.pivots + 40), down),
+        (gate, up, down._replace(pivots=down.pivots - 24)),
+    ):
+        with pytest.raises(KernelError, match="strictly increasing"):
+            low_rank_swiglu(torch.zeros(2, 24), *parts, impl="cpu")
 
 
 ROWS, COLUMNS = (make_factors(12, 8, 5, True, torch.float32, layout) for layout in ("rows", "columns"))

@@ -1,10 +1,11 @@
-"""The CPU core's instruction sets, one after the other."""
+"""The CPU core's instruction sets and thread counts, one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from neuronmm.kernels.cpu.library import core, set_isa
 
@@ -16,3 +17,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"{request.param} cannot run here")
     yield request.param
     set_isa(None)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The number of threads during the test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

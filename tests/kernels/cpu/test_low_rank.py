@@ -16,10 +16,11 @@ from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swi
 from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.kernels.ops import Op, choose
-from random_factors import doubled, make_factors
+from random_factors import LAYOUTS, doubled, make_factors
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 SIZES = st.integers(1, 130)
+PIVOTED = LAYOUTS[1:]
 
 
 def rms(errors: Tensor) -> float:
@@ -55,32 +56,60 @@ def assert_rule(cases: list[Case], terms: int) -> None:
     assert rms(ours) <= max(2 * rms(torchs), terms * 2.0**-24)
 
 
-def check_linear(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype) -> None:
-    cases = [linear_case(rows, inner, rank, out, bias, dtype) for _ in range(draws(rows * min(inner, rank, out), POOL))]
+def check_linear(
+    rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype, layout: str = "two"
+) -> None:
+    independent = rows * min(inner, rank, out)
+    cases = [linear_case(rows, inner, rank, out, bias, dtype, layout) for _ in range(draws(independent, POOL))]
     assert_rule(cases, inner + rank + 2)
 
 
-def linear_case(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype) -> Case:
-    factors, x = make_factors(out, inner, rank, bias, dtype), torch.randn(rows, inner).to(dtype)
+def linear_case(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype, layout: str) -> Case:
+    factors, x = make_factors(out, inner, rank, bias, dtype, layout), torch.randn(rows, inner).to(dtype)
     exact = low_rank_linear(x.double(), *wide(factors)[0], impl="naive")
     magnitude = low_rank_linear(x.double().abs(), *wide(factors, absolute=True)[0], impl="naive")
     y, plain = (low_rank_linear(x, *factors, impl=impl) for impl in ("cpu", "naive"))
     return y, plain, exact, magnitude
 
 
+Layouts = tuple[str, str, str]
+
+
 def check_swiglu(
-    rows: int, hidden: int, ranks: tuple[int, int, int], inter: int, bias: bool, dtype: torch.dtype
+    rows: int,
+    hidden: int,
+    ranks: tuple[int, int, int],
+    inter: int,
+    bias: bool,
+    dtype: torch.dtype,
+    layouts: Layouts = ("two", "two", "two"),
+    shared: bool = False,
 ) -> None:
+    """``shared``: up uses gate's A, if both have one shape."""
     independent = rows * min(hidden, inter, *ranks)  # what passes through the narrowest place shares its rounding
-    cases = [swiglu_case(rows, hidden, ranks, inter, bias, dtype) for _ in range(draws(independent, POOL))]
+    cases = [
+        swiglu_case(rows, hidden, ranks, inter, bias, dtype, layouts, shared) for _ in range(draws(independent, POOL))
+    ]
     assert_rule(cases, 2 * (hidden + max(ranks[:2])) + inter + ranks[2] + 12)
 
 
 def swiglu_case(
-    rows: int, hidden: int, ranks: tuple[int, int, int], inter: int, bias: bool, dtype: torch.dtype
+    rows: int,
+    hidden: int,
+    ranks: tuple[int, int, int],
+    inter: int,
+    bias: bool,
+    dtype: torch.dtype,
+    layouts: Layouts,
+    shared: bool,
 ) -> Case:
     shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
-    factors = [make_factors(*shape, rank, bias, dtype) for shape, rank in zip(shapes, ranks, strict=True)]
+    factors = [
+        make_factors(*shape, rank, bias, dtype, layout)
+        for shape, rank, layout in zip(shapes, ranks, layouts, strict=True)
+    ]
+    if shared and factors[0].A.shape == factors[1].A.shape:
+        factors[1] = factors[1]._replace(A=factors[0].A)
     x = torch.randn(rows, hidden).to(dtype)
     exact = low_rank_swiglu(x.double(), *wide(*factors), impl="naive")
     gate, up, down = wide(*factors, absolute=True)
@@ -129,6 +158,31 @@ class TestRule:
         with torch.inference_mode():
             check_swiglu(rows, hidden, ranks, inter, bias, dtype)
 
+    @examples(20)
+    @given(
+        *(st.integers(1, MAX_BATCH), SIZES, SIZES, SIZES, st.booleans(), st.integers(0, 999)), st.sampled_from(PIVOTED)
+    )
+    def test_pivoted_linear(
+        self, dtype: torch.dtype, rows: int, inner: int, rank: int, out: int, bias: bool, seed: int, layout: str
+    ) -> None:
+        torch.manual_seed(seed)
+        with torch.inference_mode():
+            check_linear(rows, inner, rank, out, bias, dtype, layout)
+
+    @examples(20)
+    @given(st.data(), st.integers(0, 999))
+    def test_pivoted_swiglu(self, dtype: torch.dtype, data: st.DataObject, seed: int) -> None:
+        """Ranks reach and pass full rank; gate and up of one rank may share their A."""
+        draw = data.draw
+        rows, hidden, inter, rank, shared = (
+            draw(drawn) for drawn in (st.integers(1, MAX_BATCH), SIZES, SIZES, SIZES, st.booleans())
+        )
+        layouts = draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3))
+        ranks = (rank, min(rank, hidden, inter) if shared else draw(SIZES), draw(SIZES))
+        torch.manual_seed(seed)
+        with torch.inference_mode():
+            check_swiglu(rows, hidden, ranks, inter, draw(st.booleans()), dtype, layouts, shared)
+
 
 @built
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -137,6 +191,18 @@ class TestRule:
 def test_every_instruction_set_and_batch(isa: str, rows: int, dtype: torch.dtype) -> None:
     check_linear(rows, 576, 77, 193, True, dtype)
     check_swiglu(rows, 64, (16, 33, 7), 300, True, dtype)
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("layout", PIVOTED)
+@torch.inference_mode()
+def test_every_instruction_set_and_form(isa: str, layout: str, rows: int, dtype: torch.dtype) -> None:
+    check_linear(rows, 576, 77, 193, True, dtype, layout)
+    rows_of_gate = "index" if layout == "index" else "rows"
+    for up in ("two", layout):
+        check_swiglu(rows, 64, (33, 33, 50), 300, True, dtype, (rows_of_gate, up, "columns"), shared=up != "columns")
 
 
 @built
@@ -149,10 +215,11 @@ def test_a_row_does_not_depend_on_its_neighbours_beyond_summation_order() -> Non
 
 
 @built
+@pytest.mark.parametrize("layout", LAYOUTS)
 @torch.inference_mode()
-def test_the_number_of_threads_changes_nothing() -> None:
+def test_the_number_of_threads_changes_nothing(layout: str) -> None:
     before = torch.get_num_threads()
-    factors, x = make_factors(2048, 512, 256, True, torch.bfloat16), torch.randn(2, 512).bfloat16()
+    factors, x = make_factors(2048, 512, 256, True, torch.bfloat16, layout), torch.randn(2, 512).bfloat16()
     results = []
     try:
         for threads in (1, 2, 3, 2, 3):
@@ -192,6 +259,8 @@ def test_leading_dimensions_and_strided_input() -> None:
         ("not contiguous", torch.randn(1, 16), {"A": torch.randn(16, 4).T}),
         ("no backward", torch.randn(1, 16, requires_grad=True), {}),
         ("main memory", torch.randn(1, 16, device="meta"), {}),
+        ("main memory", torch.randn(1, 16), {"pivots": torch.arange(4, dtype=torch.int32, device="meta")}),
+        ("not contiguous", torch.randn(1, 16), {"pivots": torch.arange(8, dtype=torch.int32)[::2]}),
     ],
 )
 def test_it_says_why_it_cannot_serve(reason: str, x: Tensor, change: dict[str, Tensor]) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
+from core_decoding import (
+    PROMPT,
+    assert_decodes_within_the_rule,
+    assert_equals_transformers,
+    assert_reads_prompts,
+    exact_logits,
+    make_prompts,
+    prompt_errors,
+)
 from draws import examples
 from error_rule import draws
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
-from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, core
 from neuronmm.kernels.cpu.library import isa as isa_in_use
 from neuronmm.models.families import FAMILIES, TARGETS
-from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, make_tokens, shared_spec
+from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, shared_spec
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
@@ -29,15 +34,6 @@ KINDS = {
     "shared": shared_spec(),
     "int8": shared_spec(factors="int8"),
 }
-PROMPT, NEW = 9, 12
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def make_model(
@@ -49,32 +45,11 @@ def make_model(
     return model.to(dtype)
 
 
-def make_prompts(batch: int) -> tuple[Tensor, Tensor]:
-    """Left-padded prompts of several lengths."""
-    ids, mask = make_tokens(batch, PROMPT), torch.ones(batch, PROMPT, dtype=torch.long)
-    for row in range(batch):
-        mask[row, : row % 4] = 0
-    return ids, mask
-
-
-@torch.no_grad()
-def exact_logits(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """transformers' own logits of the last position, without a cache."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
-
-
-def assert_equals_transformers(model: torch.nn.Module, batch: int) -> None:
-    """Greedy decoding in the core: tokens equal, logits close, at every step."""
-    ids, mask = make_prompts(batch)
-    decoder = CpuDecoder(model, batch, PROMPT + NEW)
-    logits = decoder.prefill(ids, mask)
-    for _ in range(NEW):
-        token = logits.argmax(-1)
-        ids, mask = torch.cat([ids, token[:, None]], 1), torch.cat([mask, torch.ones_like(token)[:, None]], 1)
-        logits, expected = decoder.decode(token), exact_logits(model, ids, mask)
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+def twins(model_type: str, kind: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model in bf16, and the same model in fp32."""
+    model, wide = make_model(model_type, kind, dtype=torch.bfloat16), make_model(model_type, kind)
+    wide.load_state_dict(model.state_dict())
+    return model, wide
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,18 +85,7 @@ def test_every_instruction_set() -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_bf16_keeps_the_rule(model_type: str, kind: str) -> None:
     """In bf16 the error against fp32 is at most twice that of the torch decoder in bf16, over the same tokens."""
-    model, (ids, mask) = make_model(model_type, kind, dtype=torch.bfloat16), make_prompts(4)
-    decoders = [CpuDecoder(model, 4, PROMPT + NEW), TorchDecoder(model, 4, PROMPT + NEW)]
-    wide = make_model(model_type, kind)
-    wide.load_state_dict(model.state_dict())
-    decoders.append(TorchDecoder(wide, 4, PROMPT + NEW))
-    errors = torch.zeros(2)
-    logits = [decoder.prefill(ids, mask) for decoder in decoders]
-    for _ in range(NEW):
-        token = logits[2].argmax(-1)
-        logits = [decoder.decode(token) for decoder in decoders]
-        errors += torch.stack([(y.float() - logits[2]).norm() for y in logits[:2]])
-    assert errors[0] <= 2 * errors[1]
+    assert_decodes_within_the_rule(*twins(model_type, kind))
 
 
 @pytest.mark.parametrize("length", [2, 9, 70])
@@ -129,8 +93,7 @@ def test_bf16_keeps_the_rule(model_type: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int) -> None:
     """Logits and cache of a prompt read by the core; 8 rows of 70 tokens are more than it takes at once."""
-    family = "qwen3" if batch == 3 else "qwen2"
-    assert_reads_prompts(make_model(family, kind, dtype=torch.bfloat16), make_model(family, kind), batch, length)
+    assert_reads_prompts(*twins("qwen3" if batch == 3 else "qwen2", kind), batch, length)
 
 
 @pytest.mark.parametrize("kind", ["dense", "shared", "int8"])
@@ -140,7 +103,7 @@ def test_prompts_keep_the_rule_on_every_instruction_set(kind: str, length: int, 
     if isa == "portable":
         assert not CpuDecoder(make_model("qwen2", kind, dtype=torch.bfloat16), 1, 4).reads_prompts
     else:
-        assert_reads_prompts(make_model("qwen2", kind, dtype=torch.bfloat16), make_model("qwen2", kind), 2, length)
+        assert_reads_prompts(*twins("qwen2", kind), 2, length)
 
 
 @pytest.mark.usefixtures("isa")
@@ -164,39 +127,9 @@ def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
     for seed in range(draws(hidden * batch, 8)):
         torch.manual_seed(seed)
         model, wide = make_tiny("qwen2", dtype=torch.bfloat16, **shape), make_tiny("qwen2", **shape)
+        wide.load_state_dict(model.state_dict())
         errors += prompt_errors(model, wide, batch, length)
     assert (errors[:, 0] <= 4 * errors[:, 1]).all()
-
-
-def assert_reads_prompts(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> None:
-    """The core's logits and cache of a prompt of ``model`` are within the rule of torch's."""
-    errors = prompt_errors(model, wide, batch, length)
-    assert (errors[:, 0] <= 4 * errors[:, 1]).all()
-
-
-def prompt_errors(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> Tensor:
-    """Squared errors [logits or cache, the core's or torch's] of a prompt of ``model``, bf16, against ``wide``.
-
-    ``wide`` is the same model in fp32, whose weights are set to those of ``model``.
-    """
-    wide.load_state_dict(model.state_dict())
-    core_decoder = CpuDecoder(model, batch, length + 3)
-    if not core_decoder.reads_prompts:
-        pytest.skip("prompts are read by torch on this processor")
-    decoders = [core_decoder, TorchDecoder(model, batch, length + 3), TorchDecoder(wide, batch, length + 3)]
-    ids, mask = make_tokens(batch, length), torch.ones(batch, length, dtype=torch.long)
-    for row in range(batch):
-        mask[row, : min(row % 4 * length // 5, length - 1)] = 0
-    logits = [decoder.prefill(ids, mask).float() for decoder in decoders]
-    valid = mask.bool()[:, None, :, None]
-    cached = [
-        torch.stack([torch.where(valid, t[:, :, :length].float(), 0) for t in (*d.cache.keys, *d.cache.values)])
-        for d in decoders
-    ]
-    assert all(torch.isfinite(results[0]).all() for results in (logits, cached))
-    return torch.tensor(
-        [[(result - exact).square().sum() for result in results] for *results, exact in (logits, cached)]
-    )
 
 
 def test_a_prompt_in_fp32_is_read_by_torch() -> None:
