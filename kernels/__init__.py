@@ -9,14 +9,24 @@ if "." not in __name__:
     stand_back(__name__)
 else:
     from neuronmm.kernels import cpu, plain, reference  # noqa: F401 (they register implementations)
+    from neuronmm.kernels.factors import Form, LowRank
     from neuronmm.kernels.int8 import Int8, quantise
     from neuronmm.kernels.ops import (
         KernelError,
-        LowRank,
         Op,
         implementations,
         low_rank_linear,
         low_rank_swiglu,
     )
 
-__all__ = ["Int8", "KernelError", "LowRank", "Op", "implementations", "low_rank_linear", "low_rank_swiglu", "quantise"]
+__all__ = [
+    "Form",
+    "Int8",
+    "KernelError",
+    "LowRank",
+    "Op",
+    "implementations",
+    "low_rank_linear",
+    "low_rank_swiglu",
+    "quantise",
+]

@@ -42,7 +42,8 @@ def quantise(weight: Tensor) -> Int8:
     """
     wide = weight.detach().float()
     # A row of zeros or of subnormal numbers gets the smallest normal scale, which avoids a division by zero.
-    scales = (wide.abs().amax(dim=1) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+    largest = wide.abs().amax(dim=1) if wide.shape[1] else wide.new_zeros(len(wide))
+    scales = (largest / 127).clamp_min_(torch.finfo(torch.float32).tiny)
     return Int8((wide / scales[:, None]).round_().to(torch.int8), scales)
 
 

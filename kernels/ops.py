@@ -12,32 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from neuronmm.kernels.int8 import Int8, Weight
+from neuronmm.kernels.factors import Form, LowRank
+from neuronmm.kernels.int8 import Weight
 
 
 class KernelError(RuntimeError):
     """A named implementation does not exist or does not support the call; the message gives the reason."""
-
-
-class LowRank(NamedTuple):
-    """One factorised linear ``y = B (A x) + bias``.
-
-    Dimensions: ``A`` [r, in], ``B`` [out, r], ``bias`` [out] or None. All are on one device and have one float dtype,
-    except for factors that are :class:`Int8`.
-    """
-
-    A: Weight
-    B: Weight
-    bias: Tensor | None = None
-
-    def shares_a(self, other: LowRank) -> bool:
-        """Whether both use the same A tensor, so that A x is computed only once."""
-        one, two = (part.A.values if isinstance(part.A, Int8) else part.A for part in (self, other))
-        return one is two
 
 
 class Op(str, Enum):
@@ -118,26 +102,60 @@ def _first_that_serves(op: Op, x: Tensor, *factors: LowRank) -> Implementation:
     raise KernelError(f"no implementation of {op.value} can serve this call")
 
 
-def _width_after(width: int, factors: LowRank) -> int:
-    """Check the shapes of ``factors`` for an input of ``width`` features and return the width of the result."""
-    (rank, into), (out, inner) = factors.A.shape, factors.B.shape
-    if into != width or inner != rank or (factors.bias is not None and factors.bias.shape != (out,)):
-        bias = "none" if factors.bias is None else list(factors.bias.shape)
-        raise KernelError(f"input of width {width}, A [{rank}, {into}], B [{out}, {inner}], bias {bias} do not fit")
+def width_after(width: int, factors: LowRank) -> int:
+    """Check the shapes of ``factors`` for an input of ``width`` features and return the width of the result.
+
+    Pivots that are a tensor are checked for dtype and shape only.
+    """
+    bias, out = factors.bias, factors.out_features
+    fits = factors.in_features == width and factors.B.shape[1] == factors.rank
+    if not fits or (bias is not None and bias.shape != (out,)):
+        shapes = (
+            f"A {list(factors.A.shape)}, B {list(factors.B.shape)}, bias {'none' if bias is None else list(bias.shape)}"
+        )
+        form = "" if factors.form is Form.TWO else f" in the form {factors.form.value}"
+        raise KernelError(f"input of width {width}, {shapes}{form} do not fit")
+    problem = _pivot_problem(factors)
+    if problem is not None:
+        raise KernelError(problem)
     return out
 
 
-def low_rank_linear(x: Tensor, A: Weight, B: Weight, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:
-    """``y = B (A x) + bias``, the paper's XUV (arXiv 2510.25977) with U = A^T and V = B^T.
+def _pivot_problem(factors: LowRank) -> str | None:
+    """Return what is wrong with the pivots, or None. The values of a tensor are not read."""
+    form, rank, pivots = factors.form, factors.rank, factors.pivots
+    if form is not Form.ROWS:
+        return None if pivots is None else f"the form {form.value} takes no pivots"
+    if isinstance(pivots, int):
+        last = factors.out_features - rank
+        return None if 0 <= pivots <= last else f"first pivot {pivots} is not in [0, {last}]"
+    if not isinstance(pivots, Tensor):
+        return "the form rows needs pivots: the first of a range, or an int32 tensor"
+    if pivots.dtype != torch.int32 or pivots.shape != (rank,):
+        return f"pivots {list(pivots.shape)} of {pivots.dtype}, they have to be [{rank}] of torch.int32"
+    return None
 
-    Dimensions: ``x`` [..., in], ``A`` [r, in], ``B`` [out, r], result [..., out]. All are on one device and have one
-    dtype, except that A and B may be :class:`Int8`.
+
+def low_rank_linear(
+    x: Tensor,
+    A: Weight,
+    B: Weight,
+    bias: Tensor | None = None,
+    form: Form = Form.TWO,
+    pivots: int | Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """``y = W' x + bias``. In the form TWO, ``W' = B A``: the paper's XUV (arXiv 2510.25977) with U = A^T and V = B^T.
+
+    Dimensions: ``x`` [..., in], result [..., out]; the other arguments are those of :class:`LowRank`. All are on one
+    device and have one dtype, except that A and B may be :class:`Int8` and that ``pivots`` may be an int32 tensor.
 
     Raises:
         KernelError: the shapes do not fit together, or a named ``impl`` does not support the call.
     """
-    factors = LowRank(A, B, bias)
-    _width_after(x.shape[-1], factors)
+    factors = LowRank(A, B, bias, form, pivots)
+    width_after(x.shape[-1], factors)
     return choose(Op.LINEAR, impl, x, factors).run(x, factors)
 
 
@@ -145,13 +163,13 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, imp
     """``down(silu(gate(x)) * up(x))`` with three factorised linears.
 
     Dimensions: ``x`` [..., hidden]; gate and up: hidden -> intermediate, down: intermediate -> hidden, each with its
-    own rank; result [..., hidden]. If gate and up share one A, A x is computed once.
+    own rank and form; result [..., hidden]. If gate and up share one A, A x is computed once.
 
     Raises:
         KernelError: the shapes do not fit together, or a named ``impl`` does not support the call.
     """
-    wide = _width_after(x.shape[-1], gate)
-    if _width_after(x.shape[-1], up) != wide:
-        raise KernelError(f"gate and up differ in width: {wide} and {up.B.shape[0]}")
-    _width_after(wide, down)
+    wide = width_after(x.shape[-1], gate)
+    if width_after(x.shape[-1], up) != wide:
+        raise KernelError(f"gate and up differ in width: {wide} and {up.out_features}")
+    width_after(wide, down)
     return choose(Op.SWIGLU, impl, x, gate, up, down).run(x, gate, up, down)

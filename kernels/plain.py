@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from neuronmm.kernels.factors import Form, LowRank, place_pivots
 from neuronmm.kernels.int8 import Int8, Weight, dense
-from neuronmm.kernels.ops import LowRank, Op, register
+from neuronmm.kernels.ops import Op, register
 
 
 def stack(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,27 +59,44 @@ def _matmul_then_scale(x: Tensor, weight: Weight, bias: Tensor | None = None) ->
 Matmul = Callable[..., Tensor]
 
 
+def _apply_a(x: Tensor, factors: LowRank, matmul: Matmul) -> Tensor:
+    """Return the rank-r intermediate [..., r]."""
+    if factors.form is not Form.COLUMNS:
+        return matmul(x, factors.A)
+    others, pivots = x.split([x.shape[-1] - factors.rank, factors.rank], dim=-1)
+    return matmul(others, factors.A) + pivots
+
+
+def _apply_b(h: Tensor, factors: LowRank, matmul: Matmul) -> Tensor:
+    """Return the linear's result for the rank-r intermediate ``h``."""
+    if factors.form is not Form.ROWS:
+        return matmul(h, factors.B, factors.bias)
+    y = place_pivots(factors.pivots, h, matmul(h, factors.B))
+    return y if factors.bias is None else y + factors.bias
+
+
 def _linear(x: Tensor, factors: LowRank, matmul: Matmul) -> Tensor:
-    return matmul(matmul(x, factors.A), factors.B, factors.bias)
+    return _apply_b(_apply_a(x, factors, matmul), factors, matmul)
 
 
-def _gate_up_ax(x: Tensor, gate: LowRank, up: LowRank, matmul: Matmul) -> tuple[Tensor, Tensor]:
-    """Return A x of gate and of up, computed once if they share A."""
-    g = matmul(x, gate.A)
-    return g, g if up.shares_a(gate) else matmul(x, up.A)
+def _apply_gate_up_a(x: Tensor, gate: LowRank, up: LowRank, matmul: Matmul) -> tuple[Tensor, Tensor]:
+    """Return the rank-r intermediates of gate and up, computed once if they share A."""
+    g = _apply_a(x, gate, matmul)
+    return g, g if up.shares_a(gate) else _apply_a(x, up, matmul)
 
 
 @register(Op.LINEAR, "naive", refuses=lambda *_: None, priority=-1)
 def naive_linear(x: Tensor, factors: LowRank) -> Tensor:
-    """Two GEMMs with the rank-r intermediate in memory: the baseline that a fused kernel has to beat."""
+    """Two GEMMs with the rank-r intermediate in memory, and a copy or an addition for the pivots: the baseline that a
+    fused kernel has to beat."""
     return _linear(x, factors, _matmul)
 
 
 @register(Op.SWIGLU, "naive", refuses=lambda *_: None, priority=-1)
 def naive_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
     """Six GEMMs (five with a shared A) and two elementwise passes, with every intermediate in memory."""
-    g, u = _gate_up_ax(x, gate, up, _matmul)
-    return _linear(silu(_matmul(g, gate.B, gate.bias)) * _matmul(u, up.B, up.bias), down, _matmul)
+    g, u = _apply_gate_up_a(x, gate, up, _matmul)
+    return _linear(silu(_apply_b(g, gate, _matmul)) * _apply_b(u, up, _matmul), down, _matmul)
 
 
 @register(Op.LINEAR, "torch", refuses=lambda *_: None, priority=0)
@@ -92,10 +110,11 @@ def torch_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor
     """Five GEMMs if gate and up share an A or have adjacent ones; SwiGLU in place unless autograd is on."""
     if torch.is_grad_enabled():
         return naive_swiglu(x, gate, up, down)
-    matmul, both = _matmul_then_scale, _stacked(gate.A, up.A)
+    matmul = _matmul_then_scale
+    both = None if Form.COLUMNS in (gate.form, up.form) else _stacked(gate.A, up.A)
     if both is None:
-        g, u = _gate_up_ax(x, gate, up, matmul)
+        g, u = _apply_gate_up_a(x, gate, up, matmul)
     else:
-        g, u = linear(x, both).split([gate.A.shape[0], up.A.shape[0]], dim=-1)
-    hidden = silu(matmul(g, gate.B, gate.bias), inplace=True).mul_(matmul(u, up.B, up.bias))
+        g, u = linear(x, both).split([gate.rank, up.rank], dim=-1)
+    hidden = silu(_apply_b(g, gate, matmul), inplace=True).mul_(_apply_b(u, up, matmul))
     return _linear(hidden, down, matmul)

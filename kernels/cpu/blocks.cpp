@@ -8,38 +8,53 @@ namespace neuronmm {
 namespace {
 
 constexpr int64_t kBlock = 16 << 10;  // bytes of weights that a worker pops at a time
-constexpr int kSwigluRows = 64;       // weight rows of gate and up that a prefill multiplies before it evaluates SwiGLU
+constexpr int kSwigluRows = 64;       // outputs of gate and up that a prefill computes before it evaluates SwiGLU
+constexpr int kSwigluCost = 64;       // a prefill evaluates SwiGLU in about the time it takes for so many bytes of weights
 
-// y (+)= m x + bias. `round`: also update the bf16 copy of y, because another matmul reads it.
-struct MatMul {
-    const Matrix* m;
-    Rows x, y;
-    const float* bias;
-    bool add, round;
-};
-
-// The matmuls between two barriers. Their weight rows form one list, which is split over the workers by bytes. A worker
-// thus reads one long contiguous part; each new start would wait for memory.
+// The matmuls between two barriers. Their weight rows form one list, which is split over the workers by bytes. A worker thus
+// reads one long contiguous part; each new start would wait for memory.
 struct Phase {
     MatMul matmuls[3];
     int count = 0;
     int64_t bytes = 0, widest = 1;
 
+    // Bytes of a row. A matrix without columns still has rows to visit.
+    static int64_t row_bytes(const Matrix& m) { return std::max<int64_t>(m.row_bytes(), 1); }
+
     void add(const MatMul& p) {
         matmuls[count++] = p;
-        bytes += p.m->rows * p.m->row_bytes();
-        widest = std::max(widest, p.m->row_bytes());
+        bytes += p.m->rows * row_bytes(*p.m);
+        widest = std::max(widest, row_bytes(*p.m));
     }
     // Index of the first row of the list that begins at byte `at` or later.
     int row_at(int64_t at) const {
         int row = 0;
         for (int i = 0; i < count; i++) {
             const Matrix& m = *matmuls[i].m;
-            const int64_t rows = (at + m.row_bytes() - 1) / m.row_bytes();
+            const int64_t rows = (at + row_bytes(m) - 1) / row_bytes(m);
             row += static_cast<int>(std::clamp<int64_t>(rows, 0, m.rows));
-            at -= m.rows * m.row_bytes();
+            at -= m.rows * row_bytes(m);
         }
         return row;
+    }
+    // First of the n outputs of gate and up that a prefill leaves to the workers from `id` on. Pivots cost nothing but
+    // SwiGLU.
+    int swiglu_begin(int n, int id, int workers) const {
+        const auto cost = [&](int output) {
+            int64_t sum = static_cast<int64_t>(output) * kSwigluCost;
+            for (int i = 0; i < count; i++) sum += matmuls[i].rows_before(output) * row_bytes(*matmuls[i].m);
+            return sum;
+        };
+        const int64_t share = cost(n) * id / workers;
+        int begin = 0;
+        for (int end = n; begin < end;) {
+            const int middle = (begin + end) / 2;
+            if (cost(middle) < share)
+                begin = middle + 1;
+            else
+                end = middle;
+        }
+        return begin;
     }
 };
 
@@ -67,40 +82,20 @@ Rows Scratch::take(int batch, int n) {
     return {data, stride(n), batch > kMaxBatch ? reinterpret_cast<uint16_t*>(data + batch * stride(n)) : nullptr};
 }
 
-void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n, int batch) {
-    if (!rows.rounded) return;
-    for (int b = 0; b < batch; b++) {
-        uint16_t* to = rows.rounded + b * rows.stride;
-        kernels.narrow(rows.row(b) + begin, kBFloat16, end - begin, to + begin);
-        if (end == n) to[n] = 0;  // the GEMMs read columns in pairs
-    }
-}
-
-// Run this worker's part of the phase. Inputs are prepared once and reused while they stay the same. In a prefill a
-// worker pops all its rows at once, because the GEMM is faster on many rows.
+// Run this worker's part of the phase. In a prefill a worker pops all its rows at once, because the GEMM is faster on many
+// rows.
 static void run(const Worker& worker, const Phase& phase, int batch) {
-    const Kernels& kernels = worker.kernels;
-    const bool prefill = phase.matmuls[0].x.rounded;
-    const MatMul* prepared = nullptr;
-    Inputs inputs{};
-    const auto multiply = [&](const MatMul& p, int begin, int end) {
-        if (prefill) {
-            kernels.gemm_nt(*p.m, begin, end, p.x.rounded, p.x.stride, batch, p.y.data, p.y.stride, p.bias, p.add);
-        } else {
-            if (!prepared || prepared->x.data != p.x.data || prepared->m->type != p.m->type)
-                inputs = kernels.prepare(p.x.data, p.x.stride, p.m->cols, batch, p.m->type);
-            prepared = &p;
-            kernels.gemv(*p.m, begin, end, inputs, batch, p.y.data, p.y.stride, p.bias, p.add);
-        }
-        if (p.round) round_columns(kernels, p.y, begin, end, p.m->rows, batch);
-    };
+    Multiplier multiplier(worker.kernels, batch);
+    for (int i = 0; i < phase.count; i++)
+        if (const Linear* linear = phase.matmuls[i].row_form)
+            multiplier.pivots(phase.matmuls[i], worker.begin(linear->a.rows), worker.end(linear->a.rows));
     const int first = phase.row_at(phase.bytes * worker.id / worker.count);
     const int last = phase.row_at(phase.bytes * (worker.id + 1) / worker.count);
-    const int64_t block = prefill ? last - first : kBlock / phase.widest;
+    const int64_t block = phase.matmuls[0].x.rounded ? last - first : kBlock / phase.widest;
     worker.each(first, last, static_cast<int>(std::max<int64_t>(block, 1)), [&](int begin, int end) {
         for (int i = 0; i < phase.count; i++) {
             const int rows = phase.matmuls[i].m->rows, from = std::max(begin, 0), to = std::min(end, rows);
-            if (from < to) multiply(phase.matmuls[i], from, to);
+            if (from < to) multiplier.rows(phase.matmuls[i], from, to);
             begin -= rows, end -= rows;
         }
     });
@@ -113,14 +108,16 @@ int max_rank(std::initializer_list<const Linear*> linears) {
     return rank;
 }
 
-// Multiply the A factors of the group, if there are any, and wait at a barrier. Returns the remaining phase: B factors
-// and dense weights.
+// Multiply the A factors of the group, if there are any, and wait at a barrier. Returns the remaining phase: B factors and
+// dense weights.
 static Phase multiply_a_factors(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add) {
     Phase factors, last;
     for (const Projection& p : group) {
         const Projection& owner = owner_of_a(p, group);
-        if (p.linear.low_rank() && &owner == &p) factors.add({&p.linear.a, x, p.ax, nullptr, false, true});
-        last.add({&p.linear.last(), p.linear.low_rank() ? owner.ax : x, p.y, p.linear.bias, add, false});
+        const Linear& l = p.linear;
+        if (l.low_rank() && &owner == &p)
+            factors.add({&l.a, x, p.ax, nullptr, false, true, nullptr, l.form == kColumns});
+        last.add({&l.last(), l.low_rank() ? owner.ax : x, p.y, l.bias, add, false, l.form == kRows ? &l : nullptr});
     }
     if (factors.count) {
         run(worker, factors, batch);
@@ -135,7 +132,7 @@ void project(const Worker& worker, std::initializer_list<Projection> group, Rows
 
 void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, bool add) {
     const Kernels& kernels = worker.kernels;
-    const int n = mlp.gate.last().rows, first = worker.begin(n), last = worker.end(n);
+    const int n = mlp.gate.out();
     const auto combine = [&](int begin, int end) {
         for (int b = 0; b < batch; b++)
             kernels.swiglu(mlp.hidden.row(b) + begin, mlp.up_hidden.row(b) + begin, end - begin);
@@ -144,18 +141,17 @@ void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, 
     const Phase both = multiply_a_factors(
         worker, {{mlp.gate, mlp.gate_ax, mlp.hidden}, {mlp.up, mlp.up_ax, mlp.up_hidden}}, x, batch, false);
     if (x.rounded) {
-        for (int begin = first; begin < last; begin += kSwigluRows) {
+        Multiplier multiplier(kernels, batch);
+        const int last = both.swiglu_begin(n, worker.id + 1, worker.count);
+        for (int begin = both.swiglu_begin(n, worker.id, worker.count); begin < last; begin += kSwigluRows) {
             const int end = std::min(begin + kSwigluRows, last);
-            for (int i = 0; i < both.count; i++) {
-                const MatMul& p = both.matmuls[i];
-                kernels.gemm_nt(*p.m, begin, end, p.x.rounded, p.x.stride, batch, p.y.data, p.y.stride, p.bias, false);
-            }
+            for (int i = 0; i < both.count; i++) multiplier.outputs(both.matmuls[i], begin, end);
             combine(begin, end);
         }
     } else {
         run(worker, both, batch);
         worker.sync();
-        combine(first, last);
+        combine(worker.begin(n), worker.end(n));
     }
     worker.sync();
     project(worker, {{mlp.down, mlp.down_ax, y}}, mlp.hidden, batch, add);

@@ -1,27 +1,15 @@
-// The blocks of a decoder layer, run by a team of workers. Each worker multiplies its part of the weight rows, then
-// steals rows from workers that are not done.
+// The blocks of a decoder layer, run by a team of workers. Each worker multiplies its part of the weight rows, then steals
+// rows from workers that are not done.
 #pragma once
 
 #include <cstdlib>
 #include <initializer_list>
 #include <memory>
 
+#include "matmul.h"
 #include "team.h"
 
 namespace neuronmm {
-
-// fp32 activations [batch, n] that one phase writes and the next one reads; row b begins at data + b * stride. If there
-// are more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride, which the GEMMs read.
-struct Rows {
-    float* data;
-    size_t stride;
-    uint16_t* rounded = nullptr;
-
-    float* row(int b) const { return data + b * stride; }
-};
-
-// Update columns [begin, end) of the bf16 copy of `batch` rows of n values, if there is one.
-void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n, int batch);
 
 // Memory of one call, reused by the next call of the same thread. It only grows.
 class Scratch {
@@ -30,8 +18,8 @@ public:
     void reserve(size_t floats);
     // Take `batch` rows of n values, each aligned to a cache line; more than kMaxBatch rows get a bf16 copy.
     Rows take(int batch, int n);
-    // Number of floats that `take` uses. Each row is one cache line longer than needed: rows whose distance is a power
-    // of two would compete for the same cache sets.
+    // Number of floats that `take` uses. Each row is one cache line longer than needed: rows whose distance is a power of
+    // two would compete for the same cache sets.
     static size_t size(int batch, int n) {
         const size_t floats = batch * stride(n);
         return batch > kMaxBatch ? floats + floats / 2 : floats;
@@ -58,8 +46,8 @@ struct Projection {
 void project(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add = false);
 
 // y (+)= down(silu(gate(x)) * up(x)). A shared A of gate and up is read once. `hidden` receives silu(gate(x)) * up(x),
-// `up_hidden` receives up(x). In a prefill, gate and up run block by block of weight rows, so that their outputs are
-// still in the cache for SwiGLU. Barriers separate the phases; there is none at the end.
+// `up_hidden` receives up(x). In a prefill, gate and up run block by block of weight rows, so that their outputs are still
+// in the cache for SwiGLU. Barriers separate the phases; there is none at the end.
 struct SwiGLU {
     const Linear &gate, &up, &down;
     Rows gate_ax, up_ax, hidden, up_hidden, down_ax;

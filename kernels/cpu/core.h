@@ -24,15 +24,27 @@ struct Matrix {
     int64_t row_bytes() const { return static_cast<int64_t>(cols) * (type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1); }
 };
 
-// y = a x + bias, or y = b (a x) + bias where b.data is not null.
+enum Form : int32_t { kTwo = 0, kRows = 1, kColumns = 2 };
+
+// y = a x + bias if the linear is dense. A factorised one has the rank r = a.rows and an intermediate h [r]:
+//   kTwo      h = a x                                   y = b h + bias
+//   kRows     h = a x                                   y = (h at the pivots, b h at the other outputs in order) + bias
+//   kColumns  h = x[a.cols ...] + a x[0 ... a.cols)     y = b h + bias
 struct Linear {
     Matrix a, b;
-    const float* bias;  // [out] or null
+    const float* bias;      // [out] or null
+    const int32_t* pivots;  // kRows: [r], strictly increasing, or null if the pivots are [first, first + r)
+    int32_t first;
+    int32_t form;
 
-    bool low_rank() const { return b.data != nullptr; }
+    bool low_rank() const { return b.data != nullptr || form != kTwo; }
     const Matrix& last() const { return low_rank() ? b : a; }
-    // Whether both linears are factorised and share one A, so that a x is computed once.
-    bool shares_a(const Linear& other) const { return low_rank() && other.low_rank() && a.data == other.a.data; }
+    int in() const { return a.cols + (form == kColumns ? a.rows : 0); }
+    int out() const { return last().rows + (form == kRows ? a.rows : 0); }
+    // Whether both linears are factorised and have one h, which is computed once.
+    bool shares_a(const Linear& other) const {
+        return low_rank() && other.low_rank() && a.data == other.a.data && (form == kColumns) == (other.form == kColumns);
+    }
 };
 
 // One decoder layer. keys and values are this layer's cache [batch, kv_heads, max_len, head_dim].
@@ -65,6 +77,9 @@ NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
 // Write the sizes in bytes of Matrix, Linear, Layer and Model to sizes[4], for callers that describe the structs
 // themselves.
 NEURONMM_EXPORT void neuronmm_struct_sizes(int64_t* sizes);
+
+// Whether the pivots of a linear in row form are strictly increasing outputs of it. The functions below rely on it.
+NEURONMM_EXPORT int neuronmm_pivots_fit(const neuronmm::Linear* linear);
 
 // Whether the core was built with OpenMP.
 NEURONMM_EXPORT int neuronmm_threaded();

@@ -10,14 +10,20 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from neuronmm.kernels.factors import Form, LowRank
 from neuronmm.kernels.int8 import Int8, Weight
+from neuronmm.kernels.ops import KernelError
 
 MAX_BATCH = 8
 """Most rows of one call."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Element type numbers of the core."""
+
+FORMS = {Form.TWO: 0, Form.ROWS: 1, Form.COLUMNS: 2}
+"""Form numbers of the core."""
 
 NOT_BUILT = "the C++ core is not built from these sources; install a C++17 compiler and reinstall neuronmm"
 
@@ -42,9 +48,31 @@ class Matrix(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """Mirrors ``Linear`` in core.h: ``a x + bias``, or ``b (a x) + bias`` where b is set."""
+    """Mirrors ``Linear`` in core.h: ``a x + bias``, or a factorised linear where b is set."""
 
-    _fields_ = (("a", Matrix), ("b", Matrix), ("bias", ctypes.c_void_p))
+    _fields_ = (
+        *(("a", Matrix), ("b", Matrix), ("bias", ctypes.c_void_p)),
+        *(("pivots", ctypes.c_void_p), ("first", ctypes.c_int32), ("form", ctypes.c_int32)),
+    )
+
+    @classmethod
+    def of(cls, factors: LowRank, bias: int | None) -> Linear:
+        """Describe a factorised linear whose shapes fit. ``bias`` is the address of its bias in float32.
+
+        The caller keeps all tensors alive.
+
+        Raises:
+            KernelError: the pivots are not strictly increasing outputs of the linear.
+        """
+        linear = cls(Matrix.of(factors.A), Matrix.of(factors.B), bias, form=FORMS[factors.form])
+        if factors.form is Form.ROWS:
+            if isinstance(factors.pivots, Tensor):
+                linear.pivots = factors.pivots.data_ptr()
+            else:
+                linear.first = factors.pivots
+            if not require().neuronmm_pivots_fit(ctypes.byref(linear)):
+                raise KernelError(f"the pivots have to be strictly increasing, in [0, {factors.out_features})")
+        return linear
 
 
 class Layer(ctypes.Structure):

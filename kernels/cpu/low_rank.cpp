@@ -1,5 +1,6 @@
 // The two ops of the dispatch table: low_rank_linear and low_rank_swiglu.
 #include "blocks.h"
+#include "pivots.h"
 
 namespace neuronmm {
 namespace {
@@ -33,9 +34,11 @@ Scratch& scratch_of(size_t floats) {
 
 using namespace neuronmm;
 
+int neuronmm_pivots_fit(const Linear* linear) { return pivots_fit(*linear); }
+
 void neuronmm_low_rank_linear(const Linear* linear, const void* x, int32_t type, int32_t batch, void* y,
                               int32_t threads) {
-    const int in = linear->a.cols, out = linear->last().rows, rank = max_rank({linear});
+    const int in = linear->in(), out = linear->out(), rank = max_rank({linear});
     Scratch& scratch = scratch_of(Scratch::size(batch, in) + Scratch::size(batch, out) + Scratch::size(batch, rank));
     const Rows ax = scratch.take(batch, rank);
     run(x, in, y, out, type, batch, threads, scratch, [&](const Worker& worker, Rows wide, Rows result) {
@@ -45,9 +48,9 @@ void neuronmm_low_rank_linear(const Linear* linear, const void* x, int32_t type,
 
 void neuronmm_low_rank_swiglu(const Linear* gate, const Linear* up, const Linear* down, const void* x, int32_t type,
                               int32_t batch, void* y, int32_t threads) {
-    const int hidden = gate->a.cols, intermediate = gate->last().rows, rank = max_rank({gate, up, down});
-    Scratch& scratch = scratch_of(2 * Scratch::size(batch, hidden) + 2 * Scratch::size(batch, intermediate) +
-                                  3 * Scratch::size(batch, rank));
+    const int hidden = gate->in(), intermediate = gate->out(), out = down->out(), rank = max_rank({gate, up, down});
+    Scratch& scratch = scratch_of(Scratch::size(batch, hidden) + Scratch::size(batch, out) +
+                                  2 * Scratch::size(batch, intermediate) + 3 * Scratch::size(batch, rank));
     const SwiGLU mlp{*gate,
                      *up,
                      *down,
@@ -56,7 +59,6 @@ void neuronmm_low_rank_swiglu(const Linear* gate, const Linear* up, const Linear
                      scratch.take(batch, intermediate),
                      scratch.take(batch, intermediate),
                      scratch.take(batch, rank)};
-    const int out = down->last().rows;
     run(x, hidden, y, out, type, batch, threads, scratch, [&](const Worker& worker, Rows wide, Rows result) {
         swiglu(worker, mlp, wide, batch, result, false);
     });

@@ -1,8 +1,8 @@
 """The ``cpu`` implementation of the low-rank ops: fused C++ kernels for a few rows, the shape of decoding.
 
-Both factors run in one call with one barrier between them. The rank-r intermediate stays in the cache and in fp32, so
-the result is rounded only once. Calls with more rows than the core supports are left to torch, whose GEMMs are faster
-there.
+Both factors, in any form, run in one call with one barrier between them. The rank-r intermediate stays in the cache and
+in fp32, so the result is rounded only once. Calls with more rows than the core supports are left to torch, whose GEMMs
+are faster there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from ctypes import byref, c_void_p
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, TYPES, Linear, Matrix, core
+from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, TYPES, Linear, core
+from neuronmm.kernels.factors import LowRank
 from neuronmm.kernels.int8 import Int8
-from neuronmm.kernels.ops import LowRank, Op, register
+from neuronmm.kernels.ops import Op, register
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
@@ -23,10 +24,10 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
     """Return why the core does not support this call, or None if it does."""
     if core() is None:
         return NOT_BUILT
-    weights = [weight for factor in factors for weight in factor if weight is not None]
+    weights = [weight for factor in factors for weight in factor[:3] if weight is not None]
     int8 = [weight for weight in weights if isinstance(weight, Int8)]
     floats = [weight for weight in weights if not isinstance(weight, Int8)]
-    tensors = [*floats, *(tensor for weight in int8 for tensor in weight)]
+    tensors = [tensor for factor in factors for tensor in factor.tensors]
     if any(tensor.device.type != "cpu" for tensor in (x, *tensors)):
         return "a tensor is not in main memory"
     if x.dtype not in _FLOATS or any(tensor.dtype != x.dtype for tensor in floats):
@@ -48,7 +49,7 @@ def _linear(factors: LowRank, keep: list[Tensor]) -> Linear:
     bias = None if factors.bias is None else factors.bias.float()
     if bias is not None:
         keep.append(bias)
-    return Linear(Matrix.of(factors.A), Matrix.of(factors.B), None if bias is None else bias.data_ptr())
+    return Linear.of(factors, None if bias is None else bias.data_ptr())
 
 
 def _run(function: str, x: Tensor, linears: list[Linear], out: int) -> Tensor:
@@ -65,7 +66,7 @@ def _run(function: str, x: Tensor, linears: list[Linear], out: int) -> Tensor:
 def low_rank_linear(x: Tensor, factors: LowRank) -> Tensor:
     """``x`` [..., in] -> [..., out]; 1 to 8 rows."""
     keep: list[Tensor] = []
-    return _run("neuronmm_low_rank_linear", x, [_linear(factors, keep)], factors.B.shape[0])
+    return _run("neuronmm_low_rank_linear", x, [_linear(factors, keep)], factors.out_features)
 
 
 @register(Op.SWIGLU, "cpu", refuses=_refuses, priority=10)
@@ -73,4 +74,4 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Ten
     """``x`` [..., hidden] -> [..., hidden]; 1 to 8 rows."""
     keep: list[Tensor] = []
     linears = [_linear(part, keep) for part in (gate, up, down)]
-    return _run("neuronmm_low_rank_swiglu", x, linears, down.B.shape[0])
+    return _run("neuronmm_low_rank_swiglu", x, linears, down.out_features)

@@ -57,7 +57,7 @@ public:
                     scratch.take(rows, q_size),
                     scratch.take(rows, m_.intermediate),
                     scratch.take(rows, m_.intermediate),
-                    {logits, static_cast<size_t>(m_.head.last().rows)},
+                    {logits, static_cast<size_t>(m_.head.out())},
                     {}};
         for (Rows& ax : buffers_.ax) ax = scratch.take(rows, rank);
         for (WorkerBuffers& local : worker_buffers_)

@@ -15,21 +15,34 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.cpu.library import MAX_BATCH, TYPES, Layer, Linear, Matrix, Model, core
+from neuronmm.kernels.factors import Form, LowRank
 from neuronmm.kernels.int8 import Int8, Weight
-from neuronmm.kernels.ops import KernelError
+from neuronmm.kernels.ops import KernelError, width_after
 
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """``y = A x + bias``, or ``y = B (A x) + bias`` if ``B`` is given.
+    """``y = A x + bias``, or a factorised linear if ``B`` is given.
 
-    Dimensions: dense ``A`` [out, in]; factorised ``A`` [r, in], ``B`` [out, r]; ``bias`` [out]. The matrices are
-    float32, bfloat16 or :class:`Int8`, contiguous.
+    Dimensions: dense ``A`` [out, in], ``bias`` [out]; factorised linears are those of :class:`LowRank`. The matrices
+    are float32, bfloat16 or :class:`Int8`, contiguous.
     """
 
     A: Weight
     B: Weight | None = None
     bias: Tensor | None = None
+    form: Form = Form.TWO
+    pivots: int | Tensor | None = None
+
+    @property
+    def factors(self) -> LowRank | None:
+        """The factorised linear, or None if this one is dense."""
+        return None if self.B is None else LowRank(self.A, self.B, self.bias, self.form, self.pivots)
+
+    @property
+    def out_features(self) -> int:
+        """The width of the result."""
+        return self.A.shape[0] if self.factors is None else self.factors.out_features
 
 
 @dataclass(frozen=True)
@@ -93,8 +106,8 @@ class DecodeStep:
                 f"batch {batch} of 1 to {MAX_BATCH}, {weights.heads} heads on {kv_heads}, {head_dim} wide"
             )
         embedding = self._matrix(weights.embedding)
-        hidden, intermediate = embedding.cols, _out(weights.layers[0].gate)
-        self._vocab = _out(weights.head)
+        hidden, intermediate = embedding.cols, weights.layers[0].gate.out_features
+        self._vocab = weights.head.out_features
         layers = (Layer * len(weights.layers))()
         for layer, part, k, v in zip(layers, weights.layers, keys, values, strict=True):
             for name, size in (
@@ -165,6 +178,7 @@ class DecodeStep:
         return self._address(tensor.detach().float().contiguous())
 
     def _matrix(self, weight: Weight) -> Matrix:
+        """Describe a matrix after checking it and keep it alive."""
         data, scale = weight if isinstance(weight, Int8) else (weight, None)
         if data.ndim != 2 or data.dtype not in TYPES or (data.dtype == torch.int8) != (scale is not None):
             raise KernelError(
@@ -178,11 +192,18 @@ class DecodeStep:
         return Matrix.of(weight)
 
     def _linear(self, linear: LinearWeights, out: int, inner: int) -> Linear:
-        a = self._matrix(linear.A)
-        b = Matrix() if linear.B is None else self._matrix(linear.B)
-        if a.cols != inner or (b.rows or a.rows) != out or (b.data and b.cols != a.rows):
-            raise KernelError(f"a linear {a.cols} -> {a.rows} -> {b.rows or a.rows} where {inner} -> {out} belongs")
-        return Linear(a, b, self._floats(linear.bias, (out,)))
+        a, factors = self._matrix(linear.A), linear.factors
+        width = a.cols if factors is None else factors.in_features
+        if (width, linear.out_features) != (inner, out):
+            raise KernelError(f"a linear {width} -> {linear.out_features} where {inner} -> {out} belongs")
+        bias = self._floats(linear.bias, (out,))
+        if factors is None:
+            return Linear(a, Matrix(), bias)
+        self._matrix(factors.B)
+        width_after(inner, factors)
+        if isinstance(factors.pivots, Tensor):
+            self._address(factors.pivots)
+        return Linear.of(factors, bias)
 
     def _cache(self, tensor: Tensor, like: Tensor) -> int:
         if (
@@ -201,7 +222,3 @@ class DecodeStep:
             )
         self._alive.append(tensor)
         return tensor.data_ptr()
-
-
-def _out(linear: LinearWeights) -> int:
-    return (linear.A if linear.B is None else linear.B).shape[0]

@@ -16,36 +16,39 @@ from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swi
 from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.kernels.ops import Op, choose
+from random_factors import LAYOUTS, doubled, make_factors
 
 built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 SIZES = st.integers(1, 130)
-
-
-def make_factors(out: int, inner: int, rank: int, bias: bool, dtype: torch.dtype) -> LowRank:
-    a, b = torch.randn(rank, inner) * inner**-0.5, torch.randn(out, rank) * rank**-0.5
-    return LowRank(a.to(dtype), b.to(dtype), torch.randn(out).to(dtype) if bias else None)
+PIVOTED = LAYOUTS[1:]
 
 
 def rms(errors: Tensor) -> float:
     return float(errors.square().mean().sqrt())
 
 
-def wide(*factors: LowRank, absolute: bool = False) -> list[LowRank]:
-    """Return the factors in float64, or their absolute values."""
-    return [LowRank(*(t if t is None else t.double().abs() if absolute else t.double() for t in f)) for f in factors]
+def wide(*linears: LowRank, absolute: bool = False) -> list[LowRank]:
+    """The linears in float64, or those of the absolute values."""
+    linears = tuple(map(doubled, linears))
+    if not absolute:
+        return list(linears)
+    return [
+        part._replace(A=part.A.abs(), B=part.B.abs(), bias=None if part.bias is None else part.bias.abs())
+        for part in linears
+    ]
 
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The core's result, plain torch's, the exact one, and the sum of the terms' absolute values."""
+"""The core's result, plain torch's, the exact one, and the sum of absolute values."""
 
 
 def assert_rule(cases: list[Case], terms: int) -> None:
-    """Check the project's rule: at most twice the error of plain torch in the same dtype, over all cases together.
+    """The project's rule: at most twice the error of plain torch in the same dtype, over all cases together.
 
-    Plain torch may be right by luck on a few numbers, so small results need many draws. Each error is relative to the
-    sum of absolute values; otherwise one draw of large numbers would outweigh the others. In float32 plain torch can be
-    exact where terms cancel, so the textbook bound of the summation also suffices: one rounding per term, for ``terms``
-    terms.
+    Plain torch may be right by luck on a few numbers, so small results come in many draws, and every number's error is
+    taken relative to its sum of absolute values: one draw of large numbers would outweigh the others and be luck again.
+    In float32 plain torch can be exact where terms cancel; there the textbook bound of the summation holds, a rounding
+    for each of the ``terms`` on the way to a result.
     """
     assert all(y.dtype == plain.dtype and y.shape == plain.shape for y, plain, _, _ in cases)
     ours = torch.cat([((y - exact) / magnitude).flatten() for y, _, exact, magnitude in cases])
@@ -53,32 +56,60 @@ def assert_rule(cases: list[Case], terms: int) -> None:
     assert rms(ours) <= max(2 * rms(torchs), terms * 2.0**-24)
 
 
-def check_linear(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype) -> None:
-    cases = [linear_case(rows, inner, rank, out, bias, dtype) for _ in range(draws(rows * min(inner, rank, out), POOL))]
+def check_linear(
+    rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype, layout: str = "two"
+) -> None:
+    independent = rows * min(inner, rank, out)
+    cases = [linear_case(rows, inner, rank, out, bias, dtype, layout) for _ in range(draws(independent, POOL))]
     assert_rule(cases, inner + rank + 2)
 
 
-def linear_case(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype) -> Case:
-    factors, x = make_factors(out, inner, rank, bias, dtype), torch.randn(rows, inner).to(dtype)
+def linear_case(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype, layout: str) -> Case:
+    factors, x = make_factors(out, inner, rank, bias, dtype, layout), torch.randn(rows, inner).to(dtype)
     exact = low_rank_linear(x.double(), *wide(factors)[0], impl="naive")
     magnitude = low_rank_linear(x.double().abs(), *wide(factors, absolute=True)[0], impl="naive")
     y, plain = (low_rank_linear(x, *factors, impl=impl) for impl in ("cpu", "naive"))
     return y, plain, exact, magnitude
 
 
+Layouts = tuple[str, str, str]
+
+
 def check_swiglu(
-    rows: int, hidden: int, ranks: tuple[int, int, int], inter: int, bias: bool, dtype: torch.dtype
+    rows: int,
+    hidden: int,
+    ranks: tuple[int, int, int],
+    inter: int,
+    bias: bool,
+    dtype: torch.dtype,
+    layouts: Layouts = ("two", "two", "two"),
+    shared: bool = False,
 ) -> None:
-    independent = rows * min(hidden, inter, *ranks)  # values that pass through the narrowest size share its rounding
-    cases = [swiglu_case(rows, hidden, ranks, inter, bias, dtype) for _ in range(draws(independent, POOL))]
+    """``shared``: up uses gate's A, if both have one shape."""
+    independent = rows * min(hidden, inter, *ranks)  # what passes through the narrowest place shares its rounding
+    cases = [
+        swiglu_case(rows, hidden, ranks, inter, bias, dtype, layouts, shared) for _ in range(draws(independent, POOL))
+    ]
     assert_rule(cases, 2 * (hidden + max(ranks[:2])) + inter + ranks[2] + 12)
 
 
 def swiglu_case(
-    rows: int, hidden: int, ranks: tuple[int, int, int], inter: int, bias: bool, dtype: torch.dtype
+    rows: int,
+    hidden: int,
+    ranks: tuple[int, int, int],
+    inter: int,
+    bias: bool,
+    dtype: torch.dtype,
+    layouts: Layouts,
+    shared: bool,
 ) -> Case:
     shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
-    factors = [make_factors(*shape, rank, bias, dtype) for shape, rank in zip(shapes, ranks, strict=True)]
+    factors = [
+        make_factors(*shape, rank, bias, dtype, layout)
+        for shape, rank, layout in zip(shapes, ranks, layouts, strict=True)
+    ]
+    if shared and factors[0].A.shape == factors[1].A.shape:
+        factors[1] = factors[1]._replace(A=factors[0].A)
     x = torch.randn(rows, hidden).to(dtype)
     exact = low_rank_swiglu(x.double(), *wide(*factors), impl="naive")
     gate, up, down = wide(*factors, absolute=True)
@@ -93,7 +124,7 @@ def swiglu_case(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 class TestRule:
-    """The rule on drawn shapes, at both thread counts and dtypes."""
+    """Every shape, at both thread counts and dtypes."""
 
     @pytest.fixture(autouse=True)
     def _threads(self, threads: int) -> Iterator[None]:
@@ -127,6 +158,31 @@ class TestRule:
         with torch.inference_mode():
             check_swiglu(rows, hidden, ranks, inter, bias, dtype)
 
+    @examples(20)
+    @given(
+        *(st.integers(1, MAX_BATCH), SIZES, SIZES, SIZES, st.booleans(), st.integers(0, 999)), st.sampled_from(PIVOTED)
+    )
+    def test_pivoted_linear(
+        self, dtype: torch.dtype, rows: int, inner: int, rank: int, out: int, bias: bool, seed: int, layout: str
+    ) -> None:
+        torch.manual_seed(seed)
+        with torch.inference_mode():
+            check_linear(rows, inner, rank, out, bias, dtype, layout)
+
+    @examples(20)
+    @given(st.data(), st.integers(0, 999))
+    def test_pivoted_swiglu(self, dtype: torch.dtype, data: st.DataObject, seed: int) -> None:
+        """Ranks reach and pass full rank; gate and up of one rank may share their A."""
+        draw = data.draw
+        rows, hidden, inter, rank, shared = (
+            draw(drawn) for drawn in (st.integers(1, MAX_BATCH), SIZES, SIZES, SIZES, st.booleans())
+        )
+        layouts = draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3))
+        ranks = (rank, min(rank, hidden, inter) if shared else draw(SIZES), draw(SIZES))
+        torch.manual_seed(seed)
+        with torch.inference_mode():
+            check_swiglu(rows, hidden, ranks, inter, draw(st.booleans()), dtype, layouts, shared)
+
 
 @built
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -135,6 +191,18 @@ class TestRule:
 def test_every_instruction_set_and_batch(isa: str, rows: int, dtype: torch.dtype) -> None:
     check_linear(rows, 576, 77, 193, True, dtype)
     check_swiglu(rows, 64, (16, 33, 7), 300, True, dtype)
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("layout", PIVOTED)
+@torch.inference_mode()
+def test_every_instruction_set_and_form(isa: str, layout: str, rows: int, dtype: torch.dtype) -> None:
+    check_linear(rows, 576, 77, 193, True, dtype, layout)
+    rows_of_gate = "index" if layout == "index" else "rows"
+    for up in ("two", layout):
+        check_swiglu(rows, 64, (33, 33, 50), 300, True, dtype, (rows_of_gate, up, "columns"), shared=up != "columns")
 
 
 @built
@@ -147,10 +215,11 @@ def test_a_row_does_not_depend_on_its_neighbours_beyond_summation_order() -> Non
 
 
 @built
+@pytest.mark.parametrize("layout", LAYOUTS)
 @torch.inference_mode()
-def test_the_number_of_threads_does_not_change_the_result() -> None:
+def test_the_number_of_threads_changes_nothing(layout: str) -> None:
     before = torch.get_num_threads()
-    factors, x = make_factors(2048, 512, 256, True, torch.bfloat16), torch.randn(2, 512).bfloat16()
+    factors, x = make_factors(2048, 512, 256, True, torch.bfloat16, layout), torch.randn(2, 512).bfloat16()
     results = []
     try:
         for threads in (1, 2, 3, 2, 3):
@@ -190,9 +259,11 @@ def test_leading_dimensions_and_strided_input() -> None:
         ("not contiguous", torch.randn(1, 16), {"A": torch.randn(16, 4).T}),
         ("no backward", torch.randn(1, 16, requires_grad=True), {}),
         ("main memory", torch.randn(1, 16, device="meta"), {}),
+        ("main memory", torch.randn(1, 16), {"pivots": torch.arange(4, dtype=torch.int32, device="meta")}),
+        ("not contiguous", torch.randn(1, 16), {"pivots": torch.arange(8, dtype=torch.int32)[::2]}),
     ],
 )
-def test_a_refusal_gives_the_reason(reason: str, x: Tensor, change: dict[str, Tensor]) -> None:
+def test_it_says_why_it_cannot_serve(reason: str, x: Tensor, change: dict[str, Tensor]) -> None:
     factors = make_factors(24, 16, 4, False, torch.float32)._replace(**change)
     with pytest.raises(KernelError, match=reason):
         choose(Op.LINEAR, "cpu", x, factors)
@@ -200,7 +271,7 @@ def test_a_refusal_gives_the_reason(reason: str, x: Tensor, change: dict[str, Te
 
 @built
 @torch.inference_mode()
-def test_auto_chooses_the_core_for_few_rows_and_torch_for_many() -> None:
+def test_auto_takes_it_for_few_rows_and_torch_for_many() -> None:
     factors = make_factors(24, 16, 4, False, torch.float32)
     assert choose(Op.LINEAR, "auto", torch.randn(8, 16), factors).name == "cpu"
     assert choose(Op.LINEAR, "auto", torch.randn(9, 16), factors).name != "cpu"

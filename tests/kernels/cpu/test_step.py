@@ -1,24 +1,29 @@
-"""The decode step and the core's prefill against transformers and against the torch decoder."""
+"""The whole decode step against transformers and, linear by linear, against the torch decoder."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
+from core_decoding import (
+    PROMPT,
+    assert_decodes_within_the_rule,
+    assert_equals_transformers,
+    assert_reads_prompts,
+    exact_logits,
+    make_prompts,
+    prompt_errors,
+)
 from draws import examples
 from error_rule import draws
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
-from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, core
 from neuronmm.kernels.cpu.library import isa as isa_in_use
 from neuronmm.models.families import FAMILIES, TARGETS
-from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, make_tokens, shared_spec
+from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, shared_spec
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
@@ -29,15 +34,6 @@ KINDS = {
     "shared": shared_spec(),
     "int8": shared_spec(factors="int8"),
 }
-PROMPT, NEW = 9, 12
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def make_model(
@@ -49,32 +45,11 @@ def make_model(
     return model.to(dtype)
 
 
-def make_prompts(batch: int) -> tuple[Tensor, Tensor]:
-    """Return left-padded prompts of several lengths and their mask."""
-    ids, mask = make_tokens(batch, PROMPT), torch.ones(batch, PROMPT, dtype=torch.long)
-    for row in range(batch):
-        mask[row, : row % 4] = 0
-    return ids, mask
-
-
-@torch.no_grad()
-def exact_logits(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """Return transformers' logits of the last position, without a cache."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
-
-
-def assert_equals_transformers(model: torch.nn.Module, batch: int) -> None:
-    """Check greedy decode in the core: equal tokens and close logits at every step."""
-    ids, mask = make_prompts(batch)
-    decoder = CpuDecoder(model, batch, PROMPT + NEW)
-    logits = decoder.prefill(ids, mask)
-    for _ in range(NEW):
-        token = logits.argmax(-1)
-        ids, mask = torch.cat([ids, token[:, None]], 1), torch.cat([mask, torch.ones_like(token)[:, None]], 1)
-        logits, expected = decoder.decode(token), exact_logits(model, ids, mask)
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+def twins(model_type: str, kind: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model in bf16, and the same model in fp32."""
+    model, wide = make_model(model_type, kind, dtype=torch.bfloat16), make_model(model_type, kind)
+    wide.load_state_dict(model.state_dict())
+    return model, wide
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,8 +64,8 @@ def test_every_batch(batch: int) -> None:
     assert_equals_transformers(make_model("qwen3", "mixed"), batch)
 
 
-def test_any_linear_may_lead_a_shared_a_and_any_may_keep_its_own() -> None:
-    """v leads k, up leads gate, q has its own A."""
+def test_any_of_the_linears_may_lead_and_any_may_stay_out() -> None:
+    """v leads k, up leads gate, q has an A of its own."""
     names = [f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.k_proj", "mlp.gate_proj")]
     leaders = [name.replace("k_proj", "v_proj").replace("gate_proj", "up_proj") for name in names]
     own = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"]
@@ -110,44 +85,32 @@ def test_every_instruction_set() -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_bf16_keeps_the_rule(model_type: str, kind: str) -> None:
     """In bf16 the error against fp32 is at most twice that of the torch decoder in bf16, over the same tokens."""
-    model, (ids, mask) = make_model(model_type, kind, dtype=torch.bfloat16), make_prompts(4)
-    decoders = [CpuDecoder(model, 4, PROMPT + NEW), TorchDecoder(model, 4, PROMPT + NEW)]
-    wide = make_model(model_type, kind)
-    wide.load_state_dict(model.state_dict())
-    decoders.append(TorchDecoder(wide, 4, PROMPT + NEW))
-    errors = torch.zeros(2)
-    logits = [decoder.prefill(ids, mask) for decoder in decoders]
-    for _ in range(NEW):
-        token = logits[2].argmax(-1)
-        logits = [decoder.decode(token) for decoder in decoders]
-        errors += torch.stack([(y.float() - logits[2]).norm() for y in logits[:2]])
-    assert errors[0] <= 2 * errors[1]
+    assert_decodes_within_the_rule(*twins(model_type, kind))
 
 
 @pytest.mark.parametrize("length", [2, 9, 70])
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_keep_the_rule(kind: str, batch: int, length: int, threads: int) -> None:
-    """Logits and cache of a prompt that the core reads; 8 rows of 70 tokens take more than one call."""
-    family = "qwen3" if batch == 3 else "qwen2"
-    assert_reads_prompts(make_model(family, kind, dtype=torch.bfloat16), make_model(family, kind), batch, length)
+    """Logits and cache of a prompt read by the core; 8 rows of 70 tokens are more than it takes at once."""
+    assert_reads_prompts(*twins("qwen3" if batch == 3 else "qwen2", kind), batch, length)
 
 
 @pytest.mark.parametrize("kind", ["dense", "shared", "int8"])
 @pytest.mark.parametrize("length", [24, 300])
 def test_prompts_keep_the_rule_on_every_instruction_set(kind: str, length: int, isa: str) -> None:
-    """300 keys exceed one panel on every instruction set."""
+    """300 keys are more than a panel of any instruction set takes of them at once."""
     if isa == "portable":
         assert not CpuDecoder(make_model("qwen2", kind, dtype=torch.bfloat16), 1, 4).reads_prompts
     else:
-        assert_reads_prompts(make_model("qwen2", kind, dtype=torch.bfloat16), make_model("qwen2", kind), 2, length)
+        assert_reads_prompts(*twins("qwen2", kind), 2, length)
 
 
 @pytest.mark.usefixtures("isa")
 @examples(10)
 @given(st.data())
 def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
-    """Widths with tails in panels, vectors and rows, and wider than one panel."""
+    """Widths with tails in panels, vectors and rows, and beyond what a panel takes at once."""
     draw = data.draw
     heads, hidden = draw(st.sampled_from([1, 2, 6])), draw(st.integers(8, 700))
     shape = {
@@ -157,54 +120,23 @@ def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
         "num_attention_heads": heads,
         "num_key_value_heads": draw(st.sampled_from([1, heads])),
         "vocab_size": draw(st.integers(64, 200)),
-        "initializer_range": hidden
-        ** -0.5,  # the tiny models' default would make wide models attend to one position only
+        "initializer_range": hidden**-0.5,  # with the tiny models' own, wide ones attend to one position alone
     }
     batch, length = draw(st.integers(1, 3)), draw(st.integers(2, 40))
     errors = torch.zeros(2, 2)
     for seed in range(draws(hidden * batch, 8)):
         torch.manual_seed(seed)
         model, wide = make_tiny("qwen2", dtype=torch.bfloat16, **shape), make_tiny("qwen2", **shape)
+        wide.load_state_dict(model.state_dict())
         errors += prompt_errors(model, wide, batch, length)
     assert (errors[:, 0] <= 4 * errors[:, 1]).all()
 
 
-def assert_reads_prompts(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> None:
-    """Check that the core's logits and cache of a prompt keep the rule against torch's."""
-    errors = prompt_errors(model, wide, batch, length)
-    assert (errors[:, 0] <= 4 * errors[:, 1]).all()
-
-
-def prompt_errors(model: torch.nn.Module, wide: torch.nn.Module, batch: int, length: int) -> Tensor:
-    """Return squared errors [logits or cache, core or torch] of a prompt of the bf16 ``model`` against ``wide``.
-
-    ``wide`` is the same architecture in fp32; its weights are set to those of ``model``.
-    """
-    wide.load_state_dict(model.state_dict())
-    core_decoder = CpuDecoder(model, batch, length + 3)
-    if not core_decoder.reads_prompts:
-        pytest.skip("torch reads prompts on this processor")
-    decoders = [core_decoder, TorchDecoder(model, batch, length + 3), TorchDecoder(wide, batch, length + 3)]
-    ids, mask = make_tokens(batch, length), torch.ones(batch, length, dtype=torch.long)
-    for row in range(batch):
-        mask[row, : min(row % 4 * length // 5, length - 1)] = 0
-    logits = [decoder.prefill(ids, mask).float() for decoder in decoders]
-    valid = mask.bool()[:, None, :, None]
-    cached = [
-        torch.stack([torch.where(valid, t[:, :, :length].float(), 0) for t in (*d.cache.keys, *d.cache.values)])
-        for d in decoders
-    ]
-    assert all(torch.isfinite(results[0]).all() for results in (logits, cached))
-    return torch.tensor(
-        [[(result - exact).square().sum() for result in results] for *results, exact in (logits, cached)]
-    )
-
-
-def test_torch_reads_prompts_in_fp32() -> None:
+def test_a_prompt_in_fp32_is_read_by_torch() -> None:
     assert not CpuDecoder(make_model("llama", "dense"), 1, 16).reads_prompts
 
 
-def test_torch_reads_prompts_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_read_by_torch_where_it_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = CpuDecoder(make_model("llama", "dense", dtype=torch.bfloat16), 1, 16)
     for amx in (False, True):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx}, raising=False)
@@ -233,7 +165,7 @@ def test_the_arena_moves_weights_without_changing_a_result() -> None:
     assert_equals_transformers(model, 2)
 
 
-def test_unsupported_models_are_refused() -> None:
+def test_what_it_cannot_serve_is_refused() -> None:
     assert refuses(make_model("llama", "mlp"), 8) is None
     assert "9 rows" in (refuses(make_model("llama", "dense"), 9) or "")
     assert "float16" in (refuses(make_model("llama", "dense", dtype=torch.float16), 1) or "")
@@ -244,7 +176,7 @@ def test_unsupported_models_are_refused() -> None:
         CpuDecoder(make_model("llama", "dense"), 9, 16)
 
 
-def test_wrong_arguments_are_refused_before_they_reach_the_core() -> None:
+def test_wrong_arguments_are_refused_before_the_core_sees_them() -> None:
     decoder = CpuDecoder(make_model("llama", "dense"), 2, 16)
     starts = torch.zeros(2, dtype=torch.int32)
     for token_ids, slot, begin in (
