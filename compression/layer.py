@@ -43,7 +43,7 @@ def compress_layer(
         UserError: weights or activations hold NaN or infinity.
     """
     config, ranks = run.config, plan.factorised(index)
-    errors, conditions, facts = dict[str, float](), dict[str, float](), dict[str, Any]()
+    errors, conditions, facts = dict[str, float](), dict[str, float | None](), dict[str, Any]()
     with model.layer(index) as dense:
         pair = LayerPair(dense, f"{LAYERS}.{index}.")
 
@@ -66,7 +66,7 @@ def compress_layer(
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
             if config.form == "pivoted" and ranks:
-                conditions = pair.pivot(plan.align, dtype_of(next(iter(ranks))))
+                conditions |= pair.pivot(plan.align, dtype_of(next(iter(ranks))))
             if config.refine != "off" and ranks:
                 course, seed = COURSES[config.refine], config.seed * len(plan.linears) + index
                 dtype = dtype_of(next(iter(ranks)))
@@ -84,13 +84,13 @@ def compress_layer(
         streams.dense = outputs
     facts["forms"] = pair.forms()
     facts["matrices"] = [
-        _matrix(linear, ranks.get(linear), errors.get(linear.name, 0.0), config.ratio)
+        _matrix(linear, ranks.get(linear), errors.get(linear.name, 0.0), conditions.get(linear.name), config.ratio)
         for linear in plan.of_layer(index)
     ]
     return tensors, facts
 
 
-def _matrix(linear: Linear, rank: int | None, error: float, ratio: float) -> dict[str, Any]:
+def _matrix(linear: Linear, rank: int | None, error: float, condition: float | None, ratio: float) -> dict[str, Any]:
     matrix: Matrix = {
         "name": linear.name,
         "sharing": [part.name for part in linear.members[1:]],
@@ -101,5 +101,6 @@ def _matrix(linear: Linear, rank: int | None, error: float, ratio: float) -> dic
         "asked_ratio": ratio,
         "realised_ratio": 1 - linear.kept(rank) / linear.dense,
         "relative_error": error,
+        "pivot_condition": condition,
     }
     return dict(matrix)

@@ -13,6 +13,7 @@ from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, to_pivot
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
 from neuronmm.kernels import Form, LowRank
+from neuronmm.kernels.int8 import dense
 from neuronmm.models.lowrank import LowRankLinear
 
 
@@ -53,7 +54,7 @@ class LayerPair:
             self.compressed.set_submodule(name, module)
 
     @torch.no_grad()
-    def pivot(self, align: int, dtype: torch.dtype) -> dict[str, float]:
+    def pivot(self, align: int, dtype: torch.dtype) -> dict[str, float | None]:
         """Change the low-rank linears to pivoted forms, with float32 values rounded to ``dtype``, and reorder the MLP.
 
         Returns:
@@ -66,7 +67,7 @@ class LayerPair:
         layer = to_pivoted(LayerFactors({name: module.factors for name, module in modules.items()}, shared), align)
         pivoted: dict[str, LowRankLinear] = {}
         for name, factors in layer.low_rank.items():
-            A, B = (_rounded(factor, dtype) for factor in (factors.A, factors.B))
+            A, B = (_rounded(dense(factor, torch.float64), dtype) for factor in (factors.A, factors.B))
             leader = pivoted.get(shared.get(name, ""))
             pivoted[name] = LowRankLinear.of(factors._replace(A=A, B=B), leader)
             self.compressed.set_submodule(name, pivoted[name])

@@ -1,13 +1,13 @@
 """Change a decoder layer's factorised linears from two factors to pivoted forms, and back.
 
 The order of the intermediate dimension of a SwiGLU MLP is free: the same permutation of gate's and up's outputs and of
-down's inputs changes nothing. It is chosen so that the pivots of each linear are a contiguous range and those of down are
-the last features; then no kernel gathers or scatters. From first to last::
+down's inputs changes nothing. It is chosen so that the pivots of each linear are a contiguous range, and those of down
+are the last features; then no kernel gathers or scatters. From first to last::
 
     neither | gate | gate, up | gate, up, down | gate, down | down
 
-Gate and up with a shared A take all pivots from gate. With two A, the pivots of the one of lower rank are among the pivots of
-the other. The linears of attention have a fixed order, so their pivots are an index.
+Gate and up with a shared A take all pivots from gate. With two A, the pivots of the one of lower rank are among the
+pivots of the other. The linears of attention have a fixed order, so their pivots are an index.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from neuronmm.compression.pivots import Skeleton
 from neuronmm.kernels import Form, LowRank
+from neuronmm.kernels.int8 import dense
 from neuronmm.models.families import TARGETS
 
 GATE, UP, DOWN = TARGETS["mlp"]
@@ -30,14 +31,14 @@ class LayerFactors:
     """The linears of one decoder layer by their names inside the layer.
 
     ``low_rank`` holds the factorised ones, of which ``shared`` maps some to the linear whose A they use. ``order``
-    [intermediate] is the feature at each position of the MLP's intermediate dimension, None if unchanged. ``conditions``
-    are the condition numbers of the pivots.
+    [intermediate] is the feature at each position of the MLP's intermediate dimension, None if unchanged.
+    ``conditions`` are the condition numbers of the pivots.
     """
 
     low_rank: dict[str, LowRank]
     shared: Mapping[str, str]
     order: Tensor | None = None
-    conditions: dict[str, float] = field(default_factory=dict)
+    conditions: dict[str, float | None] = field(default_factory=dict)
 
 
 def to_pivoted(layer: LayerFactors, align: int = 1) -> LayerFactors:
@@ -55,18 +56,19 @@ def to_pivoted(layer: LayerFactors, align: int = 1) -> LayerFactors:
     pivoted = LayerFactors({}, layer.shared, order)
     for name in sorted(layer.low_rank, key=lambda name: name in layer.shared):  # leaders first
         factors, leader = layer.low_rank[name], layer.shared.get(name, name)
+        A, B, bias = _matrices(factors)
         if name in (GATE, UP) and order is not None:
-            bias = None if factors.bias is None else factors.bias[order]
-            factors = factors._replace(B=factors.B[order], bias=bias)
+            B, bias = B[order], None if bias is None else bias[order]
+        if name == DOWN and order is not None:
+            A = A[:, order]
         skeleton = skeletons.get(leader)
-        if skeleton is not None and name != leader:
-            factors = factors._replace(A=pivoted.low_rank[leader].A, B=skeleton.express(factors.B))
-        elif skeleton is not None:
-            factors = _pivoted(name, factors.bias, skeleton)
+        if skeleton is None:
+            pivoted.low_rank[name] = LowRank(A, B, bias)
+        elif name != leader:
+            pivoted.low_rank[name] = LowRank(pivoted.low_rank[leader].A, skeleton.express(B), bias)
+        else:
+            pivoted.low_rank[name] = _pivoted(name, bias, skeleton)
             pivoted.conditions[name] = skeleton.condition
-        elif name == DOWN and order is not None:
-            factors = factors._replace(A=factors.A[:, order])
-        pivoted.low_rank[name] = factors
     return pivoted
 
 
@@ -87,8 +89,8 @@ def _skeletons(layer: LayerFactors) -> dict[str, Skeleton]:
             continue
         other = skeletons.get({GATE: UP, UP: GATE}.get(name, ""))
         candidates = None if other is None else other.mask
-        A, B = (factors.B.T, factors.A.T) if name == DOWN else (factors.A, factors.B)
-        skeletons[name] = Skeleton(A, B, candidates)
+        A, B, _ = _matrices(factors)
+        skeletons[name] = Skeleton(B.T, A.T, candidates) if name == DOWN else Skeleton(A, B, candidates)
     return skeletons
 
 
@@ -125,6 +127,10 @@ def _align_overlap(down: Skeleton, inside: Tensor, outside: Tensor, align: int) 
         down.move(surplus, enter=outside, leave=inside)
     else:
         down.move(-surplus, enter=inside, leave=outside)
+
+
+def _matrices(factors: LowRank) -> tuple[Tensor, Tensor, Tensor | None]:
+    return dense(factors.A, torch.float64).double(), dense(factors.B, torch.float64).double(), factors.bias
 
 
 def _pivoted(name: str, bias: Tensor | None, skeleton: Skeleton) -> LowRank:

@@ -1,12 +1,13 @@
 """Pivoted factors: a matrix of rank r as r of its own rows and the coefficients of the other rows.
 
-``W' = B A`` [out, in] has r (in + out - r) degrees of freedom, r^2 fewer than its two factors have parameters. The row form
-stores r rows of W', the pivots, as P [r, in], and the other rows as combinations of them: ``W'[others] = C P`` with C
-[out - r, r] (PIFA, Zhao et al., ICML 2025). The column form is the row form of the transposed matrix.
+``W' = B A`` [out, in] has r (in + out - r) degrees of freedom, r^2 fewer than its two factors have parameters. The row
+form stores r rows of W', the pivots, as P [r, in], and the other rows as combinations of them, ``W'[others] = C P`` with
+C [out - r, r] (PIFA, Zhao et al., ICML 2025). The column form is the row form of the transposed matrix.
 
 Pivots are chosen by LU factorisation with partial pivoting. They are then exchanged for other rows until no coefficient
-exceeds :data:`BOUND`; each exchange multiplies the volume of the pivots by the coefficient (Goreinov et al. 2010, "How to
-find a good submatrix"). Bounded coefficients keep the rounding errors of P and C small, even if the pivots are ill-conditioned.
+exceeds :data:`BOUND`; each exchange multiplies the volume of the pivots by the coefficient (Goreinov et al. 2010, "How
+to find a good submatrix"). Bounded coefficients keep the rounding errors of P and C small, even if the pivots are
+ill-conditioned.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Skeleton:
     def __init__(self, A: Tensor, B: Tensor, candidates: Tensor | None = None) -> None:
         """Choose pivots for ``A`` [r, in] and ``B`` [out, r] of any float dtype; r <= out, r <= in.
 
-        The rows of W' are the rows of ``M = B R^T`` [out, r] in the orthonormal basis of ``A^T = Q R``. ``candidates`` is a
-        mask [out] of at least r rows that may become pivots; by default all may.
+        The rows of W' are the rows of ``M = B R^T`` [out, r] in the orthonormal basis of ``A^T = Q R``. ``candidates``
+        is a mask [out] of at least r rows that may become pivots; by default all may.
         """
         self._basis, triangle = torch.linalg.qr(A.double().T)
         self._to_basis = triangle.T
@@ -52,7 +53,7 @@ class Skeleton:
                 break
 
     def move(self, count: int, enter: Tensor, leave: Tensor) -> None:
-        """Make up to ``count`` rows in the mask ``enter`` [out] pivots in place of pivots in the mask ``leave`` [out]."""
+        """Replace up to ``count`` pivots in the mask ``leave`` [out] by rows in the mask ``enter`` [out]."""
         for _ in range(count):
             if not self._exchange_best(enter, leave, LEAST):
                 break
@@ -82,23 +83,23 @@ class Skeleton:
         return self._rows[self.pivots] @ self._basis.T
 
     @property
-    def condition(self) -> float:
-        """The condition number of P; infinite if its rows are dependent."""
+    def condition(self) -> float | None:
+        """The condition number of P; None if its rows are dependent in float64."""
         values = torch.linalg.svdvals(self._rows[self.pivots])
-        return float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
+        return float(values[0] / values[-1]) if values[-1] * SINGULAR > values[0] else None
 
     def _combine(self, rows: Tensor) -> Tensor:
         """Return the coefficients of ``rows`` [n, r], given in the basis of the skeleton."""
         pivots = self._rows[self.pivots]
-        if self.condition < SINGULAR:
-            return torch.linalg.solve(pivots, rows, left=False)
-        return rows @ torch.linalg.pinv(pivots, rtol=1 / SINGULAR)
+        if self.condition is None:
+            return rows @ torch.linalg.pinv(pivots, rtol=1 / SINGULAR)
+        return torch.linalg.solve(pivots, rows, left=False)
 
     def _exchange_best(self, enter: Tensor, leave: Tensor, least: float) -> bool:
         """Make the row with the largest coefficient a pivot, if that coefficient exceeds ``least``.
 
-        ``enter`` and ``leave`` are masks [out] of the rows that may become a pivot and of the pivots that may be replaced.
-        The coefficients get a rank-1 update.
+        ``enter`` and ``leave`` are masks [out] of the rows that may become a pivot and of the pivots that may be
+        replaced. The coefficients get a rank-1 update.
         """
         sizes = self.coefficients.abs() * enter[self.others][:, None] * leave[self.pivots]
         if not sizes.numel():

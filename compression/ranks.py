@@ -193,7 +193,7 @@ def allocate(
     steps: list[tuple[float, int, int | None]] = []
 
     def offer(number: int) -> None:
-        """Push the linear's best step onto the heap: of the ranks that fit, the one with the most gain per parameter."""
+        """Push the linear's best step onto the heap: the rank within the budget with the most gain per parameter."""
         linear, rank = linears[number], ranks[linears[number].name]
         if rank is None:
             return

@@ -14,7 +14,7 @@ class Matrix(TypedDict):
     """One targeted linear, or the leader of several that share an A, with the sizes of all of them.
 
     ``sharing`` names the others. ``rank`` is None for a dense linear. The error is relative to the norm of the dense
-    output.
+    output. ``pivot_condition`` is the condition number of the pivots; None without pivots, or if they are dependent.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Matrix(TypedDict):
     asked_ratio: float
     realised_ratio: float
     relative_error: float
+    pivot_condition: float | None
 
 
 REPORT = "compression_report.json"

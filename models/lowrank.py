@@ -23,13 +23,14 @@ FACTORS = (".A.weight", ".B.weight")
 
 
 class LowRankLinear(nn.Module):
-    """A linear of rank r in one of the forms of :class:`neuronmm.kernels.LowRank`, the replacement of an ``nn.Linear``.
+    """A linear of rank r in a form of :class:`neuronmm.kernels.LowRank`, the replacement of an ``nn.Linear``.
 
-    Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank]. In the form ROWS,
-    B.weight is C [out - rank, rank], and the bias [out] is this module's own, because B has no row for the pivots. In the
-    form COLUMNS, A.weight is D [rank, in - rank].
+    Dimensions: x [..., in_features] -> [..., out_features]; A.weight [rank, in], B.weight [out, rank]. In the form
+    ROWS, B.weight is C [out - rank, rank], and the bias [out] is this module's own, because B has no rows for the
+    pivots. In the form COLUMNS, A.weight is D [rank, in - rank].
 
-    ``first_pivot`` is the first pivot in the form ROWS; if it is None there, the buffer ``pivots`` [rank], int32, holds them.
+    ``first_pivot`` is the first pivot in the form ROWS; if it is None there, the buffer ``pivots`` [rank], int32,
+    holds the pivots.
     ``kind`` is the class of the two factors. A ``leader`` is another low-rank linear with the same input, whose ``A``
     this linear uses, including whatever replaces it later (an adapter, for example). ``A`` is a child of the leader
     only: parameters, ``state_dict`` and checkpoint hold it once.
@@ -69,7 +70,7 @@ class LowRankLinear(nn.Module):
     @classmethod
     def of(cls, factors: LowRank, leader: LowRankLinear | None = None) -> LowRankLinear:
         """Return a module with the parameters of ``factors``, whose A is that of ``leader`` if there is one."""
-        indexed = isinstance(factors.pivots, Tensor)
+        pivots = factors.pivots
         module = cls(
             factors.in_features,
             factors.out_features,
@@ -78,15 +79,15 @@ class LowRankLinear(nn.Module):
             device=torch.device("meta"),
             leader=leader,
             form=factors.form,
-            first_pivot=None if indexed else factors.pivots,
+            first_pivot=pivots if isinstance(pivots, int) else None,
         )
         if leader is None:
             module.A.weight = _frozen(factors.A)
         module.B.weight = _frozen(factors.B)
         if factors.bias is not None:
             (module if factors.form is Form.ROWS else module.B).bias = _frozen(factors.bias)
-        if indexed:
-            module.pivots = factors.pivots
+        if isinstance(pivots, Tensor):
+            module.pivots = pivots
         return module
 
     @property
@@ -115,7 +116,8 @@ class LowRankLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, form={self.form.value}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        return f"{sizes}, form={self.form.value}"
 
 
 def _frozen(tensor: Any) -> nn.Parameter:

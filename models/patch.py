@@ -36,11 +36,12 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
         if linears[name].in_features != linears[leader].in_features:
             widths = f"{linears[name].in_features} and {linears[leader].in_features}"
             raise UserError(f"{name!r} cannot use the A of {leader!r}: their inputs have {widths} features")
-    for name, entry in spec.forms.items():
-        if entry.first is not None and entry.first + spec.ranks[name] > linears[name].out_features:
-            outputs = linears[name].out_features
+    for name, pivoted in spec.forms.items():
+        outputs = linears[name].out_features
+        if pivoted.first is not None and pivoted.first + spec.ranks[name] > outputs:
+            first = pivoted.first
             raise UserError(
-                f"{name!r} has {outputs} outputs, so its first pivot cannot be {entry.first}; config.json is wrong"
+                f"{name!r} has {outputs} outputs, so its first pivot cannot be {first}; config.json is wrong"
             )
     low_rank: dict[str, LowRankLinear] = {}
     for name in sorted(linears, key=lambda name: name in spec.shared):  # leaders first

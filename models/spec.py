@@ -27,11 +27,11 @@ FORMATS: Final = (1, 2)
 
 
 class PivotedForm(BaseModel):
-    """The form of one linear that is not stored as two factors; :class:`neuronmm.kernels.LowRank` gives the formulas.
+    """The form of one linear that is not stored as two factors, as in :class:`neuronmm.kernels.LowRank`.
 
     In the form ``rows``, the pivots are the ``rank`` outputs from ``first`` on; if ``first`` is None, the tensor
-    ``<linear>.pivots`` [rank], int32, holds their numbers in increasing order. In the form ``columns``, they are the last
-    inputs, and ``first`` is None.
+    ``<linear>.pivots`` [rank], int32, holds their numbers in increasing order. In the form ``columns``, they are the
+    last inputs, and ``first`` is None.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -49,9 +49,9 @@ class CompressionSpec(BaseModel):
     """Which linears are factorised, and the settings of the compression.
 
     ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
-    factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors; they
-    need format 2. ``factors`` is the precision of the stored factors: the model's,
-    or int8 with one float32 scale per row. Ratios are the fraction of the targeted linears' weights that is removed,
+    factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors;
+    they need format 2. ``factors`` is the precision of the stored factors: the model's, or int8 with one float32 scale
+    per row. Ratios are the fraction of the targeted linears' weights that is removed,
     0 to 1; ``model_ratio`` is the fraction of all parameters. Every rank is a multiple of ``align``.
     """
 

@@ -148,8 +148,8 @@ def check_pivots(name: str, pivots: Tensor, outputs: int, where: Path | str) -> 
     numbers = pivots.long()
     if numbers[0] < 0 or numbers[-1] >= outputs or not (numbers.diff() > 0).all():
         raise UserError(
-            f"{where}: {name} has to hold increasing numbers from 0 to {outputs - 1}; the checkpoint is damaged, download "
-            "or make it again"
+            f"{where}: {name} has to hold increasing numbers from 0 to {outputs - 1}; the checkpoint is damaged, "
+            "download or make it again"
         )
 
 

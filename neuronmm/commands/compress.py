@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train the factors of the whole model, in memory, against the dense one: themselves or by LoRA "
         "(default off)",
     )
+    parser.add_argument(
+        "--form",
+        choices=("two", "pivoted"),
+        help="store a linear of rank r as two factors, or r^2 weights smaller, as r of its rows or columns and the "
+        "coefficients of the others (default pivoted)",
+    )
     add_factor_dtype(parser)
     parser.add_argument(
         "--align",
@@ -86,6 +92,7 @@ def run(args: argparse.Namespace) -> None:
         share_a=args.share_a,
         refine=args.refine,
         recover=args.recover,
+        form=args.form,
         factors=args.factors,
         factor_dtype=args.factor_dtype,
         align=args.align,
