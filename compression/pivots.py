@@ -1,8 +1,8 @@
 """Pivoted factors: a matrix of rank r as r of its own rows and the coefficients of the other rows.
 
 ``W' = B A`` [out, in] has r (in + out - r) degrees of freedom, r^2 fewer than its two factors have parameters. The row
-form stores r rows of W', the pivots, as P [r, in], and the other rows as combinations of them, ``W'[others] = C P`` with
-C [out - r, r] (PIFA, Zhao et al., ICML 2025). The column form is the row form of the transposed matrix.
+form stores r rows of W', the pivots, as P [r, in], and the other rows as combinations of them: ``W'[others] = C P``,
+with C [out - r, r] (PIFA, Zhao et al., ICML 2025). The column form is the row form of the transposed matrix.
 
 Pivots are chosen by LU factorisation with partial pivoting. They are then exchanged for other rows until no coefficient
 exceeds :data:`BOUND`; each exchange multiplies the volume of the pivots by the coefficient (Goreinov et al. 2010, "How
