@@ -134,7 +134,7 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
         return first
     saved = run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
     streams = model.streams(rows, names, saved)
-    refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of a layer's time
+    refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of the time of a layer
     for index in range(first, len(model)):
         began = time.perf_counter()
         tensors, facts = compress_layer(

@@ -199,7 +199,7 @@ def allocate(
 
 
 def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[str, Tensor], together: Tensor) -> bool:
-    """Whether linears with one input lose less with a shared A than with their own, at equal parameters.
+    """Return whether linears with one input lose less with a shared A than with their own, at equal parameters.
 
     Args:
         joint: the linears as one.
