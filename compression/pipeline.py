@@ -117,7 +117,7 @@ def _begin(config: CompressionConfig, workspace: Workspace, dense: Reader, devic
     """
     size = dense.total_bytes()
     # The layers' files and the final shards are on the disk together.
-    check_room(workspace.out, 2 * size, size, dense.total_parameters(), plan.kept, config)
+    check_room(workspace.out, 2 * size, size, dense.total_parameters(), plan.parameters, config)
     run = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
     workspace.begin({**run, **config.model_dump()})
     dense.check_finite()

@@ -74,12 +74,12 @@ def test_every_rank_is_aligned_below_break_even_and_next_to_the_exact_one(
             assert (exact // align + 1) * align >= linear.break_even
         else:
             assert rank > 0 and rank % align == 0 and abs(rank - exact) <= align
-            assert linear.kept(rank) < linear.dense
+            assert linear.parameters(rank) < linear.dense
     wanted = (1 - ratio) * sum(linear.dense for linear in linears)
     # A matrix too small for a tile below its exact rank keeps more whatever is chosen; the others can make up for it.
-    forced = sum(linear.kept(_least(linear, align)) - (1 - ratio) * linear.dense for linear in linears
+    forced = sum(linear.parameters(_least(linear, align)) - (1 - ratio) * linear.dense for linear in linears
                  if linear.break_even * (1 - ratio) < align)  # fmt: skip
-    assert -step <= sum(linear.kept(ranks[linear.name]) for linear in linears) - wanted <= step + forced
+    assert -step <= sum(linear.parameters(ranks[linear.name]) for linear in linears) - wanted <= step + forced
 
 
 def _least(linear: Linear, align: int) -> int | None:
@@ -144,7 +144,7 @@ def test_budget_floor_and_tiles_are_respected(
     even = balance(targets, ratio, align)
     assert realised(targets, ranks) >= realised(targets, even) - 1e-12
     smallest = min((linear.out_features + linear.in_features) * align for linear in targets)
-    widest = max(linear.dense - linear.kept(int(linear.break_even) // align * align) for linear in targets)
+    widest = max(linear.dense - linear.parameters(int(linear.break_even) // align * align) for linear in targets)
     slack = max(smallest, widest) / sum(linear.dense for linear in targets)
     full = all(rank is None for rank in ranks.values())
     assert full or realised(targets, ranks) <= realised(targets, even) + slack + 1e-12
