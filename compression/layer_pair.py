@@ -44,7 +44,7 @@ class LayerPair:
             module = LowRankLinear(
                 part.in_features,
                 part.out_features,
-                len(factors.A),
+                factors.rank,
                 dense.bias is not None,
                 device=torch.device("meta"),
                 leader=leader,

@@ -83,7 +83,7 @@ class Linear:
         """The rank at which the two factors have as many parameters as the dense weight."""
         return self.dense / (self.out_features + self.in_features)
 
-    def kept(self, rank: int | None) -> int:
+    def parameters(self, rank: int | None) -> int:
         """Return the parameters at ``rank``; None means dense."""
         return self.dense if rank is None else rank * (self.out_features + self.in_features)
 
@@ -118,13 +118,13 @@ def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, in
     if align < 1:
         raise UserError(f"--align {align}: must be a positive number of ranks, or auto")
     ranks: dict[str, int | None] = {}
-    target = kept = 0.0
+    target = total = 0.0
     for linear in linears:
         target += (1 - ratio) * linear.dense
         choices = _choices(linear, ratio, align)
-        rank = min(choices, key=lambda choice: abs(kept + linear.kept(choice) - target))
+        rank = min(choices, key=lambda choice: abs(total + linear.parameters(choice) - target))
         ranks[linear.name] = rank
-        kept += linear.kept(rank)
+        total += linear.parameters(rank)
     if all(rank is None for rank in ranks.values()):
         raise UserError(f"--align {align}: at ratio {ratio:g} no aligned rank is below break-even; use a smaller tile")
     return ranks
@@ -139,7 +139,8 @@ def _choices(linear: Linear, ratio: float, align: int) -> list[int | None]:
 
 def realised(linears: Sequence[Linear], ranks: dict[str, int | None]) -> float:
     """Return the fraction of the linears' parameters that ``ranks`` removes, 0 to 1."""
-    return 1 - sum(linear.kept(ranks[linear.name]) for linear in linears) / sum(linear.dense for linear in linears)
+    parameters = sum(linear.parameters(ranks[linear.name]) for linear in linears)
+    return 1 - parameters / sum(linear.dense for linear in linears)
 
 
 def energy(spectrum: Tensor) -> float:
@@ -168,7 +169,7 @@ def allocate(
         UserError: as :func:`balance`.
     """
     uniform = balance(linears, ratio, align)
-    budget = sum(linear.kept(uniform[linear.name]) for linear in linears)
+    budget = sum(linear.parameters(uniform[linear.name]) for linear in linears)
     ranks: dict[str, int | None] = {}
     steps: list[tuple[float, int, int | None]] = []
 
@@ -179,19 +180,19 @@ def allocate(
         if rank is None:
             return
         step = rank + align if rank + align < linear.break_even else None
-        cost = linear.kept(step) - linear.kept(rank)
+        cost = linear.parameters(step) - linear.parameters(rank)
         gain = fractions[linear.name] * float(losses[linear.name][rank:step].sum())
         heapq.heappush(steps, (-gain / cost, number, step))
 
     for number, linear in enumerate(linears):
         floor = int(FLOOR * linear.break_even * (1 - ratio) // align) * align
         ranks[linear.name] = max(floor, align) if align < linear.break_even else None
-        budget -= linear.kept(ranks[linear.name])
+        budget -= linear.parameters(ranks[linear.name])
         offer(number)
     while steps:
         _, number, step = heapq.heappop(steps)
         linear = linears[number]
-        cost = linear.kept(step) - linear.kept(ranks[linear.name])
+        cost = linear.parameters(step) - linear.parameters(ranks[linear.name])
         if cost <= budget:  # otherwise this linear is done, and cheaper steps of others may still fit
             ranks[linear.name], budget = step, budget - cost
             offer(number)
@@ -199,7 +200,7 @@ def allocate(
 
 
 def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[str, Tensor], together: Tensor) -> bool:
-    """Whether linears with one input lose less with a shared A than with their own, at equal parameters.
+    """Return whether linears with one input lose less with a shared A than with their own, at equal parameters.
 
     Args:
         joint: the linears as one.
@@ -207,6 +208,6 @@ def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[
         apart: by name, the reduction of each linear's relative loss by each rank of its own A, largest first.
         together: the reduction of the sum of their relative losses by each rank of a shared A.
     """
-    rank = sum(linear.kept(ranks[linear.name]) for linear in joint.members) // joint.kept(1)
+    rank = sum(linear.parameters(ranks[linear.name]) for linear in joint.members) // joint.parameters(1)
     factorised = [linear.name for linear in joint.members if ranks[linear.name] is not None]
     return float(together[rank:].sum()) < sum(float(apart[name][ranks[name] :].sum()) for name in factorised)

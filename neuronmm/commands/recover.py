@@ -36,10 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from neuronmm.compression.config import renamed
     from neuronmm.compression.recover import recover
 
-    dtypes = {name: value for name in FACTOR_DTYPE if (value := getattr(args, name)) is not None}
+    dtype = {name: value for name in FACTOR_DTYPE if (value := getattr(args, name)) is not None}
     recovery = partial(
         recover,
         args.model,
@@ -49,6 +48,6 @@ def run(args: argparse.Namespace) -> None:
         calibration=args.calibration,
         calibration_rows=args.calibration_rows,
         calibration_length=args.calibration_length,
-        **renamed(dtypes),
+        **dtype,
     )
     run_and_report(args, recovery)
