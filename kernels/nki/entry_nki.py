@@ -6,13 +6,15 @@ given, and launches the compiled kernel of :mod:`.jitted` on one core with them:
 :mod:`.tiling` for trn2, which fit trn3 as well. Importing this needs the Neuron SDK or the emulator.
 """
 
+# Without the SDK, pyright takes this folder for the package nki.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
-from nki import jit  # pyright: ignore[reportAttributeAccessIssue]  # it takes this folder for the package
+import nki
 
 from neuronmm.kernels.hardware import TRN2
 from neuronmm.kernels.nki import jitted
@@ -28,9 +30,9 @@ def low_rank_matmul(
     """``launch(x, a, b[, bias][, residual])``: B (A x) (+ bias) (+ residual); bias [out], residual like the output."""
     first = tokens_first(layout)
     if bias:
-        kernel = jit(jitted.linear_bias_residual if residual else jitted.linear_bias)
+        kernel = nki.jit(jitted.linear_bias_residual if residual else jitted.linear_bias)
     else:
-        kernel = jit(jitted.linear_residual if residual else jitted.linear)
+        kernel = nki.jit(jitted.linear_residual if residual else jitted.linear)
 
     def launch(x: Any, a: Any, b: Any, *extras: Any) -> Any:
         cut = Chunks(rank)
@@ -47,7 +49,7 @@ def low_rank_swiglu_mlp(
 ) -> Callable[..., Any]:
     """``launch(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual])``."""
     kernel = jitted.mlp_residual if residual else jitted.mlp
-    return _mlp(jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout))
+    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout))
 
 
 def low_rank_swiglu_mlp_shared(
@@ -55,7 +57,7 @@ def low_rank_swiglu_mlp_shared(
 ) -> Callable[..., Any]:
     """One A for gate and up: ``launch(x, gate_a, gate_b, up_b, down_a, down_b[, residual])``."""
     kernel = jitted.mlp_shared_residual if residual else jitted.mlp_shared
-    return _mlp(jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout))
+    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout))
 
 
 def _mlp(

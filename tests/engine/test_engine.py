@@ -1,4 +1,4 @@
-"""The engine's two verbs: streaming equals generating, limits are kept, mistakes are one clear line."""
+"""The engine: streaming equals generating, limits apply, mistakes are one-line errors."""
 
 from __future__ import annotations
 
