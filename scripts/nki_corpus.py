@@ -1,9 +1,9 @@
-"""Run public NKI kernels, unchanged, under the emulator, and count what it serves of the language: as Markdown.
+"""Run public NKI kernels, unchanged, under the emulator and report their outcomes as Markdown.
 
-Takes checkouts of aws-neuron-sdk, nki-samples, nki-library or nki-moe; which is which is found from their files. In
-each it runs the documentation's tests (``nki/test``) and the kernels listed in ``nki_corpus_cases.py``, compares their
-values with NumPy in float64, counts the functions of ``nki/api`` that the emulator has, and lists the names that files
-with kernels use and the emulator lacks. Nothing of a checkout is copied.
+Takes checkouts of aws-neuron-sdk, nki-samples, nki-library or nki-moe and recognises each by its files. In every
+checkout the script runs the documentation's tests (``nki/test``) and the kernels of ``nki_corpus_cases.py``, compares
+their values with NumPy in float64, counts the functions of ``nki/api`` that the emulator has, and lists the names that
+files with kernels use and the emulator lacks. It copies nothing from a checkout.
 
   python scripts/nki_corpus.py CHECKOUT [CHECKOUT ...] [--output docs/results/nki_corpus.md]
 """
@@ -18,13 +18,14 @@ import io
 import re
 import subprocess
 import sys
+import textwrap
 import unittest
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from nki_corpus_cases import CASES, Case
@@ -45,19 +46,24 @@ HOSTS: dict[str, dict[str, Any]] = {
     "scipy": {},
     "scipy.special": {"softmax": None},
 }
-"""What tutorials import for their own measurements and references, absent or not: empty stand-ins."""
+"""Modules that tutorials import for their own measurements and references, replaced by empty ones."""
 NAME = re.compile(r"\b(nl|nisa)\.([A-Za-z_]\w*)")
-HEAD = """\
-# Public NKI kernels under the emulator
+TITLE = "# Public NKI kernels under the emulator"
+REPEAT = """\
+## How to repeat it
 
-Made by `python scripts/nki_corpus.py`. The files are those of the checkouts, unchanged; no Trainium device was used.
-Values are compared with NumPy in float64: *agrees* gives the largest difference over the largest element.
+    python scripts/nki_corpus.py CHECKOUT [CHECKOUT ...] --output docs/results/nki_corpus.md
+
+# Appendix
+
+The files are those of the checkouts, unchanged. Values are compared with NumPy in float64: *agrees* gives the largest
+difference over the largest element.
 """
 
 
 @contextlib.contextmanager
-def loaded(file: Path) -> Iterator[ModuleType]:
-    """The module of a file whose neighbours it may import; none of them stays imported."""
+def load_module(file: Path) -> Iterator[ModuleType]:
+    """Import a file that may import its neighbours; on exit, forget all of them."""
     before = dict(sys.modules)
     sys.path.insert(0, str(file.parent))
     try:
@@ -75,56 +81,56 @@ def loaded(file: Path) -> Iterator[ModuleType]:
 
 
 def reason(error: BaseException, root: Path) -> str:
-    """Why a kernel did not run, in one line without the machine's paths."""
+    """Return in one line why a kernel did not run, without the paths of this machine."""
     missing = re.search(r"has no attribute '(\w+)'", str(error)) or re.search(r"import name '(\w+)'", str(error))
     if missing:
-        return f"`{missing[1]}` is not served"
+        return f"`{missing[1]}` is not supported"
     text = f"{type(error).__name__}: {error}" if type(error).__name__ != "NkiError" else str(error)
     return text.replace(str(root) + "/", "").splitlines()[0].replace("|", "\\|")[:200]
 
 
-def second(file: Path) -> bool:
-    """Whether a file is of the second dialect."""
+def is_second_dialect(file: Path) -> bool:
+    """Return whether a file is in the second dialect."""
     return "neuronxcc" not in file.read_text(errors="replace")
 
 
 def outcome(case: Case, module: ModuleType, file: Path) -> str:
-    """What running a case gave."""
+    """Run a case and return its outcome."""
     arguments, expected = case.make()
     kernel = getattr(module, case.kernel)
     if case.grid:
         kernel = kernel[case.grid]
     if isinstance(kernel, Kernel) or case.bare:
-        results = run(kernel, *arguments, core=TRN2 if second(file) else TRN1).outputs
+        results = run(kernel, *arguments, core=TRN2 if is_second_dialect(file) else TRN1).outputs
     else:
         results = kernel(*arguments)
-    got = np.asarray(results[0] if isinstance(results, tuple) else results).astype(np.float64)
-    if got.shape != expected.shape:
-        return f"**wrong shape** {got.shape}, not {expected.shape}"
-    error = float(np.max(np.abs(got - expected)) / np.max(np.abs(expected)))
+    actual = np.asarray(results[0] if isinstance(results, tuple) else results).astype(np.float64)
+    if actual.shape != expected.shape:
+        return f"**wrong shape** {actual.shape}, not {expected.shape}"
+    error = float(np.max(np.abs(actual - expected)) / np.max(np.abs(expected)))
     return f"agrees, {error:.1e}" if error <= case.tolerance else f"**wrong values**, {error:.1e}"
 
 
-def kernels(root: Path) -> Iterator[tuple[str, str, str]]:
-    """File, kernel and outcome of every listed kernel that the checkout has."""
-    found = [(file, case) for case in CASES for file in sorted(root.rglob(case.file))]
-    for file, case in track(found, f"{root.name}: kernels", disable=not sys.stderr.isatty()):
+def kernel_outcomes(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield file, kernel and outcome of every listed kernel that the checkout has."""
+    candidates = [(file, case) for case in CASES for file in sorted(root.rglob(case.file))]
+    for file, case in track(candidates, f"{root.name}: kernels", disable=not sys.stderr.isatty()):
         if not re.search(rf"^def {case.kernel}\b", file.read_text(), re.M):
             continue
         try:
-            with loaded(file) as module:
+            with load_module(file) as module:
                 result = outcome(case, module, file)
         except Exception as error:
             result = f"refused: {reason(error, root)}"
         yield str(file.relative_to(root)), case.kernel, result
 
 
-def tests(root: Path) -> Iterator[tuple[str, str, str]]:
-    """File, test and outcome of the documentation's tests."""
+def test_outcomes(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield file, test and outcome of the documentation's tests."""
     files = sorted(root.glob("nki/test/test_*.py"))
     for file in track(files, f"{root.name}: tests", disable=not sys.stderr.isatty()):
         try:
-            with loaded(file) as module:
+            with load_module(file) as module:
                 suites: Any = unittest.defaultTestLoader.loadTestsFromModule(module)
                 for suite in suites:
                     for test in suite:
@@ -134,7 +140,7 @@ def tests(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 class Result(unittest.TestResult):
-    """Keeps the exceptions themselves."""
+    """A test result that keeps the exception itself."""
 
     raised: BaseException | None = None
 
@@ -148,6 +154,7 @@ class Result(unittest.TestResult):
 
 
 def verdict(test: Any, root: Path) -> str:
+    """Run one test and return its outcome."""
     result = Result()
     test.run(result)
     if result.raised is None:
@@ -156,24 +163,24 @@ def verdict(test: Any, root: Path) -> str:
 
 
 def coverage(root: Path) -> Iterator[str]:
-    """How many documented functions the emulator has, and the names of the others."""
+    """Yield, per documented module, how many functions the emulator has and the names of the others."""
     for part in ("language", "isa"):
         stub = root / "nki" / "api" / "nki" / part / "__init__.py"
         if not stub.exists():
             continue
         defined = [n.name for n in ast.parse(stub.read_text()).body if isinstance(n, ast.FunctionDef)]
         dialect = "neuronxcc.nki" if (root / "nki" / "api" / "nki" / "compiler").exists() else "nki"
-        served = surface(dialect.split(".")[0])[f"{dialect}.{part}"]
-        missing = sorted(name for name in defined if name not in served)
-        yield f"`{dialect}.{part}`: {len(defined) - len(missing)} of {len(defined)} functions. Not served: " + (
+        supported = surface(dialect.split(".")[0])[f"{dialect}.{part}"]
+        missing = sorted(name for name in defined if name not in supported)
+        yield f"`{dialect}.{part}`: {len(defined) - len(missing)} of {len(defined)} functions. Not supported: " + (
             ", ".join(f"`{name}`" for name in missing) or "none"
         )
 
 
 def usage(root: Path) -> tuple[int, int, Counter[str]]:
-    """Kernel files, those of them that use served names only, and how many files use each name not served."""
-    files = whole = 0
-    lacking: Counter[str] = Counter()
+    """Count the files with kernels, those that use only supported names, and the files per unsupported name."""
+    files = supported_files = 0
+    unsupported: Counter[str] = Counter()
     names = {d: surface(d) for d in ("neuronxcc", "nki")}
     for file in sorted(root.rglob("*.py")):
         text = file.read_text(errors="replace")
@@ -181,40 +188,91 @@ def usage(root: Path) -> tuple[int, int, Counter[str]]:
             continue
         if not re.search(r"\bnisa\.|\bnl\.(load|store|ndarray)\b", text):
             continue
-        dialect, prefix = ("nki", "nki") if second(file) else ("neuronxcc", "neuronxcc.nki")
+        dialect, prefix = ("nki", "nki") if is_second_dialect(file) else ("neuronxcc", "neuronxcc.nki")
         parts = {"nl": names[dialect][f"{prefix}.language"], "nisa": names[dialect][f"{prefix}.isa"]}
         missing = {f"{alias}.{name}" for alias, name in NAME.findall(text) if name not in parts[alias]}
-        files, whole = files + 1, whole + (not missing)
-        lacking.update(sorted(missing))  # names of equal counts stay in one order from run to run
-    return files, whole, lacking
+        files, supported_files = files + 1, supported_files + (not missing)
+        unsupported.update(sorted(missing))  # sorted: names with equal counts keep their order between runs
+    return files, supported_files, unsupported
 
 
 def table(head: str, rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield a Markdown table of outcomes; ``head`` names the first two columns."""
     yield f"| {head} | outcome |"
     yield "|---|---|---|"
     yield from (f"| {a} | {b} | {c} |" for a, b, c in rows)
     yield ""
 
 
-def report(root: Path) -> Iterator[str]:
+class Report(NamedTuple):
+    """One checkout: its name, the outcomes of kernels and tests, the files with kernels, and the report's lines."""
+
+    name: str
+    kernels: list[str]
+    tests: list[str]
+    files: str
+    lines: list[str]
+
+
+def report(root: Path) -> Report:
+    """Run everything in one checkout."""
     commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    yield f"## {root.name}, at {commit.stdout.strip() or 'an unknown commit'}"
-    yield ""
+    lines = [f"## {root.name}, at {commit.stdout.strip() or 'an unknown commit'}", ""]
     for line in coverage(root):
-        yield from (line, "")
-    if rows := list(kernels(root)):
-        yield f"{sum('agrees' in r[2] for r in rows)} of {len(rows)} kernels run unchanged with right values."
-        yield ""
-        yield from table("file | kernel", rows)
-    if rows := list(tests(root)):
-        yield f"{sum(r[2] == 'passes' for r in rows)} of {len(rows)} entries of the documentation's tests pass."
-        yield ""
-        yield from table("file | test", rows)
-    files, whole, lacking = usage(root)
+        lines += [*textwrap.wrap(line, 120), ""]
+    kernels, tests = list(kernel_outcomes(root)), list(test_outcomes(root))
+    kernel_results, test_results = [row[2] for row in kernels], [row[2] for row in tests]
+    if kernels:
+        lines += [f"{share(kernel_results, 'agrees')} kernels run unchanged with right values.", ""]
+        lines += table("file | kernel", kernels)
+    if tests:
+        lines += [f"{share(test_results, 'passes')} entries of the documentation's tests pass.", ""]
+        lines += table("file | test", tests)
+    files, supported_files, unsupported = usage(root)
     if files:
-        yield f"{whole} of {files} files with kernels use only names that the emulator has. The others use:"
-        yield ", ".join(f"`{name}` {count}" for name, count in lacking.most_common()) or "nothing"
-        yield ""
+        lines += [
+            f"{supported_files} of {files} files with kernels use only names that the emulator has. The others use:"
+        ]
+        names = ", ".join(f"`{name}` {count}" for name, count in unsupported.most_common())
+        lines += [*textwrap.wrap(names or "nothing", 120), ""]
+    return Report(root.name, kernel_results, test_results, f"{supported_files} of {files}" if files else "", lines)
+
+
+def share(results: list[str], word: str) -> str:
+    """Return how many results contain the word: "24 of 28"; empty without results."""
+    return f"{sum(word in result for result in results)} of {len(results)}" if results else ""
+
+
+def document(reports: list[Report]) -> Iterator[str]:
+    """Yield the verdict, its table, a bar chart of the kernels, the command, and the reports as an appendix."""
+    kernels = [result for part in reports for result in part.kernels]
+    tests = [result for part in reports for result in part.tests]
+    wrong, failed = (sum("**" in result for result in results) for results in (kernels, tests))
+    yield TITLE
+    yield ""
+    agreeing, passing = share(kernels, "agrees") or "No", share(tests, "passes") or "No"
+    yield f"{agreeing} public kernels run unchanged and agree with NumPy; {wrong or 'none'} give wrong values."
+    yield f"{passing} entries of the documentation's tests pass; {failed or 'none'} fail."
+    yield "The emulator refuses the others and gives the reason. No Trainium device was used."
+    yield ""
+    yield "| checkout | kernels that agree | tests that pass | files with supported names only |"
+    yield "|---|---:|---:|---:|"
+    for part in reports:
+        cells = share(part.kernels, "agrees"), share(part.tests, "passes"), part.files
+        yield f"| {part.name} | {' | '.join(cells)} |"
+    yield ""
+    yield "Kernels per checkout, `#` those that agree, `.` the others:"
+    yield ""
+    yield "```"
+    for part in reports:
+        good = sum("agrees" in result for result in part.kernels)
+        if part.kernels:
+            yield f"{part.name:24} {'#' * good}{'.' * (len(part.kernels) - good)}"
+    yield "```"
+    yield ""
+    yield REPEAT
+    for part in reports:
+        yield from part.lines
 
 
 def main() -> None:
@@ -224,10 +282,10 @@ def main() -> None:
     options = parser.parse_args()
     for root in options.checkout:
         if not root.is_dir():
-            parser.error(f"{root} is no folder: give a checkout, made with git clone")
+            parser.error(f"{root} is not a folder: name a checkout made with git clone")
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
-    text = "\n".join([HEAD, *(line for root in options.checkout for line in report(root.resolve()))])
+    text = "\n".join(document([report(root.resolve()) for root in options.checkout]))
     if options.output:
         options.output.write_text(text + "\n")
     else:
