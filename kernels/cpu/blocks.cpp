@@ -18,8 +18,8 @@ struct MatMul {
     bool add, round;
 };
 
-// The matmuls between two barriers. Their weight rows form one list, which is split over the workers by bytes. A worker thus
-// reads one long contiguous part; each new start would wait for memory.
+// The matmuls between two barriers. Their weight rows form one list, which is split over the workers by bytes. A worker
+// thus reads one long contiguous part; each new start would wait for memory.
 struct Phase {
     MatMul matmuls[3];
     int count = 0;
@@ -76,8 +76,8 @@ void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n,
     }
 }
 
-// Run this worker's part of the phase. Inputs are prepared once and reused while they stay the same. In a prefill a worker
-// pops all its rows at once, because the GEMM is faster on many rows.
+// Run this worker's part of the phase. Inputs are prepared once and reused while they stay the same. In a prefill a
+// worker pops all its rows at once, because the GEMM is faster on many rows.
 static void run(const Worker& worker, const Phase& phase, int batch) {
     const Kernels& kernels = worker.kernels;
     const bool prefill = phase.matmuls[0].x.rounded;
@@ -113,8 +113,8 @@ int max_rank(std::initializer_list<const Linear*> linears) {
     return rank;
 }
 
-// Multiply the A factors of the group, if there are any, and wait at a barrier. Returns the remaining phase: B factors and
-// dense weights.
+// Multiply the A factors of the group, if there are any, and wait at a barrier. Returns the remaining phase: B factors
+// and dense weights.
 static Phase multiply_a_factors(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add) {
     Phase factors, last;
     for (const Projection& p : group) {

@@ -62,7 +62,8 @@ struct Model {
 NEURONMM_EXPORT const char* neuronmm_isa();
 NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
 
-// Write the sizes in bytes of Matrix, Linear, Layer and Model to sizes[4], for callers that describe the structs themselves.
+// Write the sizes in bytes of Matrix, Linear, Layer and Model to sizes[4], for callers that describe the structs
+// themselves.
 NEURONMM_EXPORT void neuronmm_struct_sizes(int64_t* sizes);
 
 // Whether the core was built with OpenMP.
@@ -77,13 +78,13 @@ NEURONMM_EXPORT void neuronmm_low_rank_swiglu(const neuronmm::Linear* gate, cons
                                               const neuronmm::Linear* down, const void* x, int32_t type,
                                               int32_t batch, void* y, int32_t threads);
 
-// Whether neuronmm_step can prefill this model, that is, take several tokens per row: the processor has at least AVX2, no
-// matrix is fp32 and the cache is bf16.
+// Whether neuronmm_step can prefill this model, that is, take several tokens per row: the processor has at least AVX2,
+// no matrix is fp32 and the cache is bf16.
 NEURONMM_EXPORT int neuronmm_reads_prompts(const neuronmm::Model* model);
 
-// Process tokens [batch, count] and write their keys and values to the cache slots [slot, slot + count). Row i of the cache
-// begins at slot starts[i] (left padding). logits [batch, vocab] are those of the last token of each row. Returns 0 on
-// success. Returns -1 and changes nothing if a token id, a slot or a start is out of range, or if `count` > 1 and the model
-// does not support prefill here.
+// Process tokens [batch, count] and write their keys and values to the cache slots [slot, slot + count). Row i of the
+// cache begins at slot starts[i] (left padding). logits [batch, vocab] are those of the last token of each row. Returns
+// 0 on success. Returns -1 and changes nothing if a token id, a slot or a start is out of range, or if `count` > 1 and
+// the model does not support prefill here.
 NEURONMM_EXPORT int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t count,
                                   const int32_t* starts, int32_t slot, float* logits, int32_t threads);

@@ -1,9 +1,9 @@
 // One call takes tokens from embedding to logits; only barriers run between the kernels. One token per row is a decode
 // step. Several tokens per row are a prefill: each token is one row of the same matmuls.
 //
-// The residual stream and all activations are fp32. In a decode step every worker normalises all rows itself, because that
-// costs less than a barrier. Weight matrices are split over the workers by rows, decode attention by query head, prefill
-// attention by blocks of positions.
+// The residual stream and all activations are fp32. In a decode step every worker normalises all rows itself, because
+// that costs less than a barrier. Weight matrices are split over the workers by rows, decode attention by query head,
+// prefill attention by blocks of positions.
 #include <algorithm>
 #include <vector>
 
@@ -31,8 +31,8 @@ struct WorkerBuffers {
 
 class Step {
 public:
-    // Process `count` tokens of every row and write them to the cache slots from `slot` on. The tokens of consecutive rows
-    // are `stride` apart. `logits` may be null.
+    // Process `count` tokens of every row and write them to the cache slots from `slot` on. The tokens of consecutive
+    // rows are `stride` apart. `logits` may be null.
     Step(const Model& model, const int64_t* tokens, int stride, int count, const int32_t* starts, int slot, float* logits,
          int threads)
         : m_(model), tokens_(tokens), stride_(stride), count_(count), starts_(starts), slot_(slot), worker_buffers_(threads) {
@@ -102,8 +102,8 @@ private:
         return last;
     }
 
-    // A barrier separates two phases where the second reads what other workers write in the first, or writes what they may
-    // still read. After the last barrier x is complete.
+    // A barrier separates two phases where the second reads what other workers write in the first, or writes what they
+    // may still read. After the last barrier x is complete.
 
     // Compute queries, keys and values, and append keys and values to the cache.
     void append_kv(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
@@ -151,7 +151,8 @@ private:
             for (int j = 0; j < table.cols; j++) buffers_.x.row(i)[j] *= table.scale[token];
     }
 
-    // Normalise the rows. Up to kMaxBatch rows each worker normalises into its own buffer; more rows are split over the team.
+    // Normalise the rows. Up to kMaxBatch rows each worker normalises into its own buffer; more rows are split over the
+    // team.
     Rows norm(const Worker& worker, const float* weight, const WorkerBuffers& local) const {
         const int rows = m_.batch * count_;
         const bool together = rows > kMaxBatch;
@@ -222,8 +223,8 @@ private:
         }
     }
 
-    // Causal attention of a prefill. An item is a block of positions with all query heads of one KV head. Items are dealt
-    // to the workers in turn, because later positions attend to more keys.
+    // Causal attention of a prefill. An item is a block of positions with all query heads of one KV head. Items are
+    // dealt to the workers in turn, because later positions attend to more keys.
     void prefill_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
         const int group = m_.heads / m_.kv_heads, block = std::max(1, kPrefillQueries / group);
         const int lanes = m_.batch * m_.kv_heads, items = (count_ + block - 1) / block * lanes;
