@@ -16,7 +16,7 @@ class _OnHost:
         self.batch, self.max_len = batch, max_len
         self._host, self._model, self._rows = host, host.model, host.max_batch  # the host has to outlive the decoder
         found, tp = host.shards.checkpoint.architecture, host.settings.tp_degree
-        keys = host.shards.heads.keys_per_rank * tp * found.head
+        keys = host.shards.heads.keys_per_core * tp * found.head
         positions = host.settings.n_positions * self._rows
         self.state_bytes = 2 * found.layers * positions * keys * host.dtype.itemsize
 

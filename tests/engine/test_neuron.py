@@ -147,9 +147,9 @@ def test_one_core_and_the_torch_reference(
 
 
 BAD = [
-    ({"tp_degree": 5}, "tp_degree 5: has to lie between 1 and the model's 4 attention heads"),
-    ({"tp_degree": 0}, "tp_degree 0: has to be 1 or more"),
-    ({"batch_size": 0}, "batch_size 0: has to be 1 or more"),
+    ({"tp_degree": 5}, "tp_degree 5: must be between 1 and the model's 4 attention heads"),
+    ({"tp_degree": 0}, "tp_degree 0: must be 1 or more"),
+    ({"batch_size": 0}, "batch_size 0: must be 1 or more"),
     ({"n_positions": 129}, "n_positions 129 exceeds the model's context of 128"),
     ({"layout": "SBH"}, "layout 'SBH'"),
     ({"impl": "naive"}, "kernel 'naive' is not for backend neuron"),

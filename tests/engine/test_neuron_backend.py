@@ -18,7 +18,7 @@ from neuronmm.engine.backends import BACKENDS
 from neuronmm.engine.engine import load
 from neuronmm.models import UserError
 from neuronmm.models.neuronx import sdk
-from neuronmm.models.neuronx.collectives import sums_before_b
+from neuronmm.models.neuronx.graph import sums_before_b
 
 
 @pytest.mark.parametrize("version", ["2.16.345.0+69131dd3", "2.17.194.0+d312836f", "2.21.33363.0+82129205"])

@@ -16,10 +16,10 @@ from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.values import check_values
 from neuronmm.kernels import nki as kernels_package
 from neuronmm.kernels.nki import tiling
-from neuronmm.kernels.nki.blocks import Ranks
+from neuronmm.kernels.nki.problem import Ranks
 
 FOLDER = Path(kernels_package.__file__).parent
-BODIES = ("objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "packed_matmul", "baselines")
+BODIES = ("objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
 COMPILED = (*BODIES, "dialect_nki", "jitted")
 MODULES = {f"neuronmm.kernels.nki.{name}" for name in COMPILED}
 
@@ -159,7 +159,7 @@ def test_an_object_of_the_host_is_refused(kernels: Any) -> None:
     x, w = np.ones((16, 4), np.float32), np.ones(128, np.float32)
     plan = 16, 8, 1, ((0, 0, 1, 8),)
     with pytest.raises(NkiError, match="NKIObject"):
-        kernel[1](x, w, w, plan, plan, kernels.blocks.Blocks(), 0.0, False)
+        kernel[1](x, w, w, plan, plan, kernels.problem.Blocks(), 0.0, False)
 
 
 def test_the_versions_that_are_served_are_said() -> None:

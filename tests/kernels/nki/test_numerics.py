@@ -17,7 +17,7 @@ from draws import examples
 from error_rule import assert_twice_plain, draws
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.kernels import KernelError
-from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.problem import Blocks
 
 DIALECTS = ("neuronxcc", "nki")
 SIZES = st.sampled_from([1, 2, 7, 64, 127, 128, 129, 200, 255, 256, 257, 300, 384])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from neuronmm.emulator.nki import TensorSpec, nki_modules, run
 from neuronmm.emulator.nki.trace import Trace
-from neuronmm.kernels.nki.blocks import Blocks
 from neuronmm.kernels.nki.layout import Packing
+from neuronmm.kernels.nki.problem import Blocks
 
 with nki_modules():
     from neuronmm.kernels.nki.entry_neuronxcc import low_rank_matmul

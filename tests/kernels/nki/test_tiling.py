@@ -15,9 +15,9 @@ from neuronmm.emulator.nki.trace import Space, Trace
 from neuronmm.emulator.timing import report, simulate
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.hardware import CORES, DTYPE_BYTES, TRN1, NeuronCore
-from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.layout import Packing
-from neuronmm.kernels.nki.tiling import LONG_TOKEN, MlpProblem, Problem, consider, evaluate, explain, solve
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, Ranks
+from neuronmm.kernels.nki.tiling import LONG_TOKEN, consider, evaluate, explain, solve
 
 DEEPSEEK_UP = Problem(tokens=4096, inputs=7168, rank=4096, outputs=18432)
 FLAGS = {name: st.booleans() for name in ("norm", "residual", "tokens_first")}

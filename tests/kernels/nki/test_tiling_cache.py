@@ -15,7 +15,8 @@ import pytest
 from neuronmm.kernels import cache
 from neuronmm.kernels.hardware import TRN1, TRN2
 from neuronmm.kernels.nki import tiling
-from neuronmm.kernels.nki.tiling import MlpProblem, Problem, solve
+from neuronmm.kernels.nki.problem import MlpProblem, Problem
+from neuronmm.kernels.nki.tiling import solve
 
 LINEAR = Problem(200, 576, 128, 300)
 MLP = MlpProblem(200, 576, 1536, 128, 128, 128)

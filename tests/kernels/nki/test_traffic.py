@@ -9,10 +9,10 @@ import pytest
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.trace import Engine, Space, Trace
 from neuronmm.kernels.hardware import TRN1, TRN2
-from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.choice import factor_plan
 from neuronmm.kernels.nki.layout import Packing
-from neuronmm.kernels.nki.tiling import MlpProblem, solve
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Ranks
+from neuronmm.kernels.nki.tiling import solve
 
 MLPS = {
     "Llama-3.2-1B": (2048, 8192, 1280),
