@@ -178,13 +178,13 @@ def recomputing(d: Any, x: Any, a: Factor, b: Factor, y: Any, blocks: Sizes, col
                 DMA: y -> HBM
     """
     cut, group = b.columns, b.group
-    strips, rest = divmod(x.shape[1], blocks.tokens)
+    strips, tail = divmod(x.shape[1], blocks.tokens)
     for block in split(d, cut.count, max(1, columns // (group * cut.width)) * group):
         panels = panels_within(b, block[0], block[1])
         for i in d.loop(strips):
             _recomputed(d, x, a, b, y, panels, i * blocks.tokens, blocks.tokens, blocks)
-        if rest > 0:
-            _recomputed(d, x, a, b, y, panels, strips * blocks.tokens, rest, blocks)
+        if tail > 0:
+            _recomputed(d, x, a, b, y, panels, strips * blocks.tokens, tail, blocks)
 
 
 def _recomputed(

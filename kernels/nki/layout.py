@@ -63,10 +63,10 @@ class Packing:
 
     def chunks_of_panels(self) -> list[int]:
         """Return the column chunks of each panel. A panel begins every ``group`` chunks."""
-        whole = (self.columns.count - 1) // self.group
-        left, half = self.columns.count - whole * self.group, self.group // 2
-        sizes = [self.group] * whole
-        if whole and half >= self.least:
+        full = (self.columns.count - 1) // self.group
+        left, half = self.columns.count - full * self.group, self.group // 2
+        sizes = [self.group] * full
+        if full and half >= self.least:
             sizes[-1:] = [half, half]
         while left // 2 >= self.least:
             sizes.append(left - left // 2)

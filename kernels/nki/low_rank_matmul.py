@@ -45,11 +45,11 @@ def low_rank_matmul(d: Any, x: Any, a: Factor, b: Factor, y: Any, blocks: Sizes,
     """
     if options.tokens_first:
         d.prepare_transposes(x.dtype)
-    strips, rest = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
+    strips, tail = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
     for i in d.loop(strips):
         _strip(d, x, a, b, y, i * blocks.tokens, blocks.tokens, blocks, options)
-    if rest > 0:
-        _strip(d, x, a, b, y, strips * blocks.tokens, rest, blocks, options)
+    if tail > 0:
+        _strip(d, x, a, b, y, strips * blocks.tokens, tail, blocks, options)
 
 
 def _strip(
@@ -86,11 +86,11 @@ def packed_matmul(d: Any, x: Any, w: Factor, y: Any, options: Options) -> None:
     tokens = x.shape[0 if options.tokens_first else 1]
     step = min(STRIP, tokens)
     blocks = Sizes(step, step, 0, 0, 1)
-    strips, rest = divmod(tokens, step)
+    strips, tail = divmod(tokens, step)
     for i in d.loop(strips):
         _packed_strip(d, x, w, y, i * step, step, blocks, options)
-    if rest > 0:
-        _packed_strip(d, x, w, y, strips * step, rest, blocks, options)
+    if tail > 0:
+        _packed_strip(d, x, w, y, strips * step, tail, blocks, options)
 
 
 def _packed_strip(d: Any, x: Any, w: Factor, y: Any, start: Any, tokens: int, blocks: Sizes, options: Options) -> None:

@@ -95,11 +95,11 @@ def low_rank_swiglu_mlp(d: Any, x: Any, w: Weights, y: Any, blocks: Sizes, optio
     """
     if options.tokens_first:
         d.prepare_transposes(x.dtype)
-    strips, rest = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
+    strips, tail = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
     for i in d.loop(strips):
         _strip(d, x, w, y, i * blocks.tokens, blocks.tokens, blocks, options)
-    if rest > 0:
-        _strip(d, x, w, y, strips * blocks.tokens, rest, blocks, options)
+    if tail > 0:
+        _strip(d, x, w, y, strips * blocks.tokens, tail, blocks, options)
 
 
 def _strip(d: Any, x: Any, w: Weights, y: Any, start: Any, tokens: int, blocks: Sizes, options: Options) -> None:
@@ -128,9 +128,9 @@ def gate_up_inputs(
 
 def block_chunks(blocks: Sizes, gate_b: Factor, up_b: Factor) -> int:
     """Chunks of the activation per block: ``blocks.intermediate``, rounded up to whole panels of gate's and up's B."""
-    whole = max(gate_b.group, up_b.group)
+    group = max(gate_b.group, up_b.group)
     chunks = blocks.intermediate if blocks.intermediate > 0 else gate_b.columns.count
-    return -(-chunks // whole) * whole
+    return -(-chunks // group) * group
 
 
 def swiglu_block(

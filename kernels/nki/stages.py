@@ -7,7 +7,8 @@ The weight is the stationary operand and the tokens move: a 128 x 128 weight blo
 tokens from 1 to 64. Every contraction accumulates in PSUM. If its input arrives in blocks, the sums of the blocks are
 added in float32.
 
-``d`` is a dialect object. Tiles are [partitions, chunks, tokens], see :mod:`.layout`.
+``d`` is a dialect object. Tiles are [partitions, chunks, tokens], see :mod:`.layout`. ``wide`` and ``deep`` are the
+partitions of a column chunk and of a row chunk.
 """
 
 from __future__ import annotations

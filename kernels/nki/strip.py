@@ -47,8 +47,8 @@ class Strip:
         self.size = DTYPE_BYTES[problem.dtype]
         self.moving = min(blocks.moving, tokens)
         passes = core.fp32_passes if self.size == 4 else 1
-        whole, rest = divmod(tokens, self.moving)
-        runs = [max(t, core.matmul_min_cycles) for t in [self.moving] * whole + [rest] * (rest > 0)]
+        full, tail = divmod(tokens, self.moving)
+        runs = [max(t, core.matmul_min_cycles) for t in [self.moving] * full + [tail] * (tail > 0)]
         self.matmul_ns = sum(passes * t + core.matmul_overhead_cycles for t in runs) / core.tensor_ghz
         self.gathers = problem.tokens_first or tokens < LONG_ROW
         self.token_tiles = 1 if problem.tokens <= PARTITIONS else 2  # one token per partition; double-buffered
@@ -69,8 +69,8 @@ class Strip:
         gate_b, up_b = of(p.gate, p.intermediate), of(up_rank, p.intermediate)
         down_a, down_b = of(p.intermediate, p.down), of(p.down, p.hidden)
         chunks = down_a.rows.count
-        whole = max(gate_b.group, up_b.group)
-        block = min(chunks, -(-(self.blocks.intermediate or chunks) // whole) * whole)
+        group = max(gate_b.group, up_b.group)
+        block = min(chunks, -(-(self.blocks.intermediate or chunks) // group) * group)
         turns = -(-chunks // block)
         streamed = [
             Streamed(gate_b, gate_b.rows.count), Streamed(up_b, up_b.rows.count), Streamed(down_a, block, turns),
@@ -88,21 +88,23 @@ class Strip:
         depth = deep if p.tokens_first else min(self.blocks.depth or deep, deep)
         turns = -(-deep // depth)
         moved = self.tokens * inputs * size
-        whole = self.tokens == p.tokens and self.tokens < LONG_ROW
-        one = p.tokens == 1 and turns == 1  # one engine moves it as one row; matmuls spread it over the partitions
-        row = inputs * size if p.tokens_first or one else self.tokens * size * (depth if whole else 1)
+        one_strip = self.tokens == p.tokens and self.tokens < LONG_ROW
+        one_token = (
+            p.tokens == 1 and turns == 1
+        )  # one engine moves it as one row; matmuls spread it over the partitions
+        row = inputs * size if p.tokens_first or one_token else self.tokens * size * (depth if one_strip else 1)
         copies = 1 if turns == 1 else 2
         early = turns == 1 and self.tokens < p.tokens  # the next strip's input loads during the last stage
         self.prefetch = (depth * self.tokens * size, self._dma(moved, row)) if early else (0, 0.0)
         sbuf = copies * depth * self.tokens * size + sum(self._sum_bytes(f, turns) for f in factors)
-        sbuf += (p.tokens_first or one) * self.token_tiles * deep * PARTITIONS * size
+        sbuf += (p.tokens_first or one_token) * self.token_tiles * deep * PARTITIONS * size
         sbuf += p.norm * (4 * self.tokens + 2 * (self.moving + PARTITIONS) * size + 8)
         vector = sum(self._addition_ns(f, turns) for f in factors)
         first_panel = factors[0].elements * size * factors[0].group / factors[0].columns.count
         self.fill = self.core.dma_start_ns + (self._dma(moved, row) + self._dma(int(first_panel), 1 << 12)) / turns
         streamed = [Streamed(f, depth, turns) for f in factors]
         moving_ns = 0.0 if early else self._dma(moved, row)
-        transposed = deep if p.tokens_first and not one else 0
+        transposed = deep if p.tokens_first and not one_token else 0
         return self._stage(streamed, moved, moving_ns, vector, sbuf, transposed)
 
     def _last(self, b: Packing, outputs: int, h: int) -> Stage:
@@ -110,8 +112,8 @@ class Strip:
         p, size = self.problem, self.size
         outs = b.columns.count
         moved = self.tokens * outputs * size * (2 if p.residual else 1)
-        whole = self.tokens == p.tokens and self.tokens < LONG_ROW
-        row = outputs * size if p.tokens_first else self.tokens * size * (outs if whole else 1)
+        one_strip = self.tokens == p.tokens and self.tokens < LONG_ROW
+        row = outputs * size if p.tokens_first else self.tokens * size * (outs if one_strip else 1)
         gathered = outs if self.gathers else min(outs, b.group * self.blocks.panels)
         out = gathered * self.tokens * size * (1 if gathered == outs else 2) * (2 if p.residual else 1)
         out += (p.tokens_first or (p.residual and p.tokens == 1)) * self.token_tiles * outs * PARTITIONS * size

@@ -200,10 +200,10 @@ def _refusal(tiling: Tiling, core: NeuronCore) -> str | None:
 
 def _model(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore) -> Tiling:
     """Return time, traffic and memory of the kernel with these block sizes."""
-    strips, rest = divmod(problem.tokens, blocks.tokens)
-    first, last = (Strip(problem, blocks, core, n) for n in (min(blocks.tokens, problem.tokens), rest or blocks.tokens))
+    strips, tail = divmod(problem.tokens, blocks.tokens)
+    first, last = (Strip(problem, blocks, core, n) for n in (min(blocks.tokens, problem.tokens), tail or blocks.tokens))
     counted = [(stage, strips) for stage in first.stages * (strips > 0)] + [
-        (stage, 1) for stage in last.stages * (rest > 0)
+        (stage, 1) for stage in last.stages * (tail > 0)
     ]
     ns = sum(count * stage.ns for stage, count in counted) + first.fill + last.drain
     return Tiling(

@@ -20,7 +20,7 @@ INSTALL = (
     "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 )
 EMULATE = (
-    "no host is installed to run on the emulated SDK; install one with transformers 4.51: "
+    "to emulate the SDK below a host, install the host beside transformers 4.51: "
     "pip install --no-deps optimum-neuron==0.2.0 optimum==1.23.3 protobuf"
 )
 HOSTS = {

@@ -193,8 +193,8 @@ MUTANTS = [
     Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c], one", "row[0:1, 0:n, 0], one"),
     Mutant("one token: twice itself", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
     Mutant("chunks of a smaller panel are looked for in the next", "stages", "slots.append(slot)", "slots.append(0)"),
-    Mutant("the last strip is dropped", "low_rank_matmul", "    if rest > 0:", "    if rest > 1000:"),
-    Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, rest", "0, rest"),
+    Mutant("the last strip is dropped", "low_rank_matmul", "    if tail > 0:", "    if tail > 1000:"),
+    Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, tail", "0, tail"),
     Mutant("strips overlap", "low_rank_matmul", "y, i * blocks.tokens,", "y, i * (blocks.tokens - 1),"),
     Mutant("no SiLU", "stages", "d.silu(dst, src)", "d.copy(dst, src)"),
     Mutant(

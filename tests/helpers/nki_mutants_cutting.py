@@ -82,15 +82,15 @@ CUTTING = [
         "src = d.columns(x, start + t0,",
         "src = d.columns(x, t0,",
     ),
-    Mutant("blocks of the MLP are whole panels of one of the two", "low_rank_mlp", "whole = max(", "whole = min("),
+    Mutant("blocks of the MLP are whole panels of one of the two", "low_rank_mlp", "group = max(", "group = min("),
     Mutant("MLP: every strip is the first", "low_rank_mlp", "i * blocks.tokens, blocks.tokens", "0, blocks.tokens"),
     Mutant("packed: every strip is the first", "low_rank_matmul", "i * step", "0 * step"),
     Mutant("packed: the last strip is the first", "low_rank_matmul", "strips * step", "0 * step"),
     Mutant(
         "packed: the last strip is dropped",
         "low_rank_matmul",
-        "    if rest > 0:\n        _packed",
-        "    if rest > 1000:\n        _packed",
+        "    if tail > 0:\n        _packed",
+        "    if tail > 1000:\n        _packed",
     ),
     Mutant(
         "packed: held in the wrong order",
