@@ -132,3 +132,9 @@ def test_kernels_give_the_same_tokens_and_an_unknown_one_is_refused(checkpoint: 
     assert len(set(map(tuple, tokens.values()))) == 1
     with pytest.raises(UserError, match="unknown kernel implementation 'magic'"):
         load(folder, impl="magic")
+
+
+def test_the_former_name_of_the_runner_works_with_a_warning(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    with pytest.deprecated_call(match=r"Engine\.runner"):
+        assert engine.host is engine.runner
