@@ -124,6 +124,7 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
     if emulated:
         config = replace(config, new_tokens=min(config.new_tokens, EMULATED_TOKENS), runs=1)
     points: list[NeuronPoint] = []
+    kernels: dict[str, str] = {}
     for batch in config.batches:
         options = {"n_positions": positions, **config.options, "batch_size": batch}
         hosts = {
