@@ -29,8 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", metavar="FILE|self", help="text to train on (default: the calibration text of the compression)"
     )
-    parser.add_argument("--calibration-rows", type=int, metavar="N", help="rows of text (default: as many)")
-    parser.add_argument("--calibration-length", type=int, metavar="N", help="tokens per row (default: as many)")
+    parser.add_argument(
+        "--calibration-rows", type=int, metavar="N", help="rows of text (default: as in the compression)"
+    )
+    parser.add_argument(
+        "--calibration-length", type=int, metavar="N", help="tokens per row (default: as in the compression)"
+    )
     add_factor_dtype(parser)
     add_run_arguments(parser)
 
