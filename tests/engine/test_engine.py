@@ -23,11 +23,11 @@ def test_streaming_equals_generating(checkpoint: Callable[..., Path]) -> None:
         SamplingParams(max_new_tokens=20, temperature=1.0, seed=1),
         SamplingParams(max_new_tokens=20, ignore_eos=True, stop=("w1",)),
     ):
-        (whole,) = engine.generate(["w9 w10"], params)
+        (generated,) = engine.generate(["w9 w10"], params)
         stream = engine.stream("w9 w10", params)
-        assert "".join(stream) == stream.result.text == whole.text
-        assert stream.result.token_ids == whole.token_ids
-        assert stream.result.finish_reason == whole.finish_reason
+        assert "".join(stream) == stream.result.text == generated.text
+        assert stream.result.token_ids == generated.token_ids
+        assert stream.result.finish_reason == generated.finish_reason
 
 
 def test_a_stop_string_ends_its_own_row(checkpoint: Callable[..., Path]) -> None:

@@ -119,10 +119,10 @@ def test_each_step_equals_the_whole_forward(checkpoint: Callable[..., Path], mod
     for step in range(total - max(lengths)):
         steps.append(decoder.decode(torch.stack([tokens[row, length + step] for row, length in enumerate(lengths)])))
     with torch.inference_mode():
-        whole = model(tokens).logits
+        reference = model(tokens).logits
     for row, length in enumerate(lengths):
         ours = torch.stack([logits[row] for logits in steps])
-        torch.testing.assert_close(ours, whole[row, length - 1 : length - 1 + len(steps)], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, reference[row, length - 1 : length - 1 + len(steps)], rtol=1e-4, atol=1e-4)
 
 
 def test_a_decoder_is_reusable_and_bounded(checkpoint: Callable[..., Path]) -> None:

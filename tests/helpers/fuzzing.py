@@ -170,5 +170,5 @@ def each(seeds: range, write: Callable[[int], None], check: Callable[[], bool], 
                 successes += check()
             except (Exception, SystemExit, Hangs) as error:
                 content = path.read_bytes()[:2000]
-                raise AssertionError(f"seed {seed} made of {path.name}: {content!r}") from error
+                raise AssertionError(f"seed {seed} gives {path.name} the content {content!r}") from error
     return successes
