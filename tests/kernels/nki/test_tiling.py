@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draws import examples
@@ -161,6 +161,7 @@ def test_the_simulator_agrees(problem: Problem | MlpProblem, device: str) -> Non
         ),
     )
 )  # fmt: skip
+@example(Problem(181, 385, 1, 1, tokens_first=True))  # a static_range that fills a list in each turn
 def test_the_kernel_needs_no_more_than_is_counted(problem: Problem | MlpProblem) -> None:
     tiling = solve(problem)
     trace = kernel_trace(problem, tiling.blocks, TRN1)  # the emulator raises where memory runs out
