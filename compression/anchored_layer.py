@@ -22,9 +22,13 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 def anchored_factors(
-    pair: LayerPair, streams: Streams, linears: list[Linear], damping: float, take: Callable[[Linear, Anchors], None]
+    pair: LayerPair,
+    streams: Streams,
+    linears: list[Linear],
+    damping: float,
+    factorise: Callable[[Linear, Anchors], None],
 ) -> Tensor:
-    """Pass through the layer's linears in execution order; ``take`` replaces each in the compressed layer.
+    """Pass through the layer's linears in execution order; ``factorise`` replaces each in the compressed layer.
 
     The target of linears that write to the residual stream is the dense model's stream, not only their own dense
     output. They thus correct earlier errors.
@@ -34,29 +38,35 @@ def anchored_factors(
         streams: the inputs of both.
         linears: the linears to factorise; those with a shared A count as one.
         damping: relative to the mean diagonal entry of the Gram matrix.
-        take: called with each linear and the sums for its factors.
+        factorise: called with each linear and the sums for its factors.
 
     Returns:
         The dense layer's outputs [rows, length, hidden].
     """
     hidden = (streams.dense, streams.compressed)
-    run: Forward = lambda layer, batch: run_layer(layer, batch, streams.rotary)  # noqa: E731
+    forward: Forward = lambda layer, batch: run_layer(layer, batch, streams.rotary)  # noqa: E731
     for half in _HALVES:
         if half is _HALVES[1]:
-            hidden = (_between(pair.dense, hidden[0], run), _between(pair.compressed, hidden[1], run))
-            run = _mlp_half
+            hidden = (_between(pair.dense, hidden[0], forward), _between(pair.compressed, hidden[1], forward))
+            forward = _mlp_half
         for group in half:
             stage = [linear for linear in linears if pair.inside(linear) in group]
             if not stage:
                 continue
-            anchors = _gather(pair, hidden, run, stage, damping, writes=group is half[-1])
+            anchors = _gather(pair, hidden, forward, stage, damping, writes=group is half[-1])
             for linear, sums in zip(stage, anchors, strict=True):
-                take(linear, sums)
+                factorise(linear, sums)
     return torch.cat([_mlp_half(pair.dense, batch) for batch in batches(hidden[0])])
 
 
 def _gather(
-    pair: LayerPair, hidden: tuple[Tensor, Tensor], run: Forward, stage: list[Linear], damping: float, *, writes: bool
+    pair: LayerPair,
+    hidden: tuple[Tensor, Tensor],
+    forward: Forward,
+    stage: list[Linear],
+    damping: float,
+    *,
+    writes: bool,
 ) -> list[Anchors]:
     """Return the sums for each linear of a stage: either they have one input, or one writes to the residual stream."""
     name = pair.inside(stage[0])
@@ -64,8 +74,8 @@ def _gather(
     sums = Anchors(stage[0].in_features, damping, stage[0].out_features if writes else None, weights[0].device)
     powers = [0.0] * len(stage)
     for dense_batch, compressed_batch in zip(*map(batches, hidden), strict=True):
-        dense_inputs = _input_of(pair.dense, name, partial(run, pair.dense, dense_batch))
-        compressed_inputs = _input_of(pair.compressed, name, partial(run, pair.compressed, compressed_batch))
+        dense_inputs = _input_of(pair.dense, name, partial(forward, pair.dense, dense_batch))
+        compressed_inputs = _input_of(pair.compressed, name, partial(forward, pair.compressed, compressed_batch))
         targets = [nn.functional.linear(dense_inputs, weight) for weight in weights]
         if writes:
             targets[0] += (dense_batch - compressed_batch).flatten(0, -2)
@@ -79,9 +89,9 @@ def _mlp_half(layer: nn.Module, between: Tensor) -> Tensor:
     return between + layer.get_submodule("mlp")(layer.get_submodule(BETWEEN)(between))
 
 
-def _between(layer: nn.Module, hidden: Tensor, run: Forward) -> Tensor:
+def _between(layer: nn.Module, hidden: Tensor, forward: Forward) -> Tensor:
     """Return the residual stream between attention and MLP for a layer's inputs, both [rows, length, hidden]."""
-    parts = [_input_of(layer, BETWEEN, partial(run, layer, batch)) for batch in batches(hidden)]
+    parts = [_input_of(layer, BETWEEN, partial(forward, layer, batch)) for batch in batches(hidden)]
     return torch.cat(parts).view_as(hidden)
 
 
@@ -89,8 +99,8 @@ class _Reached(Exception):
     """Raised when the module of interest is called, to skip the rest of the layer."""
 
 
-def _input_of(layer: nn.Module, name: str, run: Callable[[], object]) -> Tensor:
-    """Return the input [tokens, features] of the module ``name`` when ``run`` calls the layer."""
+def _input_of(layer: nn.Module, name: str, forward: Callable[[], object]) -> Tensor:
+    """Return the input [tokens, features] of the module ``name`` when ``forward`` calls the layer."""
     seen: list[Tensor] = []
 
     def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -99,7 +109,7 @@ def _input_of(layer: nn.Module, name: str, run: Callable[[], object]) -> Tensor:
 
     hook = layer.get_submodule(name).register_forward_pre_hook(keep)
     try:
-        run()
+        forward()
     except _Reached:
         pass
     finally:

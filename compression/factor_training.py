@@ -148,6 +148,7 @@ def _train_stage(
     ``lessons`` are the training rows and the held-out rows.
     """
     training, held_out = lessons
+    adapted: Any = None
     if settings.rank:
         shape = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(stage))
         adapted = get_peft_model(model, shape)
@@ -170,7 +171,7 @@ def _train_stage(
 
     objective = Objective(parameters, rows, backward, validate)
     done = train(objective, course, settings.batch, generator, advance, file=file)
-    if settings.rank:
+    if adapted is not None:
         adapted.merge_and_unload()
     model.requires_grad_(False)
     return {

@@ -45,6 +45,11 @@ class Factors:
     energy: float
 
     @property
+    def rank(self) -> int:
+        """The number of rows of A."""
+        return len(self.A)
+
+    @property
     def relative_error(self) -> float:
         """``||(W - BA) S||_F / ||W S||_F``, 0 to 1."""
         return (self.loss / self.energy) ** 0.5 if self.energy > 0 else 0.0
@@ -118,7 +123,7 @@ def _problem(weight: Tensor, known: Moments | Anchors | None, scaled: bool) -> P
 
 
 def _balanced(A: Tensor, B: Tensor, loss: float, energy: float) -> Factors:
-    """Scale row i of A and column i of B to equal norms: the product stays the same and fp16 does not overflow."""
+    """Scale row i of A and column i of B to equal norms: B A stays the same and fp16 does not overflow."""
     norm_a, norm_b = A.norm(dim=1), B.norm(dim=0)
     scale = torch.where((norm_a > 0) & (norm_b > 0), (norm_b / norm_a).sqrt(), torch.ones_like(norm_a))
     return Factors((A * scale[:, None]).contiguous(), (B / scale).contiguous(), loss, energy)

@@ -50,19 +50,19 @@ def compress_layer(
         def dtype_of(linear: Linear) -> torch.dtype:
             return model.reader[f"{linear.name}.weight"].dtype
 
-        def take(linear: Linear, sums: Moments | Anchors | None) -> None:
+        def factorise(linear: Linear, sums: Moments | Anchors | None) -> None:
             factors = factorize(pair.weight(linear), ranks[linear], sums, scaled=config.method == "asvd")
             pair.replace(linear, factors, torch.float32 if config.form == "pivoted" else dtype_of(linear))
             errors[linear.name] = factors.relative_error
 
         try:
             if config.method == "anchored":
-                outputs = anchored_factors(pair, streams, list(ranks), config.damping, take)
+                outputs = anchored_factors(pair, streams, list(ranks), config.damping, factorise)
             else:
                 names = [pair.inside(part) for linear in plan.of_layer(index) for part in linear.parts]
                 moments, outputs = run.store.gather(index, dense, names, streams.dense, streams.rotary, config.damping)
                 for linear in ranks:
-                    take(linear, None if config.method == "svd" else moments[pair.inside(linear)])
+                    factorise(linear, None if config.method == "svd" else moments[pair.inside(linear)])
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
             if config.form == "pivoted" and ranks:
@@ -97,9 +97,9 @@ def _matrix(linear: Linear, rank: int | None, error: float, condition: float | N
         "shape": [linear.out_features, linear.in_features],
         "rank": rank,
         "dense_parameters": linear.dense,
-        "kept_parameters": linear.kept(rank),
+        "kept_parameters": linear.parameters(rank),
         "asked_ratio": ratio,
-        "realised_ratio": 1 - linear.kept(rank) / linear.dense,
+        "realised_ratio": 1 - linear.parameters(rank) / linear.dense,
         "relative_error": error,
         "pivot_condition": condition,
     }

@@ -117,7 +117,7 @@ def _begin(config: CompressionConfig, workspace: Workspace, dense: Reader, devic
     """
     size = dense.total_bytes()
     # The layers' files and the final shards are on the disk together.
-    check_room(workspace.out, 2 * size, size, dense.total_parameters(), plan.kept, config)
+    check_room(workspace.out, 2 * size, size, dense.total_parameters(), plan.parameters, config)
     run = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
     workspace.begin({**run, **config.model_dump()})
     dense.check_finite()
@@ -134,7 +134,7 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
         return first
     saved = run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
     streams = model.streams(rows, names, saved)
-    refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of a layer's time
+    refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of the time of a layer
     for index in range(first, len(model)):
         began = time.perf_counter()
         tensors, facts = compress_layer(

@@ -44,14 +44,14 @@ class Plan:
         return {name: linear.name for name, linear in pairs if self.ranks[linear.name] is not None}
 
     @property
-    def kept(self) -> int:
+    def parameters(self) -> int:
         """Number of parameters of the targeted linears in the compressed model."""
-        return sum(linear.kept(self.ranks[linear.name]) for linear in self.linears)
+        return sum(linear.parameters(self.ranks[linear.name]) for linear in self.linears)
 
     @property
     def removed(self) -> int:
         """Number of parameters that compression removes."""
-        return sum(linear.dense for linear in self.linears) - self.kept
+        return sum(linear.dense for linear in self.linears) - self.parameters
 
     def of_layer(self, index: int) -> list[Linear]:
         """Return the linears of one decoder layer."""

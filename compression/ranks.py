@@ -92,7 +92,7 @@ class Linear:
             return min(self.parts[0].out_features, self.in_features)
         return self.dense / (self.out_features + self.in_features)
 
-    def kept(self, rank: int | None) -> int:
+    def parameters(self, rank: int | None) -> int:
         """Return the parameters at ``rank``; None means dense."""
         if rank is None:
             return self.dense
@@ -136,13 +136,13 @@ def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, in
     if align < 1:
         raise UserError(f"--align {align}: must be a positive number of ranks, or auto")
     ranks: dict[str, int | None] = {}
-    target = kept = 0.0
+    target = total = 0.0
     for linear in linears:
         target += (1 - ratio) * linear.dense
         choices = _choices(linear, ratio, align)
-        rank = min(choices, key=lambda choice: abs(kept + linear.kept(choice) - target))
+        rank = min(choices, key=lambda choice: abs(total + linear.parameters(choice) - target))
         ranks[linear.name] = rank
-        kept += linear.kept(rank)
+        total += linear.parameters(rank)
     if all(rank is None for rank in ranks.values()):
         raise UserError(
             f"--align {align}: at ratio {ratio:g} no aligned rank is smaller than dense; use a smaller tile"
@@ -159,7 +159,8 @@ def _choices(linear: Linear, ratio: float, align: int) -> list[int | None]:
 
 def realised(linears: Sequence[Linear], ranks: dict[str, int | None]) -> float:
     """Return the fraction of the linears' parameters that ``ranks`` removes, 0 to 1."""
-    return 1 - sum(linear.kept(ranks[linear.name]) for linear in linears) / sum(linear.dense for linear in linears)
+    parameters = sum(linear.parameters(ranks[linear.name]) for linear in linears)
+    return 1 - parameters / sum(linear.dense for linear in linears)
 
 
 def energy(spectrum: Tensor) -> float:
@@ -188,7 +189,7 @@ def allocate(
         UserError: as :func:`balance`.
     """
     uniform = balance(linears, ratio, align)
-    budget = sum(linear.kept(uniform[linear.name]) for linear in linears)
+    budget = sum(linear.parameters(uniform[linear.name]) for linear in linears)
     ranks: dict[str, int | None] = {}
     steps: list[tuple[float, int, int | None]] = []
 
@@ -197,25 +198,25 @@ def allocate(
         linear, rank = linears[number], ranks[linears[number].name]
         if rank is None:
             return
-        loss, kept = losses[linear.name], linear.kept(rank)
+        loss, size = losses[linear.name], linear.parameters(rank)
         further = [*range(rank + align, math.ceil(linear.limit), align), None]
-        further = [step for step in further if linear.kept(step) - kept <= budget]
+        further = [step for step in further if linear.parameters(step) - size <= budget]
         if not further:
             return
         gains = loss.cumsum(0)[[(step or len(loss)) - 1 for step in further]] - loss[:rank].sum()
-        rates = [float(gain) / (linear.kept(step) - kept) for gain, step in zip(gains, further, strict=True)]
+        rates = [float(gain) / (linear.parameters(step) - size) for gain, step in zip(gains, further, strict=True)]
         best = max(range(len(further)), key=rates.__getitem__)
         heapq.heappush(steps, (-fractions[linear.name] * rates[best], number, further[best]))
 
     for number, linear in enumerate(linears):
         floor = int(FLOOR * linear.rank_with((1 - ratio) * linear.dense) // align) * align
         ranks[linear.name] = max(floor, align) if align < linear.limit else None
-        budget -= linear.kept(ranks[linear.name])
+        budget -= linear.parameters(ranks[linear.name])
         offer(number)
     while steps:
         _, number, step = heapq.heappop(steps)
         linear = linears[number]
-        cost = linear.kept(step) - linear.kept(ranks[linear.name])
+        cost = linear.parameters(step) - linear.parameters(ranks[linear.name])
         if cost <= budget:  # otherwise a smaller step may still fit
             ranks[linear.name], budget = step, budget - cost
         offer(number)
@@ -223,7 +224,7 @@ def allocate(
 
 
 def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[str, Tensor], together: Tensor) -> bool:
-    """Whether linears with one input lose less with a shared A than with their own, at equal parameters.
+    """Return whether linears with one input lose less with a shared A than with their own, at equal parameters.
 
     Args:
         joint: the linears as one.
@@ -231,6 +232,6 @@ def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[
         apart: by name, the reduction of each linear's relative loss by each rank of its own A, largest first.
         together: the reduction of the sum of their relative losses by each rank of a shared A.
     """
-    rank = int(joint.rank_with(sum(linear.kept(ranks[linear.name]) for linear in joint.members)))
+    rank = int(joint.rank_with(sum(linear.parameters(ranks[linear.name]) for linear in joint.members)))
     factorised = [linear.name for linear in joint.members if ranks[linear.name] is not None]
     return float(together[rank:].sum()) < sum(float(apart[name][ranks[name] :].sum()) for name in factorised)

@@ -44,8 +44,6 @@ from neuronmm.models.spec import CompressionSpec
 if TYPE_CHECKING:
     from neuronmm.measure.neuron_benchmark import NeuronBenchmarkResult
 
-_COMPRESSION_FIELDS = {"method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align", "factors"}
-
 
 def benchmark(
     model: str | Path,
@@ -106,8 +104,10 @@ class _Loaded:
 
 
 def _benchmark(config: BenchmarkConfig, progress: Progress) -> BenchmarkResult:
-    compression = _compression(resolve(config.model))
-    variants = _load(config)
+    folders = checkpoints(config)
+    folder = folders.get("fused") or folders["dense"]
+    compression = _compression(folder)
+    variants = _load(config, folders, pick_dtype(folder, config.dtype))
     host = next(iter(variants.values())).host
     context = host.model.config.max_position_embeddings
     if config.longest > context:
@@ -169,11 +169,11 @@ def checkpoints(config: BenchmarkConfig) -> dict[str, Path]:
     return {"dense": baseline, "fused": folder}
 
 
-def _load(config: BenchmarkConfig) -> dict[str, _Loaded]:
+def _load(config: BenchmarkConfig, folders: dict[str, Path], dtype: torch.dtype) -> dict[str, _Loaded]:
     """Load the variants, in the order in which they are reported."""
-    backend, dtype = choose(config.backend), pick_dtype(resolve(config.model), config.dtype)
+    backend = choose(config.backend)
     variants: dict[str, _Loaded] = {}
-    for name, folder in checkpoints(config).items():
+    for name, folder in folders.items():
         start = time.perf_counter()
         host = backend.load(folder, dtype, "auto")
         seconds = time.perf_counter() - start
@@ -190,12 +190,10 @@ def _load(config: BenchmarkConfig) -> dict[str, _Loaded]:
     return variants
 
 
-def _compression(folder: Path) -> dict[str, Any] | None:
-    """Return the fields of a compressed checkpoint that the report shows, None for a dense one."""
+def _compression(folder: Path) -> CompressionSpec | None:
+    """Return how the checkpoint in ``folder`` is compressed, None for a dense one."""
     block = read_config(folder).get("quantization_config")
-    if block is None:
-        return None
-    return CompressionSpec.parse(block, str(folder / "config.json")).model_dump(include=_COMPRESSION_FIELDS)
+    return None if block is None else CompressionSpec.parse(block, str(folder / "config.json"))
 
 
 def _prompt(host: TorchRunner, batch: int, length: int) -> torch.Tensor:

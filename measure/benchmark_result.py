@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from neuronmm.measure.machine import Machine
 from neuronmm.measure.statistics import Spread, summarise
+from neuronmm.models.spec import CompressionSpec
+
+_COMPRESSION_FIELDS = {"method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align", "factors"}
 
 STALL_PROBE = 0.7
 """A round is flagged if a bandwidth probe beside it is below this fraction of the point's median probe."""
@@ -112,16 +116,13 @@ class Variant:
 
 @dataclass
 class BenchmarkResult:
-    """All that ``neuronmm benchmark`` measures on a CPU or a GPU.
-
-    ``compression`` holds fields of the checkpoint's ``quantization_config``, None for a dense model.
-    """
+    """All that ``neuronmm benchmark`` measures on a CPU or a GPU. A dense model has no ``compression``."""
 
     model: str
     baseline: str | None
     backend: str
-    compression: dict[str, Any] | None
-    machine: dict[str, Any]
+    compression: CompressionSpec | None
+    machine: Machine
     dtype: str
     threads: int
     runs: int
@@ -134,6 +135,7 @@ class BenchmarkResult:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document."""
         values = asdict(self)
+        values["compression"] = self.compression and self.compression.model_dump(include=_COMPRESSION_FIELDS)
         probe_bytes = values.pop("probe_bytes")
         values["read_bandwidth"] = {"unit": "bytes/s", "buffer_bytes": probe_bytes, **values["read_bandwidth"]}
         return {"kind": "measured", "what": "benchmark", **values}

@@ -6,9 +6,9 @@ import ctypes
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -16,19 +16,28 @@ import torch
 from neuronmm.compression.memory import forget_peak, peak_rss
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return processor or GPU, usable cores, memory, system and the versions of the main packages."""
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a measurement: processor or GPU, usable cores, memory, system, versions of the main packages."""
+
+    device: str
+    cores: int | None
+    memory_bytes: int
+    system: str
+    versions: dict[str, str]
+
+
+def describe_machine(device: torch.device) -> Machine:
+    """Describe this machine as it measures on ``device``."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "cores": usable,
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": platform.platform(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("neuronmm", "torch", "transformers")},
-        },
-    }
+    packages = {name: version(name) for name in ("neuronmm", "torch", "transformers")}
+    return Machine(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        cores=usable,
+        memory_bytes=psutil.virtual_memory().total,
+        system=platform.platform(),
+        versions={"python": platform.python_version(), **packages},
+    )
 
 
 def processor() -> str:

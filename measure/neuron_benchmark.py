@@ -7,7 +7,7 @@ reported apart, as ``emulation``; the figures for the device are predictions of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -120,10 +120,13 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
     choose("neuron", config.options)
     folders = checkpoints(config)
     emulated = bool(config.options.get("emulate"))
-    tokens, runs = (min(config.new_tokens, EMULATED_TOKENS), 1) if emulated else (config.new_tokens, config.runs)
+    positions = config.longest
+    if emulated:
+        config = replace(config, new_tokens=min(config.new_tokens, EMULATED_TOKENS), runs=1)
     points: list[NeuronPoint] = []
+    kernels: dict[str, str] = {}
     for batch in config.batches:
-        options = {"n_positions": config.longest, **config.options, "batch_size": batch}
+        options = {"n_positions": positions, **config.options, "batch_size": batch}
         hosts = {
             name: neuron.load(folder, pick_dtype(folder, config.dtype), "auto", **options)
             for name, folder in folders.items()
@@ -131,8 +134,9 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
         for length in config.prompt_lengths:
             advance = partial(progress, f"batch {batch}, prompt {length}")
             advance(0.0)
-            measured = _measure_point(hosts, _prompt(hosts, batch, length), tokens, runs, advance, not emulated)
-            variants = {name: _figures(host, batch, length, measured[name], emulated) for name, host in hosts.items()}
+            prompt = _prompt(hosts, batch, length)
+            runs = _measure_point(hosts, prompt, config, advance, warm_ups=0 if emulated else 1)
+            variants = {name: _figures(host, batch, length, runs[name], emulated) for name, host in hosts.items()}
             points.append(NeuronPoint(batch, length, variants))
         kernels = {name: host.path for name, host in hosts.items()}
         for host in hosts.values():
@@ -142,8 +146,8 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
         baseline=str(config.baseline) if config.baseline else None,
         emulated=emulated,
         cores=config.options.get("tp_degree", 1),
-        runs=runs,
-        new_tokens=tokens,
+        runs=config.runs,
+        new_tokens=config.new_tokens,
         kernels=kernels,
         points=points,
         validation=_validation() if emulated else None,
@@ -158,20 +162,20 @@ def _prompt(hosts: dict[str, NeuronRunner], batch: int, length: int) -> torch.Te
 def _measure_point(
     hosts: dict[str, NeuronRunner],
     prompt: torch.Tensor,
-    tokens: int,
-    runs: int,
+    config: BenchmarkConfig,
     advance: Callable[[float], None],
-    warm_up: bool,
+    warm_ups: int,
 ) -> dict[str, list[Run]]:
-    """Run the variants in turn, ``runs`` times each and, with ``warm_up``, once before."""
+    """Run the variants in turn and return the runs of each, without the first ``warm_ups``."""
     batch, length = prompt.shape
-    decoders = {name: host.decoder(batch, length + tokens) for name, host in hosts.items()}
-    measured: dict[str, list[Run]] = {name: [] for name in hosts}
-    for _ in range(runs + warm_up):
+    decoders = {name: host.decoder(batch, length + config.new_tokens) for name, host in hosts.items()}
+    runs: dict[str, list[Run]] = {name: [] for name in hosts}
+    rounds = warm_ups + config.runs
+    for _ in range(rounds):
         for name, decoder in decoders.items():
-            measured[name].append(measure(decoder, prompt, tokens))
-            advance(1 / (len(hosts) * (runs + warm_up)))
-    return {name: own[warm_up:] for name, own in measured.items()}
+            runs[name].append(measure(decoder, prompt, config.new_tokens))
+            advance(1 / (len(hosts) * rounds))
+    return {name: variant_runs[warm_ups:] for name, variant_runs in runs.items()}
 
 
 def _figures(host: NeuronRunner, batch: int, length: int, runs: list[Run], emulated: bool) -> NeuronFigures:

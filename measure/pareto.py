@@ -60,7 +60,7 @@ def draw_sweep(points: list[SweepPoint], costs: list[str], texts: list[str], tit
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     caption = (
-        f"measured; bars: one standard error; numbers: share removed; line: the points no other one beats; "
+        f"measured; bars: one standard error; numbers: share removed; line: Pareto front; "
         f"triangles: perplexity above {_TOP} times the dense model's"
     )
     lines = textwrap.wrap(caption, 90 * len(costs))

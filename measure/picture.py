@@ -25,7 +25,7 @@ def draw_benchmark(result: BenchmarkResult, path: Path) -> None:
     _bars(right, result, "ttft", "TTFT: time to the first token")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(f"{Path(result.model).name} on {result.machine['device']}", fontsize=13, fontweight="bold")
+    figure.suptitle(f"{Path(result.model).name} on {result.machine.device}", fontsize=13, fontweight="bold")
     figure.text(
         0.5,
         0.93,

@@ -30,8 +30,8 @@ def print_benchmark(result: BenchmarkResult | NeuronBenchmarkResult) -> None:
         print_neuron_benchmark(result, console)
         return
     console.print(f"model {result.model}, baseline {result.baseline or 'none'}{_compression(result)}")
-    versions = ", ".join(f"{name} {value}" for name, value in result.machine["versions"].items())
-    console.print(f"{result.machine['device']}, torch threads: {result.threads}, {result.dtype}, {versions}")
+    versions = ", ".join(f"{name} {value}" for name, value in result.machine.versions.items())
+    console.print(f"{result.machine.device}, torch threads: {result.threads}, {result.dtype}, {versions}")
     for name, variant in result.variants.items():
         megabytes = variant.weight_bytes_per_token / 1e6
         loaded = f"loaded in {variant.load_seconds:.1f} s"
@@ -130,10 +130,10 @@ def wide_console() -> Console:
 
 
 def _compression(result: BenchmarkResult) -> str:
-    block = result.compression
-    if block is None:
+    spec = result.compression
+    if spec is None:
         return ""
     return (
-        f", {block['method']} on {block['targets']}: ratio asked {block['asked_ratio']:.3g}, realised "
-        f"{block['realised_ratio']:.3f} of the targets, {block['model_ratio']:.3f} of the model"
+        f", {spec.method} on {spec.targets}: ratio asked {spec.asked_ratio:.3g}, realised "
+        f"{spec.realised_ratio:.3f} of the targets, {spec.model_ratio:.3f} of the model"
     )

@@ -6,7 +6,7 @@ folder, so an interrupted sweep can be resumed and a finished one extended by po
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from neuronmm.compression.report import read as read_report
 from neuronmm.kernels.durable import replacing
-from neuronmm.measure.machine import describe_machine
+from neuronmm.measure.machine import Machine, describe_machine
 from neuronmm.measure.pareto import draw_sweep, mark_fronts
 from neuronmm.measure.perplexity import read_text
 from neuronmm.measure.sweep_config import PlannedPoint, SweepConfig
@@ -35,13 +35,13 @@ class SweepResult:
     model: str
     settings: SweepSettings
     costs: list[str]
-    machine: dict[str, Any]
+    machine: Machine
     points: list[SweepPoint]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document."""
-        values = {**self.settings.to_json(), "model": self.model, "costs": self.costs, "machine": self.machine}
-        return {"kind": "measured", "what": "sweep", **values, "points": self.points}
+        values = {**self.settings.to_json(), "model": self.model, "costs": self.costs}
+        return {"kind": "measured", "what": "sweep", **values, "machine": asdict(self.machine), "points": self.points}
 
 
 def sweep(

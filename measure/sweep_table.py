@@ -33,7 +33,7 @@ def tables(result: SweepResult) -> list[tuple[str, list[str], list[list[str]]]]:
             for point in result.points
             if point["bits"] == -bits and point.get("targets", targets) == targets
         ]
-        parts.append((f"{-bits} bits a weight, {targets}", columns, rows))
+        parts.append((f"{-bits} bits per weight, {targets}", columns, rows))
     return parts
 
 
@@ -48,7 +48,7 @@ def notes(result: SweepResult) -> list[str]:
         names = ", ".join(result.settings.tasks)
         lines.append(f"accuracy: mean over {names}, by log-likelihood divided by the choice's length in characters")
     if "speed" in result.costs:
-        machine = result.machine["device"]
+        machine = result.machine.device
         lines.append(
             f"tokens/s: decoding at batch 1 on {machine}, median (min to max) of runs; {MARK}: none is faster at a "
             "lower perplexity, on every text; x dense: against the dense model in the same run"

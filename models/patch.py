@@ -101,7 +101,7 @@ def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
                 if type(factor) not in _KINDS.values():
                     raise UserError(f"{name} carries an adapter, which fusing would bypass; merge it first")
                 if factor.weight.is_meta:
-                    raise UserError(f"{name} has no weights in memory (offloaded?); fuse a model loaded whole")
+                    raise UserError(f"{name} has no weights in memory (offloaded?); fuse a fully loaded model")
     for module in model.modules():
         if isinstance(module, LowRankSwiGLU):
             gate, up = module.gate_proj.A, module.up_proj.A

@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def main() -> None:
     }
     workers = []
     with args.output.open("a", encoding="utf-8") as file:
-        machine = {**describe_machine(torch.device("cpu")), "threads": args.threads}
+        machine = {**asdict(describe_machine(torch.device("cpu"))), "threads": args.threads}
         for i, name in enumerate(args.engines):
             say(f"engine {i + 1} of {len(args.engines)}, {name}: starting")
             worker = start(name, args.model, args.threads)

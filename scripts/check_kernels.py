@@ -24,7 +24,7 @@ from nki_mutants import MUTANTS, battery, planted
 from nki_mutants_cutting import CUTTING
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
-from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.problem import Blocks
 
 DIALECTS = ("neuronxcc", "nki")
 DTYPES = (torch.bfloat16, torch.float32)

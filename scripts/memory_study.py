@@ -5,7 +5,7 @@ The promise under test: peak resident memory stays under the largest shard plus 
 examples:
   python scripts/memory_study.py --tokenizer SmolLM2.gguf --folder /big/disk/study
   python scripts/memory_study.py --tokenizer SmolLM2.gguf --folder study --layers 2 --rows 128 --length 256
-  python scripts/memory_study.py --tokenizer SmolLM2.gguf --folder study --set share=off --set refine=off
+  python scripts/memory_study.py --tokenizer SmolLM2.gguf --folder study --set share_a=off --set refine=off
 """
 
 from __future__ import annotations

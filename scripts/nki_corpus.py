@@ -18,13 +18,14 @@ import io
 import re
 import subprocess
 import sys
+import textwrap
 import unittest
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from nki_corpus_cases import CASES, Case
@@ -47,11 +48,16 @@ HOSTS: dict[str, dict[str, Any]] = {
 }
 """Modules that tutorials import for their own measurements and references, replaced by empty ones."""
 NAME = re.compile(r"\b(nl|nisa)\.([A-Za-z_]\w*)")
-HEAD = """\
-# Public NKI kernels under the emulator
+TITLE = "# Public NKI kernels under the emulator"
+REPEAT = """\
+## How to repeat it
 
-Output of `python scripts/nki_corpus.py`. The files are those of the checkouts, unchanged; no Trainium device was used.
-Values are compared with NumPy in float64: *agrees* gives the largest difference over the largest element.
+    python scripts/nki_corpus.py CHECKOUT [CHECKOUT ...] --output docs/results/nki_corpus.md
+
+# Appendix
+
+The files are those of the checkouts, unchanged. Values are compared with NumPy in float64: *agrees* gives the largest
+difference over the largest element.
 """
 
 
@@ -198,26 +204,75 @@ def table(head: str, rows: list[tuple[str, str, str]]) -> Iterator[str]:
     yield ""
 
 
-def report(root: Path) -> Iterator[str]:
-    """Yield the lines of the report on one checkout."""
+class Report(NamedTuple):
+    """One checkout: its name, the outcomes of kernels and tests, the files with kernels, and the report's lines."""
+
+    name: str
+    kernels: list[str]
+    tests: list[str]
+    files: str
+    lines: list[str]
+
+
+def report(root: Path) -> Report:
+    """Run everything in one checkout."""
     commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    yield f"## {root.name}, at {commit.stdout.strip() or 'an unknown commit'}"
-    yield ""
+    lines = [f"## {root.name}, at {commit.stdout.strip() or 'an unknown commit'}", ""]
     for line in coverage(root):
-        yield from (line, "")
-    if rows := list(kernel_outcomes(root)):
-        yield f"{sum('agrees' in r[2] for r in rows)} of {len(rows)} kernels run unchanged with right values."
-        yield ""
-        yield from table("file | kernel", rows)
-    if rows := list(test_outcomes(root)):
-        yield f"{sum(r[2] == 'passes' for r in rows)} of {len(rows)} entries of the documentation's tests pass."
-        yield ""
-        yield from table("file | test", rows)
+        lines += [*textwrap.wrap(line, 120), ""]
+    kernels, tests = list(kernel_outcomes(root)), list(test_outcomes(root))
+    kernel_results, test_results = [row[2] for row in kernels], [row[2] for row in tests]
+    if kernels:
+        lines += [f"{share(kernel_results, 'agrees')} kernels run unchanged with right values.", ""]
+        lines += table("file | kernel", kernels)
+    if tests:
+        lines += [f"{share(test_results, 'passes')} entries of the documentation's tests pass.", ""]
+        lines += table("file | test", tests)
     files, supported_files, unsupported = usage(root)
     if files:
-        yield f"{supported_files} of {files} files with kernels use only names that the emulator has. The others use:"
-        yield ", ".join(f"`{name}` {count}" for name, count in unsupported.most_common()) or "nothing"
-        yield ""
+        lines += [
+            f"{supported_files} of {files} files with kernels use only names that the emulator has. The others use:"
+        ]
+        names = ", ".join(f"`{name}` {count}" for name, count in unsupported.most_common())
+        lines += [*textwrap.wrap(names or "nothing", 120), ""]
+    return Report(root.name, kernel_results, test_results, f"{supported_files} of {files}" if files else "", lines)
+
+
+def share(results: list[str], word: str) -> str:
+    """Return how many results contain the word: "24 of 28"; empty without results."""
+    return f"{sum(word in result for result in results)} of {len(results)}" if results else ""
+
+
+def document(reports: list[Report]) -> Iterator[str]:
+    """Yield the verdict, its table, a bar chart of the kernels, the command, and the reports as an appendix."""
+    kernels = [result for part in reports for result in part.kernels]
+    tests = [result for part in reports for result in part.tests]
+    wrong, failed = (sum("**" in result for result in results) for results in (kernels, tests))
+    yield TITLE
+    yield ""
+    agreeing, passing = share(kernels, "agrees") or "No", share(tests, "passes") or "No"
+    yield f"{agreeing} public kernels run unchanged and agree with NumPy; {wrong or 'none'} give wrong values."
+    yield f"{passing} entries of the documentation's tests pass; {failed or 'none'} fail."
+    yield "The emulator refuses the others and gives the reason. No Trainium device was used."
+    yield ""
+    yield "| checkout | kernels that agree | tests that pass | files with supported names only |"
+    yield "|---|---:|---:|---:|"
+    for part in reports:
+        cells = share(part.kernels, "agrees"), share(part.tests, "passes"), part.files
+        yield f"| {part.name} | {' | '.join(cells)} |"
+    yield ""
+    yield "Kernels per checkout, `#` those that agree, `.` the others:"
+    yield ""
+    yield "```"
+    for part in reports:
+        good = sum("agrees" in result for result in part.kernels)
+        if part.kernels:
+            yield f"{part.name:24} {'#' * good}{'.' * (len(part.kernels) - good)}"
+    yield "```"
+    yield ""
+    yield REPEAT
+    for part in reports:
+        yield from part.lines
 
 
 def main() -> None:
@@ -230,7 +285,7 @@ def main() -> None:
             parser.error(f"{root} is not a folder: name a checkout made with git clone")
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
-    text = "\n".join([HEAD, *(line for root in options.checkout for line in report(root.resolve()))])
+    text = "\n".join(document([report(root.resolve()) for root in options.checkout]))
     if options.output:
         options.output.write_text(text + "\n")
     else:

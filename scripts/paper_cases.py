@@ -16,14 +16,14 @@ from neuronmm.emulator.timing.measured import SWEEP
 from neuronmm.emulator.timing.published_kernels import dense_xw, fused_xuv, sequential_xuv
 from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
 from neuronmm.kernels.nki import baselines
-from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.choice import factor_plan
 from neuronmm.kernels.nki.dialect_neuronxcc import Dialect
 from neuronmm.kernels.nki.entry_neuronxcc import low_rank_matmul, low_rank_swiglu_mlp
 from neuronmm.kernels.nki.layout import Packing
 from neuronmm.kernels.nki.low_rank_mlp import weights
 from neuronmm.kernels.nki.objects import factor
-from neuronmm.kernels.nki.tiling import MlpProblem, Problem, solve
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, Ranks
+from neuronmm.kernels.nki.tiling import solve
 
 DTYPE = "bfloat16"
 SIZES = (2048, 4096, 8192, 16384, 32768)

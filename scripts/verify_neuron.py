@@ -114,7 +114,7 @@ def run_kernel(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs
     import neuronxcc.nki.language as nl
 
     from neuronmm.kernels.nki import entry_neuronxcc as entry
-    from neuronmm.kernels.nki.blocks import Ranks
+    from neuronmm.kernels.nki.problem import Ranks
 
     if name == "low_rank_matmul":
         kernel = entry.low_rank_matmul(static)

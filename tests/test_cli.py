@@ -1,4 +1,4 @@
-"""The front door: help, exit statuses, one line for an error; and every command line that is written down parses."""
+"""The command line: help, exit statuses, one-line errors; every command line in the documents parses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def written_commands() -> Iterator[tuple[str, str]]:
-    """(where, command line) of every ``neuronmm ...`` line in the commands' own help and in the documents' code."""
+    """Yield (place, command line) of every ``neuronmm ...`` line in the commands' help and in the documents."""
     for name in cli.COMMANDS:
         for line in LINE.findall(import_module(f"neuronmm.commands.{name}").__doc__ or ""):
             yield f"{name} --help", line
@@ -156,7 +156,7 @@ BAD_INPUT = [
 
 
 def status_of(words: list[str]) -> int:
-    """The exit status of a command line, whoever ends it."""
+    """Return the exit status of a command line, returned or raised."""
     try:
         return cli.main(words)
     except SystemExit as ended:
@@ -182,7 +182,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], int]:
-    """``failing(error)``: the status of a command that ends with ``error``."""
+    """``failing(error)`` returns the status of a command that raises ``error``."""
 
     def run_with(error: BaseException) -> int:
         def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The Python blocks of docs/models.md run as they stand, in order, on a tiny model in place of the demo's."""
+"""The Python blocks of docs/models.md run unchanged, in order, on a tiny model instead of the demo's."""
 
 from __future__ import annotations
 

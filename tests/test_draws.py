@@ -1,4 +1,4 @@
-"""What a property draws: the same for everybody in the suite, something else every time in the long run."""
+"""The examples of a property: the same in every run of the suite, different in every long run."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def test_a_profile_says_how_many(name: str, count: int, profile: str) -> None:
 
 
 def test_ci_runs_what_a_user_runs() -> None:
-    """No variable sets CI apart: it runs the README's commands."""
+    """CI sets no variables and runs the commands of the README."""
     script = (ROOT / ".ci" / "run").read_text()
     assert "make test" in script and "export" not in script

@@ -1,6 +1,6 @@
-"""Thousands of damaged files: whatever a stranger's file holds, a command succeeds or says in one line what is wrong.
+"""Thousands of damaged files: a command either succeeds or reports the fault in one line.
 
-The seeds are fixed, so that every run draws the same files; the study marked slow takes others, ten times as many.
+The seeds are fixed, so every run uses the same files. The study marked slow uses ten times as many other files.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["suite", "study"])
 def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
-    """``seeds(n)``: the seeds of n files, or of the ten times as many that come after them."""
+    """``seeds(n)`` returns the seeds of n files in the suite, or of the next 10 n files in the study."""
     times: int = request.param
     return lambda count: range(count) if times == 1 else range(count, count * (1 + times))
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The models are tiny; more threads would mostly wait for each other."""
+    """Use one thread, because the models are tiny."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def low(tmp_path: Path) -> Path:
 
 
 def test_an_interruption_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Ctrl-C ends the study, whether a command or the test itself was at work; the file is not reported."""
+    """Ctrl-C ends the study, during a command or in the test itself, and the file is not reported."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(tiling, "run", lambda args: signal.raise_signal(signal.SIGINT))
     command = lambda: ends_well(["tiling", "--shape", "128,256,128,256"], capsys)  # noqa: E731
@@ -86,13 +86,13 @@ def test_config_json(command: str, dense: Path, seeds: Callable[[int], range], t
     }
     arguments = others.get(command, generate(dense))
     count = {"generate": 350, "predict": 500, "compress": 200}[command]
-    served = each(
+    successes = each(
         seeds(count),
         lambda seed: path.write_bytes(damage_json(good, seed)),
         lambda: ends_well(arguments, capsys),
         path,
     )
-    assert count // 10 < served  # an entry that nobody reads does no harm
+    assert count // 10 < successes  # damage to an unused entry has no effect
 
 
 def test_quantization_config(low: Path, seeds: Callable[[int], range], capsys: Capture) -> None:
@@ -118,7 +118,7 @@ def test_quantization_config_in_plain_transformers(low: Path, seeds: Callable[[i
         path.write_text(json.dumps(good | {"quantization_config": damaged if isinstance(damaged, dict) else {}}))
 
     def check() -> bool:
-        """transformers' own reading of config.json, which comes first, is its own affair."""
+        """Ignore errors of transformers' AutoConfig, which reads config.json first."""
         with bounded():
             try:
                 AutoConfig.from_pretrained(low)
@@ -143,7 +143,7 @@ def test_the_index_of_the_shards(tmp_path: Path, seeds: Callable[[int], range], 
     assert len(set(good["weight_map"].values())) > 2
 
     def check() -> bool:
-        """Only what the headers let pass is worth a model."""
+        """Run the command only if the header check passes."""
         try:
             inspect(folder)
         except UserError:
@@ -169,7 +169,7 @@ def test_gguf(tmp_path: Path, seeds: Callable[[int], range], monkeypatch: pytest
     header = header_length(path)
 
     def write(seed: int) -> None:
-        """Two thirds of the damage goes to the header: a weight of another value is none that can be seen."""
+        """Put two thirds of the damage into the header, since a changed weight is not detectable."""
         path.write_bytes(damage_bytes(good, seed, 4, header if seed % 3 else None))
 
     def check() -> bool:

@@ -1,4 +1,4 @@
-"""Files from strangers, one kind of damage at a time: each is one clear line that says what is wrong and where."""
+"""Malformed files, one kind of damage at a time: each gives one line that says what is wrong and where."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Every command that reads a dense model, by its name."""
+    """Return the commands that read a dense model, by name."""
     out, text = folder.parent / "out", folder.parent / "text.txt"
     text.write_text(WORDS)
     small = ["--method", "svd", "--align", "2", "--force"]
@@ -63,14 +63,14 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 @pytest.fixture
 def fitted(dense: Path, tmp_path: Path) -> list[str]:
-    """A compression that needs text, in rows short enough for a tiny model; more options may follow."""
+    """A compression with calibration text, in rows short enough for a tiny model; a test may append options."""
     recipe = tmp_path / "short.yaml"
     recipe.write_text("calibration_rows: 4\ncalibration_length: 20\nmethod: asvd\n")
     return ["compress", str(dense), "-o", str(tmp_path / "out"), "--align", "2", "--recipe", str(recipe)]
 
 
 def last_line(command: list[str], capsys: Capture) -> str:
-    """What a command that has to fail says."""
+    """Run a command that must fail and return its error line."""
     with bounded(), modest():
         status = main(command)
     out, err = capsys.readouterr()
@@ -80,8 +80,8 @@ def last_line(command: list[str], capsys: Capture) -> str:
     return last
 
 
-def say(folder: Path, capsys: Capture, message: str, only: tuple[str, ...] = ()) -> None:
-    """Every command refuses the model in ``folder``, writes nothing, and says ``message``."""
+def assert_refused(folder: Path, capsys: Capture, message: str, only: tuple[str, ...] = ()) -> None:
+    """Check that every command refuses the model in ``folder`` with ``message`` and writes nothing."""
     for name, command in commands(folder).items():
         if not only or name in only:
             assert message in last_line(command, capsys)
@@ -122,17 +122,17 @@ def edit_json(path: Path, **changes: Any) -> None:
 )
 def test_config_json(changes: dict[str, Any], message: str, dense: Path, capsys: Capture) -> None:
     edit_json(dense / "config.json", **changes)
-    say(dense, capsys, message)
+    assert_refused(dense, capsys, message)
 
 
 def test_a_config_json_that_is_a_list(dense: Path, capsys: Capture) -> None:
     (dense / "config.json").write_text("[]")
-    say(dense, capsys, "config.json: not a JSON object")
+    assert_refused(dense, capsys, "config.json: not a JSON object")
     assert "not a JSON object" in last_line(["predict", str(dense / "config.json")], capsys)
 
 
 def test_a_config_json_of_a_model_that_nobody_could_run(dense: Path, capsys: Capture) -> None:
-    """``predict`` reads no weights that would give the lie to it."""
+    """``predict`` reads no weights that would contradict it."""
     edit_json(dense / "config.json", num_hidden_layers=10**9)
     assert "num_hidden_layers" in last_line(["predict", str(dense)], capsys)
 
@@ -168,34 +168,34 @@ def store_as(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
 )
 def test_weights_of_a_wrong_kind(change: Callable[[Tensors], None], message: str, dense: Path, capsys: Capture) -> None:
     edit_tensors(dense, change)
-    say(dense, capsys, message)
+    assert_refused(dense, capsys, message)
 
 
 def test_a_scalar_factor(low: Path, capsys: Capture) -> None:
     name = "model.layers.0.mlp.up_proj.A.weight"
     edit_tensors(low, lambda t: t.update({name: torch.tensor(1.0)}))
-    say(low, capsys, f"{name} has shape [], not [16, 32]", ("generate", "evaluate"))
+    assert_refused(low, capsys, f"{name} has shape [], not [16, 32]", ("generate", "evaluate"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", UP, "model.layers.0.input_layernorm.weight"])
 def test_weights_that_are_no_numbers(value: float, name: str, dense: Path, capsys: Capture) -> None:
     edit_tensors(dense, lambda t: t[name].view(-1)[3:4].fill_(value))
-    say(dense, capsys, f"{name} holds NaN or infinity")
+    assert_refused(dense, capsys, f"{name} holds NaN or infinity")
     assert main([*commands(dense)["generate"], "--temperature", "1"]) == 2
 
 
 def test_weights_that_overflow(dense: Path, capsys: Capture) -> None:
-    """Each is a number, their products are not."""
+    """The weights are finite, the activations overflow."""
     edit_tensors(dense, lambda t: t["model.norm.weight"].fill_(1e30))
     edit_tensors(dense, lambda t: t["lm_head.weight"].fill_(1e30))
-    say(dense, capsys, "NaN or infinity: its weights overflow", ("generate", "evaluate"))
+    assert_refused(dense, capsys, "NaN or infinity: its weights overflow", ("generate", "evaluate"))
     assert main([*commands(dense)["generate"], "--temperature", "1"]) == 2
 
 
 def test_a_perplexity_beyond_all_numbers(dense: Path, capsys: Capture) -> None:
     edit_tensors(dense, lambda t: t["lm_head.weight"].mul_(1e6))
-    say(dense, capsys, "give a perplexity too large for a float", ("evaluate",))
+    assert_refused(dense, capsys, "give a perplexity too large for a float", ("evaluate",))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_perplexity_beyond_all_numbers(dense: Path, capsys: Capture) -> None:
 )
 def test_index_json(content: bytes, message: str, sharded: Path, capsys: Capture) -> None:
     (sharded / INDEX).write_bytes(content)
-    say(sharded, capsys, f"{INDEX}: {message}")
+    assert_refused(sharded, capsys, f"{INDEX}: {message}")
 
 
 @pytest.mark.parametrize("prefix", ["{elsewhere}/", "../elsewhere/", "./../elsewhere/", "sub/../../elsewhere/"])
@@ -224,19 +224,19 @@ def test_an_index_reads_nothing_from_elsewhere(prefix: str, sharded: Path, capsy
     for file in set(index["weight_map"].values()):
         (sharded / file).rename(elsewhere / file)
     (sharded / "sub").mkdir()
-    (sharded / "other.safetensors").touch()  # there are weights, so to speak
+    (sharded / "other.safetensors").touch()  # a safetensors file must exist
     index["weight_map"] = {
         name: prefix.format(elsewhere=elsewhere) + file for name, file in index["weight_map"].items()
     }
     (sharded / INDEX).write_text(json.dumps(index))
-    say(sharded, capsys, "is not the name of a .safetensors file in the folder")
+    assert_refused(sharded, capsys, "is not the name of a .safetensors file in the folder")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_link_out_of_the_checkpoint(name: str, dense: Path, capsys: Capture) -> None:
     (dense / name).rename(dense.parent / name)
     (dense / name).symlink_to(dense.parent / name)
-    say(dense, capsys, f"{name}: is a link to a file outside the checkpoint")
+    assert_refused(dense, capsys, f"{name}: is a link to a file outside the checkpoint")
 
 
 def test_the_links_of_the_hubs_own_cache(dense: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -247,7 +247,7 @@ def test_the_links_of_the_hubs_own_cache(dense: Path, tmp_path: Path, capsys: Ca
         file.rename(blobs / f"blob-of-{file.name}")
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", f"blob-of-{file.name}"))
     link = tmp_path / "link"
-    link.symlink_to(snapshot)  # and a link to the whole folder is the user's own
+    link.symlink_to(snapshot)  # a link to the folder itself is the user's
     for folder in (snapshot, link):
         assert ends_well(["generate", str(folder), "--prompt", "w9", "--max-new-tokens", "2"], capsys)
     (snapshot / "config.json").unlink()
@@ -260,7 +260,7 @@ def test_the_links_of_the_hubs_own_cache(dense: Path, tmp_path: Path, capsys: Ca
 @pytest.mark.parametrize("content", ["[]", "null", '{"a": ', "\x00"], ids=ascii)
 def test_files_beside_the_weights(name: str, content: str, dense: Path, capsys: Capture) -> None:
     (dense / name).write_text(content)
-    say(dense, capsys, f"{name}: not ")
+    assert_refused(dense, capsys, f"{name}: not ")
 
 
 @pytest.mark.parametrize("ends", ["x", [None], {"a": 1}, 1.5, True])
@@ -274,14 +274,14 @@ def test_a_tokenizer_of_another_model(dense: Path, fitted: list[str], capsys: Ca
     content = json.loads((dense / "tokenizer.json").read_text())
     content["model"]["vocab"]["w9"] = content["model"]["vocab"]["w3"] = 64
     (dense / "tokenizer.json").write_text(json.dumps(content))
-    say(dense, capsys, "the tokenizer gives token 64", ("generate", "evaluate"))
+    assert_refused(dense, capsys, "the tokenizer gives token 64", ("generate", "evaluate"))
     text = str(dense.parent / "text.txt")
     assert "the tokenizer gives token 64" in last_line([*fitted, "--calibration", text], capsys)
 
 
 def test_an_adapter(dense: Path, capsys: Capture) -> None:
     (dense / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/nothing"}')
-    say(dense, capsys, "holds an adapter")
+    assert_refused(dense, capsys, "holds an adapter")
 
 
 @pytest.mark.parametrize(
@@ -338,8 +338,8 @@ def test_only_a_newline_ends_a_row(dense: Path, fitted: list[str], tmp_path: Pat
         lines = lines if plain else [line.replace("\\u000b", "\\t").replace("\\u000c", "\\t") for line in lines]
         file.write_text("\n".join(lines) + "\n")
         assert main(["generate", str(dense), "--batch-file", str(file), "--max-new-tokens", "2"]) == 0
-        found = [json.loads(line)["prompt"] for line in capsys.readouterr().out.rstrip("\n").split("\n")]
-        assert len(found) == 2 and all("\u2028" in prompt and "\x85" in prompt for prompt in found)
+        prompts = [json.loads(line)["prompt"] for line in capsys.readouterr().out.rstrip("\n").split("\n")]
+        assert len(prompts) == 2 and all("\u2028" in prompt and "\x85" in prompt for prompt in prompts)
     rows = tmp_path / "rows.jsonl"
     row = {"text": f"{WORDS}\u2028{WORDS}\x85", "query": "w9\u2028w8", "choices": ["w6\x85", "w7"], "gold": 0}
     rows.write_text(json.dumps(row, ensure_ascii=False) + "\r\n")

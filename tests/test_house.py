@@ -1,7 +1,8 @@
-"""This repository keeps the rules of the house; and each rule, shown a tree that breaks it, says so."""
+"""This repository follows its own rules, and each rule reports a tree that breaks it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,9 @@ RULES = [
     house.example_problems,
     house.leftover_problems,
 ]
-SOUND = {
+VALID = {
     "kernels/__init__.py": '"""Ops."""\n',
+    "models/__init__.py": '"""Models."""\n',
     "kernels/ops.py": '"""Table."""\nfrom enum import Enum\n\nclass Op(str, Enum):\n    ADD = "add"\n',
     "kernels/hardware.py": '"""Figures."""\n',
     "kernels/reference.py": (
@@ -36,6 +38,7 @@ SOUND = {
 
 
 def plant(root: Path, tree: dict[str, str]) -> Path:
+    """Write the files of ``tree`` under ``root``."""
     for name, text in tree.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,35 +51,45 @@ def test_this_repository_keeps_the_rule(rule: Callable[[Path], list[str]]) -> No
     assert rule(ROOT) == []
 
 
+def test_each_package_has_its_link_and_pyright_reads_it() -> None:
+    packages = set(house.packages(ROOT)) - {"neuronmm"}
+    assert packages == {path.name for path in (ROOT / "neuronmm").iterdir() if path.is_symlink()}
+    settings = (ROOT / "pyproject.toml").read_text().partition("[tool.basedpyright]")[2].partition("\n[")[0]
+    assert packages == set(re.findall(r'"neuronmm/(\w+)"', settings))
+
+
 def test_the_checks_read_this_repository() -> None:
     seen = {path.relative_to(ROOT).parts[0] for path, _ in house.modules(ROOT)}
-    assert seen == {folder for folder in house.FOLDERS if (ROOT / folder).is_dir()} >= {"neuronmm", "models", "kernels"}
+    assert seen == set(house.packages(ROOT)) >= {"neuronmm", "models", "kernels"}
     assert Path(__file__) in set(house.files(ROOT, {".py"}))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_sound_tree_has_no_problems(rule: Callable[[Path], list[str]], tmp_path: Path) -> None:
-    assert rule(plant(tmp_path, SOUND)) == []
+def test_a_valid_tree_has_no_problems(rule: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    assert rule(plant(tmp_path, VALID)) == []
 
 
-def test_an_op_without_a_reference_or_a_test_is_found(tmp_path: Path) -> None:
-    ops = SOUND["kernels/ops.py"] + '    MUL = "mul"\n'
-    assert house.op_problems(plant(tmp_path, {**SOUND, "kernels/ops.py": ops})) == [
+def test_an_op_without_a_reference_or_a_test_is_reported(tmp_path: Path) -> None:
+    ops = VALID["kernels/ops.py"] + '    MUL = "mul"\n'
+    assert house.op_problems(plant(tmp_path, {**VALID, "kernels/ops.py": ops})) == [
         "kernels: Op.MUL has no implementation named 'reference'",
         "kernels: Op.MUL is in no test of tests/kernels",
     ]
 
 
 @pytest.mark.parametrize("name", ["models/long.py", "kernels/cpu/long.cpp", "tests/test_long.py", "scripts/long.sh"])
-def test_a_long_file_is_found(name: str, tmp_path: Path) -> None:
-    plant(tmp_path, {**SOUND, name: "\n" * 400, "docs/long.md": "\n" * 999, ".venv/long.py": "\n" * 999})
+def test_a_long_file_is_reported(name: str, tmp_path: Path) -> None:
+    plant(tmp_path, {**VALID, name: "\n" * 400, "docs/long.md": "\n" * 999, ".venv/long.py": "\n" * 999})
     assert house.length_problems(tmp_path) == []
     plant(tmp_path, {name: "\n" * 401})
     assert house.length_problems(tmp_path) == [f"{name}: 401 lines, more than 400"]
 
 
-def test_a_silent_module_and_a_command_without_example_are_found(tmp_path: Path) -> None:
-    plant(tmp_path, {"models/a.py": "x = 1\n", "neuronmm/commands/fry.py": '"""fry\n\n  neuronmm frying A\n"""\n'})
+def test_a_silent_module_and_a_command_without_example_are_reported(tmp_path: Path) -> None:
+    plant(
+        tmp_path,
+        {**VALID, "models/a.py": "x = 1\n", "neuronmm/commands/fry.py": '"""fry\n\n  neuronmm frying A\n"""\n'},
+    )
     assert house.docstring_problems(tmp_path) == [
         "models/a.py: no module docstring",
         "neuronmm/commands/fry.py: the docstring shows no example of `neuronmm fry`",
@@ -84,16 +97,16 @@ def test_a_silent_module_and_a_command_without_example_are_found(tmp_path: Path)
 
 
 @pytest.mark.parametrize("line", ["@settings(max_examples=9)\ndef test_it(): ...", "QUICK = settings(max_examples=9)"])
-def test_a_fixed_number_of_examples_is_found(line: str, tmp_path: Path) -> None:
-    plant(tmp_path, {**SOUND, "tests/test_a.py": f"from hypothesis import settings\n{line}\n"})
-    (found,) = house.example_problems(tmp_path)
-    assert found.startswith("tests/test_a.py: settings(...)")
+def test_a_fixed_number_of_examples_is_reported(line: str, tmp_path: Path) -> None:
+    plant(tmp_path, {**VALID, "tests/test_a.py": f"from hypothesis import settings\n{line}\n"})
+    (problem,) = house.example_problems(tmp_path)
+    assert problem.startswith("tests/test_a.py: settings(...)")
 
 
 @pytest.mark.parametrize(
     "line", ["# TO" + "DO: later", "x = 1  # FIX" + "ME", 'P = "/' + 'work/x"', "see /" + "root/x"]
 )
-def test_a_leftover_is_found(line: str, tmp_path: Path) -> None:
-    plant(tmp_path, {**SOUND, "models/a.py": f'"""Doc."""\n{line}\n'})
-    (found,) = house.leftover_problems(tmp_path)
-    assert found.startswith("models/a.py:2: leftover")
+def test_a_leftover_is_reported(line: str, tmp_path: Path) -> None:
+    plant(tmp_path, {**VALID, "models/a.py": f'"""Doc."""\n{line}\n'})
+    (problem,) = house.leftover_problems(tmp_path)
+    assert problem.startswith("models/a.py:2: leftover")

@@ -1,4 +1,4 @@
-"""The wheel and the source distribution hold everything, nothing else, and the installed package works on its own."""
+"""The wheel and the source distribution contain everything and nothing else, and the installed package works."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+import house_rules
+
 ROOT = Path(__file__).parent.parent
 DEVICE_SDK = {"neuronxcc", "nki", "optimum", "transformers_neuronx"}
-"""What only a machine with the device has; the modules that need it are not imported here."""
-FOLDERS = ("measure", "engine", "models", "compression", "kernels", "emulator", "configs")
+"""Packages of machines with a Neuron device. Modules that need them are not imported here."""
+PACKAGES = set(house_rules.packages(ROOT)) - {"neuronmm"}
 
 
 def tracked(*suffixes: str) -> frozenset[str]:
-    """Files of the source tree that git knows, relative to its root."""
+    """Return the files of the source tree that git tracks, relative to its root."""
     return frozenset(name for name in _listed() if name.endswith(suffixes))
 
 
 @cache
 def _listed() -> tuple[str, ...]:
-    """All of them, listed once: other work may go on in the tree meanwhile."""
+    """List the tracked files once, since the tree may change during the tests."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     names = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
     if listed.returncode or not names:
@@ -34,15 +36,15 @@ def _listed() -> tuple[str, ...]:
 
 
 def installed_names(suffixes: tuple[str, ...]) -> set[str]:
-    """Where those files go in an installation."""
+    """Return the paths of the tracked files in an installation."""
     names = {PurePosixPath(name) for name in tracked(*suffixes)}
     inside = {str(p) for p in names if p.parts[0] == "neuronmm"}
-    return inside | {f"neuronmm/{p}" for p in names if p.parts[0] in FOLDERS}
+    return inside | {f"neuronmm/{p}" for p in names if p.parts[0] in PACKAGES}
 
 
 @pytest.fixture(scope="module")
 def dists(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(sdist, wheel): the sdist is built from a copy of the tracked files, the wheel from the sdist, as on an index."""
+    """Return (sdist, wheel): the sdist built from a copy of the tracked files, and the wheel built from the sdist."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in tracked(""):
         target = source / name
@@ -94,7 +96,7 @@ import importlib.util, pathlib, pkgutil, sys
 import neuronmm
 root = pathlib.Path(neuronmm.__file__).parent
 assert root == pathlib.Path(sys.argv[1]) / "neuronmm", root
-for name in ('commands', 'compression', 'configs', 'emulator', 'engine', 'kernels', 'models'):
+for name in sys.argv[3].split():
     package = importlib.import_module(f'neuronmm.{name}')
     assert root in pathlib.Path(package.__file__).parents, package
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -102,7 +104,7 @@ for name in ('commands', 'compression', 'configs', 'emulator', 'engine', 'kernel
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                if error.name.split(".")[0] not in sys.argv[2:]:
+                if error.name.split(".")[0] not in sys.argv[2].split():
                     raise
 built = list(root.glob("kernels/cpu/_core*"))
 assert bool(built) == (neuronmm.kernels.cpu.core() is not None), built
@@ -113,7 +115,7 @@ assert main(["--version"]) == 0
 """
     environment = {**os.environ, "PYTHONPATH": str(target)}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(target), *DEVICE_SDK],
+        [sys.executable, "-c", code, str(target), " ".join(DEVICE_SDK), " ".join(["commands", *PACKAGES])],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The command as a process: its exit status, signals, pipes, closed streams and words that are no text."""
+"""The command as a process: exit status, signals, pipes, closed streams and arguments that are not UTF-8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULE = [sys.executable, "-m", "neuronmm"]
 SCRIPT = [str(Path(sys.executable).with_name("neuronmm"))]
 TILING = ["tiling", "--shape", "128,256,128,256", "--json"]
 BUFFERED = {"PYTHONUNBUFFERED": ""}
-"""Output reaches a pipe when it is flushed, as it does by default."""
+"""Output is buffered until it is flushed, as by default."""
 CONFIG = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
 "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000, "torch_dtype": "bfloat16"}"""
 
@@ -28,7 +28,7 @@ CONFIG = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidd
 def ended(
     words: list[str | bytes], cwd: Path, command: list[str] = MODULE, redirection: str = "", **environment: str
 ) -> tuple[int, str, str]:
-    """Status, stdout and stderr of a command in a shell that applies ``redirection``."""
+    """Return status, stdout and stderr of a command in a shell that applies ``redirection``."""
     script = f'exec "$@" {redirection}'
     done = subprocess.run(
         ["sh", "-c", script, "sh", *command, *words],

@@ -200,14 +200,14 @@ class Machine:
         """Yield the indices of a loop of the kernel.
 
         ``parallel``: the race rules of ``affine_range`` apply. ``scoped``: buffers allocated in the body must not be
-        used after it.
+        used after it. Only such a loop is folded: the body of ``static_range`` may collect Python values in each turn.
         """
         now = len(self.trace.instructions)
         loop = Loop(parallel, now, now, 0, self.location())
         order = list(indices)
         if parallel and self._random is not None:
             self._random.shuffle(order)
-        folded = self.fold and not self.loops and len(order) > 3
+        folded = self.fold and scoped and not self.loops and len(order) > 3
         self.loops.append(loop)
         for position, index in enumerate(order):
             if folded and 1 < position < len(order) - 1:

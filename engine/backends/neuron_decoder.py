@@ -19,7 +19,7 @@ class _FixedBatch:
         self._runner = runner  # must outlive the decoder
         self._model, self._rows = runner.model, runner.max_batch
         sizes, tp = runner.shards.checkpoint.architecture, runner.settings.tp_degree
-        keys = runner.shards.heads.keys_per_rank * tp * sizes.head
+        keys = runner.shards.heads.keys_per_core * tp * sizes.head
         positions = runner.settings.n_positions * self._rows
         self.state_bytes = 2 * sizes.layers * positions * keys * runner.dtype.itemsize
 

@@ -1,6 +1,6 @@
-"""What a host works out before a kernel runs: its block sizes, by the tiling solver, and how its weights are packed.
+"""What the launching code works out before a kernel is traced: block sizes, and how the weights are packed.
 
-The results are numbers and tuples of numbers: arguments that every NKI compiler takes.
+The results are numbers and tuples of numbers, which every NKI compiler accepts as arguments.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm.kernels.hardware import NeuronCore
-from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.layout import Packing
-from neuronmm.kernels.nki.tiling import MlpProblem, Problem, solve
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, Ranks
+from neuronmm.kernels.nki.tiling import solve
 from neuronmm.kernels.ops import KernelError
 
 FactorPlan = tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]
-"""Rows, columns, column chunks a panel, and (offset, first chunk, last chunk, columns) of each panel."""
+"""Rows, columns, column chunks per panel, and (offset, first chunk, last chunk, columns) of each panel."""
 
 
 def tokens_first(layout: str) -> bool:
@@ -29,19 +29,22 @@ def tokens_first(layout: str) -> bool:
 
 
 def sizes(x: Any, first: bool) -> tuple[int, int]:
-    """Features and tokens of an activation; ``first``: tokens come first."""
+    """Return the features and tokens of an activation; ``first``: tokens come first."""
     return (x.shape[1], x.shape[0]) if first else (x.shape[0], x.shape[1])
 
 
 def factor_plan(rows: int, columns: int, x: Any) -> FactorPlan:
-    """How a weight [columns, rows] of ``x``'s dtype is packed."""
-    how = Packing.of(rows, columns, 4 if _dtype(x) == "float32" else 2)
-    panels = tuple((p.offset, p.first, p.last, p.columns) for p in how.panels())
-    return rows, columns, how.group, panels
+    """Return how a weight [columns, rows] of ``x``'s dtype is packed."""
+    packing = Packing.of(rows, columns, 4 if _dtype(x) == "float32" else 2)
+    panels = tuple((p.offset, p.first, p.last, p.columns) for p in packing.panels())
+    return rows, columns, packing.group, panels
 
 
 def mlp_plans(hidden: int, ranks: Ranks, x: Any, shared: bool, partial: bool = False) -> tuple[FactorPlan, ...]:
-    """How A and B of gate, up and down are packed; what a variant does not read repeats another (``mlp.weights``)."""
+    """Return how A and B of gate, up and down are packed.
+
+    A factor that the variant does not read repeats another one (:func:`.low_rank_mlp.weights`).
+    """
     gate_a = factor_plan(hidden, ranks.gate, x)
     down_a = factor_plan(ranks.intermediate, ranks.down, x)
     return (
@@ -57,7 +60,7 @@ def mlp_plans(hidden: int, ranks: Ranks, x: Any, shared: bool, partial: bool = F
 def linear_blocks(
     x: Any, rank: int, outputs: int, core: NeuronCore, norm: bool = False, residual: bool = False, first: bool = False
 ) -> Blocks:
-    """Block sizes for ``y = B (A x)`` of this input."""
+    """Return the solver's block sizes of ``y = B (A x)`` for this input."""
     inputs, tokens = sizes(x, first)
     return solve(Problem(tokens, inputs, rank, outputs, _dtype(x), norm, residual, first), core).blocks
 
@@ -66,7 +69,7 @@ def mlp_blocks(
     x: Any, ranks: Ranks, shared: bool, core: NeuronCore, norm: bool = False, residual: bool = False,
     first: bool = False,
 ) -> Blocks:  # fmt: skip
-    """Block sizes for the whole MLP of this input."""
+    """Return the solver's block sizes of the MLP for this input."""
     hidden, tokens = sizes(x, first)
     shape = tokens, hidden, ranks.intermediate, ranks.gate, ranks.up, ranks.down
     return solve(MlpProblem(*shape, _dtype(x), shared, norm, residual, first), core).blocks

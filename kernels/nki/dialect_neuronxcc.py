@@ -1,7 +1,7 @@
 """Destination-passing primitives over ``neuronxcc.nki`` (Trainium 1, Inferentia 2; SDK up to 2.29).
 
-The kernels call these and nothing else, so they never see a dialect. :mod:`.dialect_nki` has the same methods.
-Importing this needs the Neuron SDK or the emulator.
+The kernels call these primitives and nothing else of NKI, so one body serves both dialects. :mod:`.dialect_nki` has the
+same methods. Importing this module needs the Neuron SDK or the emulator.
 """
 
 # pyright: reportMissingImports=false
@@ -14,12 +14,12 @@ import neuronxcc.nki.isa as nisa
 import neuronxcc.nki.language as nl
 
 NKI_BINDING = True
-"""Marks the file as plumbing: a broken rule is reported at the kernel's line, not here."""
+"""Tells the emulator to report a broken rule at the kernel's line, not in this file."""
 
 
 @dataclass
 class Dialect:
-    """The primitives, for one run of a kernel: ``identity`` is a tile of that run."""
+    """The primitives, for one run of a kernel; ``identity`` is a tile of that run."""
 
     float32: Any = nl.float32
     identity: Any = None
@@ -29,7 +29,7 @@ class Dialect:
         return nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=dtype, buffer=nl.sbuf)
 
     def psum(self, shape: tuple[int, ...]) -> Any:
-        """A float32 PSUM tile that :func:`matmul` accumulates into."""
+        """A float32 PSUM tile that :meth:`matmul` accumulates into."""
         return nl.zeros((nl.par_dim(shape[0]), *shape[1:]), dtype=nl.float32, buffer=nl.psum)
 
     def hbm(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -37,7 +37,7 @@ class Dialect:
         return nl.ndarray(shape, dtype=dtype, buffer=nl.private_hbm)
 
     def at(self, tile: Any, index: tuple[Any, ...]) -> Any:
-        """Where to write: an index is a number or a (start, stop) pair. This dialect writes by ``tile[key] = ...``."""
+        """The part of a tile to write to, for ``tile[key] = ...``; an index is a number or a (start, stop) pair."""
         return tile, tuple([slice(*i) if isinstance(i, tuple) else i for i in index])
 
     def rows(self, x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
@@ -48,7 +48,7 @@ class Dialect:
         return x[first + p * stride + c, start + t]
 
     def row(self, x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
-        """Features ``first + p * stride + c`` of ``x`` [size, 1]: [1, partitions, chunks]."""
+        """Features ``first + p * stride + c`` of ``x`` [size, 1], as one row: [1, partitions, chunks]."""
         t = nl.arange(1)[:, None, None]
         p = nl.arange(partitions)[None, :, None]
         c = nl.arange(chunks)[None, None, :]
@@ -68,16 +68,16 @@ class Dialect:
         return w[offset + p * stride + i]
 
     def load(self, dst: Any, src: Any) -> None:
-        """HBM to SBUF."""
+        """Move from HBM to SBUF."""
         tile, key = dst
         tile[key] = nl.load(src)
 
     def store(self, dst: Any, src: Any) -> None:
-        """SBUF to HBM."""
+        """Move from SBUF to HBM."""
         nl.store(dst, value=src)
 
     def matmul(self, dst: Any, stationary: Any, moving: Any) -> None:
-        """``dst += stationary^T moving``; the first product into a :func:`psum` tile's location overwrites."""
+        """Compute ``dst += stationary^T moving``; the first matmul into a part of a :meth:`psum` tile overwrites it."""
         tile, key = dst
         tile[key] += nisa.nc_matmul(stationary, moving)
 
@@ -92,69 +92,69 @@ class Dialect:
         tile[key] = nisa.activation(op=nl.copy, data=src, dtype=tile.dtype)
 
     def silu(self, dst: Any, src: Any) -> None:
-        """``dst = silu(src)`` on the scalar engine."""
+        """Compute ``dst = silu(src)`` on the scalar engine."""
         tile, key = dst
         tile[key] = nisa.activation(op=nl.silu, data=src, dtype=tile.dtype)
 
     def square(self, dst: Any, src: Any) -> None:
-        """``dst = src^2`` on the scalar engine."""
+        """Compute ``dst = src^2`` on the scalar engine."""
         tile, key = dst
         tile[key] = nisa.activation(op=nl.square, data=src, dtype=tile.dtype)
 
     def rsqrt(self, dst: Any, src: Any, scale: float, bias: Any) -> None:
-        """``dst = 1 / sqrt(src * scale + bias)`` with ``bias`` one element a partition."""
+        """Compute ``dst = 1 / sqrt(src * scale + bias)`` on the scalar engine; ``bias`` is [partitions, 1]."""
         tile, key = dst
         tile[key] = nisa.activation(op=nl.rsqrt, data=src, scale=scale, bias=bias, dtype=tile.dtype)
 
     def add(self, dst: Any, a: Any, b: Any) -> None:
-        """``dst = a + b`` on the vector engine; not both in PSUM."""
+        """Compute ``dst = a + b`` on the vector engine; at most one operand is in PSUM."""
         tile, key = dst
         tile[key] = nisa.tensor_tensor(a, b, op=nl.add, dtype=tile.dtype)
 
     def add_column(self, dst: Any, a: Any, column: Any) -> None:
-        """``dst = a + column`` with ``column`` [partitions, 1] in float32."""
+        """Compute ``dst = a + column`` on the vector engine; ``column`` is float32 [partitions, 1]."""
         tile, key = dst
         tile[key] = nisa.tensor_scalar(a, nl.add, column, dtype=tile.dtype)
 
     def prepare_transposes(self, dtype: Any) -> None:
-        """Load what :meth:`transpose` needs for tiles of this dtype; call it outside all loops."""
-        if self._multiplies(dtype):
+        """Load the identity that :meth:`transpose` needs for tiles of this dtype; call it outside all loops."""
+        if self._needs_identity(dtype):
             size = nl.tile_size.pmax
             self.identity = self.sbuf((size, size), dtype)
             self.identity[...] = nl.load(nl.shared_identity_matrix(size, dtype=dtype))
 
     def transpose(self, shape: tuple[int, ...], src: Any) -> Any:
-        """``src^T``, up to 128 x 128, as a PSUM tile of this shape.
+        """Return ``src^T``, up to 128 x 128, as a PSUM tile of this shape.
 
-        On NeuronCore-v2 the tensor engine writes only float32; later ones keep the dtype. On v2 a float32 tile is
-        multiplied with an identity, because ``nc_transpose`` of float32 is reported to be inexact there.
+        On NeuronCore-v2 the tensor engine writes only float32; later versions keep the dtype. On v2 a float32 tile is
+        multiplied by an identity, because ``nc_transpose`` of float32 is reported to be inexact there.
         """
-        first = nisa.get_nc_version() == nisa.nc_version.gen2
-        dtype = nl.float32 if first else src.dtype
-        turned = nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=dtype, buffer=nl.psum)
-        if self._multiplies(src.dtype):
-            one = self.identity[0 : src.shape[0], 0 : src.shape[0]]
-            turned[...] = nisa.nc_matmul(src, one, is_moving_onezero=True, is_transpose=True)
+        is_v2 = nisa.get_nc_version() == nisa.nc_version.gen2
+        dtype = nl.float32 if is_v2 else src.dtype
+        transposed = nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=dtype, buffer=nl.psum)
+        if self._needs_identity(src.dtype):
+            identity = self.identity[0 : src.shape[0], 0 : src.shape[0]]
+            transposed[...] = nisa.nc_matmul(src, identity, is_moving_onezero=True, is_transpose=True)
         else:
-            turned[...] = nisa.nc_transpose(src)
-        return turned
+            transposed[...] = nisa.nc_transpose(src)
+        return transposed
 
-    def _multiplies(self, dtype: Any) -> bool:
+    def _needs_identity(self, dtype: Any) -> bool:
         return nisa.get_nc_version() == nisa.nc_version.gen2 and dtype == nl.float32
 
     def multiply(self, dst: Any, a: Any, b: Any) -> None:
-        """``dst = a * b`` on the vector engine; not both in PSUM."""
+        """Compute ``dst = a * b`` on the vector engine; at most one operand is in PSUM."""
         tile, key = dst
         tile[key] = nisa.tensor_tensor(a, b, op=nl.multiply, dtype=tile.dtype)
 
     def fill(self, tile: Any, value: float) -> None:
-        """Set every element of a tile."""
+        """Set every element of a tile to ``value``."""
         tile[...] = nisa.memset(tile.shape, value=value, dtype=tile.dtype)
 
     def loop(self, count: int) -> Any:
-        """Iterations that do not depend on each other; the index is a symbol that can only address tiles."""
+        """Iterate without dependences between iterations; the index is a symbol that can only address tiles."""
         return nl.affine_range(count)
 
     def static_range(self, count: int) -> Any:
-        """Unrolled iterations, whose index is a number. (Python's ``range`` would become ``nl.sequential_range``.)"""
+        """Unroll the loop; the index is a number. (Python's ``range`` would become ``nl.sequential_range``.)"""
         return nl.static_range(count)

@@ -1,6 +1,6 @@
 """Destination-passing primitives over ``nki`` 0.3 to 0.6 (Trainium 2 and 3; SDK 2.29 to 2.32).
 
-The same methods as :mod:`.dialect_neuronxcc`. Importing this needs the Neuron SDK or the emulator.
+It has the methods of :mod:`.dialect_neuronxcc`. Importing this module needs the Neuron SDK or the emulator.
 """
 
 # pyright: reportMissingImports=false
@@ -13,7 +13,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 NKI_BINDING = True
-"""Marks the file as plumbing: a broken rule is reported at the kernel's line, not here."""
+"""Tells the emulator to report a broken rule at the kernel's line, not in this file."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Dialect(nl.NKIObject):
         return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
 
     def psum(self, shape: tuple[int, ...]) -> Any:
-        """A float32 PSUM tile that :func:`matmul` accumulates into."""
+        """A float32 PSUM tile that :meth:`matmul` accumulates into."""
         return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
 
     def hbm(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -39,7 +39,7 @@ class Dialect(nl.NKIObject):
         return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
 
     def at(self, tile: Any, index: tuple[Any, ...]) -> Any:
-        """Where to write: an index is a number or a (start, stop) pair."""
+        """The part of a tile to write to; an index is a number or a (start, stop) pair."""
         if len(index) == 2:
             return tile[self._span(index[0]), self._span(index[1])]
         return tile[self._span(index[0]), self._span(index[1]), self._span(index[2])]
@@ -53,7 +53,7 @@ class Dialect(nl.NKIObject):
         return x.ap([[stride * width, partitions], [width, chunks], [1, tokens]], offset=first * width + start)
 
     def row(self, x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
-        """Features ``first + p * stride + c`` of ``x`` [size, 1]: [1, partitions, chunks]."""
+        """Features ``first + p * stride + c`` of ``x`` [size, 1], as one row: [1, partitions, chunks]."""
         return x.ap([[1, 1], [stride, partitions], [1, chunks]], offset=first)
 
     def columns(self, x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
@@ -66,15 +66,15 @@ class Dialect(nl.NKIObject):
         return w.ap([[stride, partitions], [1, length]], offset=offset)
 
     def load(self, dst: Any, src: Any) -> None:
-        """HBM to SBUF."""
+        """Move from HBM to SBUF."""
         nisa.dma_copy(dst=dst, src=src)
 
     def store(self, dst: Any, src: Any) -> None:
-        """SBUF to HBM."""
+        """Move from SBUF to HBM."""
         nisa.dma_copy(dst=dst, src=src)
 
     def matmul(self, dst: Any, stationary: Any, moving: Any) -> None:
-        """``dst += stationary^T moving``; the first product into a :func:`psum` tile's location overwrites."""
+        """Compute ``dst += stationary^T moving``; the first matmul into a part of a :meth:`psum` tile overwrites it."""
         nisa.nc_matmul(dst, stationary, moving)
 
     def copy(self, dst: Any, src: Any) -> None:
@@ -86,48 +86,48 @@ class Dialect(nl.NKIObject):
         nisa.activation(dst, op=nl.copy, data=src)
 
     def silu(self, dst: Any, src: Any) -> None:
-        """``dst = silu(src)`` on the scalar engine."""
+        """Compute ``dst = silu(src)`` on the scalar engine."""
         nisa.activation(dst, op=nl.silu, data=src)
 
     def square(self, dst: Any, src: Any) -> None:
-        """``dst = src^2`` on the scalar engine."""
+        """Compute ``dst = src^2`` on the scalar engine."""
         nisa.activation(dst, op=nl.square, data=src)
 
     def rsqrt(self, dst: Any, src: Any, scale: float, bias: Any) -> None:
-        """``dst = 1 / sqrt(src * scale + bias)`` with ``bias`` one element a partition."""
+        """Compute ``dst = 1 / sqrt(src * scale + bias)`` on the scalar engine; ``bias`` is [partitions, 1]."""
         nisa.activation(dst, op=nl.rsqrt, data=src, scale=scale, bias=bias)
 
     def add(self, dst: Any, a: Any, b: Any) -> None:
-        """``dst = a + b`` on the vector engine; not both in PSUM."""
+        """Compute ``dst = a + b`` on the vector engine; at most one operand is in PSUM."""
         nisa.tensor_tensor(dst, a, b, op=nl.add)
 
     def add_column(self, dst: Any, a: Any, column: Any) -> None:
-        """``dst = a + column`` with ``column`` [partitions, 1] in float32."""
+        """Compute ``dst = a + column`` on the vector engine; ``column`` is float32 [partitions, 1]."""
         nisa.tensor_scalar(dst, a, nl.add, column)
 
     def prepare_transposes(self, dtype: Any) -> None:
-        """Nothing: the tensor engine has a transpose mode from NeuronCore-v3 on."""
+        """Do nothing: the tensor engine has a transpose mode from NeuronCore-v3 on."""
 
     def transpose(self, shape: tuple[int, ...], src: Any) -> Any:
-        """``src^T``, up to 128 x 128, as a PSUM tile of this shape and ``src``'s dtype."""
-        turned = nl.ndarray(shape, dtype=src.dtype, buffer=nl.psum)
-        nisa.nc_transpose(turned, src)
-        return turned
+        """Return ``src^T``, up to 128 x 128, as a PSUM tile of this shape and ``src``'s dtype."""
+        transposed = nl.ndarray(shape, dtype=src.dtype, buffer=nl.psum)
+        nisa.nc_transpose(transposed, src)
+        return transposed
 
     def multiply(self, dst: Any, a: Any, b: Any) -> None:
-        """``dst = a * b`` on the vector engine; not both in PSUM."""
+        """Compute ``dst = a * b`` on the vector engine; at most one operand is in PSUM."""
         nisa.tensor_tensor(dst, a, b, op=nl.multiply)
 
     def fill(self, tile: Any, value: float) -> None:
-        """Set every element of a tile."""
+        """Set every element of a tile to ``value``."""
         nisa.memset(tile, value)
 
     def loop(self, count: int) -> Any:
-        """Iterations that do not depend on each other; this dialect unrolls them."""
+        """Iterate without dependences between iterations; this dialect unrolls the loop."""
         return self.static_range(count)
 
     def static_range(self, count: int) -> list[int]:
-        """Unrolled iterations. A list: a ``range`` is no value of this language, only the head of a loop."""
+        """Unroll the loop. The result is a list: in this language a ``range`` is the head of a loop and not a value."""
         indices = []
         for i in range(count):
             indices.append(i)

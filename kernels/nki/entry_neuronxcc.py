@@ -1,9 +1,9 @@
-"""The kernels as ``neuronxcc.nki`` hosts call them: plain functions of tensors, the output last.
+"""The kernels for callers of ``neuronxcc.nki``: plain functions of tensors, the output last.
 
-Each factory takes what is static and returns the function to hand to ``nki_call`` or ``nki.jit``. ``layout`` "HSB":
-activations are [features, tokens], which is [h, s, b] with the last two axes as one; "BSH": [tokens, features], which
-is [b, s, h] with the first two as one. Packed weights come from :func:`.layout.pack`. ``blocks`` None:
-those of :mod:`.tiling` for trn1. Importing this needs the Neuron SDK or the emulator.
+Each factory takes the static arguments and returns the function to pass to ``nki_call`` or ``nki.jit``. ``layout``
+"HSB": activations are [features, tokens], which is [h, s, b] with the last two axes merged. "BSH": [tokens, features],
+which is [b, s, h] with the first two axes merged. :func:`.layout.pack` packs the weights. ``blocks`` None:
+:mod:`.tiling` chooses for trn1. Importing this module needs the Neuron SDK or the emulator.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 from neuronmm.kernels.hardware import TRN1
 from neuronmm.kernels.nki import low_rank_matmul as matmul
 from neuronmm.kernels.nki import low_rank_mlp as mlp
-from neuronmm.kernels.nki import packed_matmul as packed
-from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans, sizes, tokens_first
 from neuronmm.kernels.nki.dialect_neuronxcc import Dialect
 from neuronmm.kernels.nki.objects import Options, Sizes, factor
+from neuronmm.kernels.nki.problem import Blocks, Ranks
 
 
 def low_rank_matmul(
     rank: int, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, bias: bool = False,
     layout: str = "HSB",
 ) -> Callable[..., None]:  # fmt: skip
-    """``kernel(x, a, b[, bias][, residual], y)``: y = B (A x) (+ bias) (+ residual); bias [out], residual like y."""
+    """Return ``kernel(x, a, b[, bias][, residual], y)``: y = B (A x) (+ bias) (+ residual).
+
+    Dimensions: bias [out]; residual like y.
+    """
     first = tokens_first(layout)
 
     def compute(x: Any, a: Any, b: Any, y: Any, options: Options) -> None:
@@ -53,12 +55,12 @@ def low_rank_matmul(
 
 
 def packed_matmul(layout: str = "HSB") -> Callable[..., None]:
-    """``kernel(x, w, y)``: y = W x with one packed weight."""
+    """Return ``kernel(x, w, y)``: y = W x with one packed weight."""
     first = tokens_first(layout)
 
     def packed_matmul_kernel(x: Any, w: Any, y: Any) -> None:
         f = factor(w, factor_plan(sizes(x, first)[0], sizes(y, first)[0], x))
-        packed.packed_matmul(Dialect(), x, f, y, Options(tokens_first=first))
+        matmul.packed_matmul(Dialect(), x, f, y, Options(tokens_first=first))
 
     return packed_matmul_kernel
 
@@ -67,10 +69,10 @@ def low_rank_swiglu_mlp(
     ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
     partial: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
-    """``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual], y)``.
+    """Return ``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual], y)``: down(silu(gate(x)) * up(x)).
 
-    ``partial``: ``kernel(x, gate_a, gate_b, up_a, up_b, down_a, y)`` with y of the down projection's rank, to be summed
-    over the cores before B of down is applied.
+    ``partial``: ``kernel(x, gate_a, gate_b, up_a, up_b, down_a, y)``. y has the down projection's rank; the caller sums
+    it over the cores and applies B of down.
     """
     first = tokens_first(layout)
 
@@ -107,7 +109,10 @@ def low_rank_swiglu_mlp_shared(
     ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
     partial: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
-    """One A for gate and up: ``kernel(x, gate_a, gate_b, up_b, down_a, down_b[, residual], y)``; partial as above."""
+    """Return ``kernel(x, gate_a, gate_b, up_b, down_a, down_b[, residual], y)``: the MLP with one A for gate and up.
+
+    ``partial``: without ``down_b``, as in :func:`low_rank_swiglu_mlp`.
+    """
     first = tokens_first(layout)
 
     def compute(x: Any, tensors: tuple[Any, ...], y: Any, options: Options) -> None:

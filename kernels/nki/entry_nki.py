@@ -1,36 +1,41 @@
-"""The kernels as a host of ``nki`` 0.3 to 0.6 calls them: functions of tensors that return the kernel's output.
+"""The kernels for callers of ``nki`` 0.3 to 0.6: functions of tensors that return the kernel's output.
 
-Each factory takes what is static. The function it returns works out block sizes and packing for the tensors it is
-given, and launches the compiled kernel of :mod:`.jitted` on one core with them: the compiler never sees the solver.
-``layout`` and packed weights are those of :mod:`.entry_neuronxcc`; ``blocks`` None: those of
-:mod:`.tiling` for trn2, which fit trn3 as well. Importing this needs the Neuron SDK or the emulator.
+Each factory takes the static arguments. The function it returns works out block sizes and packing for its tensors and
+launches the compiled kernel of :mod:`.jitted` on one core, so the compiler never sees the solver. ``layout`` and packed
+weights are those of :mod:`.entry_neuronxcc`. ``blocks`` None: :mod:`.tiling` chooses for trn2; its choices fit trn3 as
+well. Importing this module needs the Neuron SDK or the emulator.
 """
 
+# Without the SDK, pyright takes this folder for the package nki.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
-from nki import jit  # pyright: ignore[reportAttributeAccessIssue]  # it takes this folder for the package
+import nki
 
 from neuronmm.kernels.hardware import TRN2
 from neuronmm.kernels.nki import jitted
-from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans, sizes, tokens_first
-from neuronmm.kernels.nki.layout import Chunks
+from neuronmm.kernels.nki.objects import Chunks
+from neuronmm.kernels.nki.problem import Blocks, Ranks
 
 
 def low_rank_matmul(
     rank: int, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, bias: bool = False,
     layout: str = "HSB",
 ) -> Callable[..., Any]:  # fmt: skip
-    """``launch(x, a, b[, bias][, residual])``: B (A x) (+ bias) (+ residual); bias [out], residual like the output."""
+    """Return ``launch(x, a, b[, bias][, residual])``: B (A x) (+ bias) (+ residual).
+
+    Dimensions: bias [out]; residual like the output.
+    """
     first = tokens_first(layout)
     if bias:
-        kernel = jit(jitted.linear_bias_residual if residual else jitted.linear_bias)
+        kernel = nki.jit(jitted.linear_bias_residual if residual else jitted.linear_bias)
     else:
-        kernel = jit(jitted.linear_residual if residual else jitted.linear)
+        kernel = nki.jit(jitted.linear_residual if residual else jitted.linear)
 
     def launch(x: Any, a: Any, b: Any, *extras: Any) -> Any:
         cut = Chunks(rank)
@@ -45,17 +50,17 @@ def low_rank_matmul(
 def low_rank_swiglu_mlp(
     ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB"
 ) -> Callable[..., Any]:
-    """``launch(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual])``."""
+    """Return ``launch(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual])``: down(silu(gate(x)) * up(x))."""
     kernel = jitted.mlp_residual if residual else jitted.mlp
-    return _mlp(jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout))
+    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout))
 
 
 def low_rank_swiglu_mlp_shared(
     ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB"
 ) -> Callable[..., Any]:
-    """One A for gate and up: ``launch(x, gate_a, gate_b, up_b, down_a, down_b[, residual])``."""
+    """Return ``launch(x, gate_a, gate_b, up_b, down_a, down_b[, residual])``: the MLP with one A for gate and up."""
     kernel = jitted.mlp_shared_residual if residual else jitted.mlp_shared
-    return _mlp(jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout))
+    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout))
 
 
 def _mlp(

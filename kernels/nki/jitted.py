@@ -1,8 +1,8 @@
-"""The kernels as NKI 0.3 to 0.6 compiles them: all they need comes as tensors, numbers and tuples of numbers.
+"""The kernels as NKI 0.3 to 0.6 compiles them: every argument is a tensor, a number or a tuple of numbers.
 
-``sizes``: the fields of :class:`.objects.Sizes`. A ``plan`` says how a weight is packed; ``plans``
-are those of the MLP's six factors. This module and what it imports keep to the language guide of NKI 0.3, the narrowest
-of these versions (tests/kernels/nki/test_language.py).
+``sizes``: the fields of :class:`.objects.Sizes`. ``first``: tokens come first. A ``plan`` describes how a weight is
+packed; ``plans`` are those of the MLP's six factors. This module and its imports keep to the language guide of NKI 0.3,
+the narrowest of these versions (tests/kernels/nki/test_language.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from neuronmm.kernels.nki.objects import Options, Sizes, factor
 
 
 def linear(x: Any, a: Any, b: Any, a_plan: Any, b_plan: Any, sizes: Any, epsilon: Any, first: Any) -> Any:
-    """y = B (A x); ``first``: tokens come first."""
+    """y = B (A x)."""
     return _linear(x, a, b, a_plan, b_plan, sizes, Options(epsilon, tokens_first=first))
 
 
@@ -54,7 +54,7 @@ def mlp_residual(
     x: Any, gate_a: Any, gate_b: Any, up_a: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any, plans: Any,
     sizes: Any, epsilon: Any, first: Any,
 ) -> Any:  # fmt: skip
-    """The MLP and the residual."""
+    """down(silu(gate(x)) * up(x)) + residual."""
     w = weights((gate_a, gate_b, up_a, up_b, down_a, down_b), plans, False)
     return _mlp(x, w, sizes, Options(epsilon, adds=True, residual=extra, tokens_first=first))
 
@@ -63,7 +63,7 @@ def mlp_shared(
     x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, plans: Any, sizes: Any, epsilon: Any,
     first: Any,
 ) -> Any:  # fmt: skip
-    """The MLP with one A for gate and up."""
+    """down(silu(gate(x)) * up(x)); gate and up share one A."""
     w = weights((gate_a, gate_b, gate_a, up_b, down_a, down_b), plans, True)
     return _mlp(x, w, sizes, Options(epsilon, tokens_first=first))
 
@@ -72,7 +72,7 @@ def mlp_shared_residual(
     x: Any, gate_a: Any, gate_b: Any, up_b: Any, down_a: Any, down_b: Any, extra: Any, plans: Any, sizes: Any,
     epsilon: Any, first: Any,
 ) -> Any:  # fmt: skip
-    """The MLP with one A for gate and up, and the residual."""
+    """down(silu(gate(x)) * up(x)) + residual; gate and up share one A."""
     w = weights((gate_a, gate_b, gate_a, up_b, down_a, down_b), plans, True)
     return _mlp(x, w, sizes, Options(epsilon, adds=True, residual=extra, tokens_first=first))
 

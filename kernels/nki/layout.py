@@ -1,14 +1,14 @@
-"""Weights as the Trainium kernels read them: packed once offline, long contiguous rows for every partition.
+"""Weights as the Trainium kernels read them: packed once offline, with long contiguous rows for every partition.
 
-A dimension of ``size`` is cut into the fewest chunks of at most 128, of equal width but for the last partition: index
-``p * count + c`` lies on partition ``p`` of chunk ``c``. So a tensor [size, tokens] in HBM gives each partition one
-contiguous run of ``count * tokens`` elements, no chunk is nearly empty (576 is five chunks of 116 or 115, not four
-of 128 and one of 64), and the order costs nothing: it is undone by packing the next weight alike.
+A dimension of ``size`` is cut into the fewest chunks of at most 128, of equal width except for the last partition.
+Index ``p * count + c`` is on partition ``p`` of chunk ``c``. A tensor [size, tokens] in HBM therefore gives each
+partition one contiguous run of ``count * tokens`` elements, and no chunk is nearly empty: 576 is five chunks of 116 or
+115, not four of 128 and one of 64. The order costs nothing, because the next weight is packed in the same order.
 
-A packed weight is a flat tensor of *panels*. A panel holds a few whole column chunks and the whole contraction, as
-[partitions, row chunks, columns]: each partition's part is contiguous, 8 KiB or more where the weight is large enough
+A packed weight is a flat tensor of *panels*. A panel is a few complete column chunks over the complete contraction, as
+[partitions, row chunks, columns]. The part of each partition is contiguous, 8 KiB or more if the weight is large enough
 (a DMA reaches 0.97 of its rate with rows of 4 KiB, 0.21 with 512 bytes). The last panels are smaller, so that little is
-left to compute when the last byte of a weight is there.
+left to compute when the last byte of a weight arrives.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from torch import Tensor
 from neuronmm.kernels.nki.objects import Chunks, Panel
 
 ROW_BYTES = 8192
-"""What a partition's row of a panel has at least, if the weight is large enough."""
+"""Least bytes of a partition's row of a panel, if the weight is large enough."""
 LAST_ROW_BYTES = 2048
-"""The same for the last panels."""
+"""The same for the last panels of a weight."""
 
 
 def order(cut: Chunks) -> list[int]:
-    """The indices of a dimension, chunk by chunk."""
+    """Return the indices of a dimension, chunk by chunk."""
     return [p * cut.count + c for c in range(cut.count) for p in range(cut.length(c))]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a weight [columns, rows] (out and in features of a linear) is packed: ``group`` column chunks a panel, in the
-    last panels half as many each time, down to ``least``."""
+    """How a weight [columns, rows] (out and in features of a linear) is packed.
+
+    A panel has ``group`` column chunks. The last panels halve that number each time, down to ``least``.
+    """
 
     rows: Chunks
     columns: Chunks
@@ -43,7 +45,7 @@ class Packing:
 
     @classmethod
     def of(cls, rows: int, columns: int, element_bytes: int) -> Packing:
-        """The packing of a weight: powers of two of column chunks a panel, so that rows are long enough."""
+        """Return the packing of a weight: the least power of two of column chunks per panel with rows long enough."""
         r, c = Chunks(rows), Chunks(columns)
 
         def chunks(row_bytes: int) -> int:
@@ -56,15 +58,15 @@ class Packing:
 
     @property
     def elements(self) -> int:
-        """Elements of the packed tensor: padded by less than one partition's rows."""
+        """Elements of the packed tensor. The padding is less than the rows of one partition."""
         return self.rows.width * self.rows.count * self.columns.size
 
     def chunks_of_panels(self) -> list[int]:
-        """How many column chunks each panel has; every ``group`` chunks a panel begins."""
-        whole = (self.columns.count - 1) // self.group
-        left, half = self.columns.count - whole * self.group, self.group // 2
-        sizes = [self.group] * whole
-        if whole and half >= self.least:
+        """Return the column chunks of each panel. A panel begins every ``group`` chunks."""
+        full = (self.columns.count - 1) // self.group
+        left, half = self.columns.count - full * self.group, self.group // 2
+        sizes = [self.group] * full
+        if full and half >= self.least:
             sizes[-1:] = [half, half]
         while left // 2 >= self.least:
             sizes.append(left - left // 2)
@@ -72,14 +74,14 @@ class Packing:
         return [*sizes, left]
 
     def panels(self) -> list[Panel]:
-        """The panels in the order they lie in memory."""
-        result, first, offset = [], 0, 0
+        """Return the panels in their order in memory."""
+        panels, first, offset = [], 0, 0
         for chunks in self.chunks_of_panels():
             last = first + chunks
             columns = self.columns.start(last) - self.columns.start(first)
-            result.append(Panel(offset, first, last, columns))
+            panels.append(Panel(offset, first, last, columns))
             first, offset = last, offset + self.rows.width * self.rows.count * columns
-        return result
+        return panels
 
 
 def pack(weight: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -103,7 +105,7 @@ def pack(weight: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def unpack(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """The weight [columns, rows] that :func:`pack` packed (without the scale)."""
+    """Return the weight [columns, rows] that :func:`pack` packed; the scale stays in it."""
     packing = Packing.of(rows, columns, packed.element_size())
     cut = packing.rows
     parts = []

@@ -1,9 +1,7 @@
 """``down(silu(gate(x)) * up(x))`` with factorised linears in one kernel.
 
-The activation [intermediate, tokens] lives in SBUF only, a few chunks at a time: gate's part is computed and put
-through SiLU, up's part is computed and multiplied in, and ``A_down`` contracts the block into the down projection's
-rank. That contraction accumulates in PSUM within a block and in float32 in SBUF over blocks; with one block
-(``blocks.intermediate`` 0: decode) in PSUM alone. Gate and up may share one A.
+The activation [intermediate, tokens] exists in SBUF only, a few chunks at a time. Gate and up may share one A.
+:mod:`.low_rank_mlp_torch` computes the same in torch.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from neuronmm.kernels.nki.objects import (
     Parts,
     Sizes,
     factor,
-    in_one,
     panels_within,
+    parts_of,
     split,
 )
 from neuronmm.kernels.nki.stages import (
@@ -28,16 +26,19 @@ from neuronmm.kernels.nki.stages import (
     Accumulation,
     accumulate_block,
     expand,
-    first_factors,
-    second_factor,
-    store_parts,
+    expand_and_store,
+    load_and_contract,
+    store_accumulated,
 )
 
 
 @dataclass
 class Weights(NKIObject):  # type: ignore[misc, valid-type]
-    """The factors of the three linears. ``shared``: up uses ``gate_a``, and ``up_a`` is not read. ``down_b`` is not
-    read where the kernel stops before it."""
+    """The factors of the three linears.
+
+    ``shared``: up uses ``gate_a``, and ``up_a`` is not read. A kernel that stops before B of down does not read
+    ``down_b``.
+    """
 
     gate_a: Factor
     gate_b: Factor
@@ -49,10 +50,9 @@ class Weights(NKIObject):  # type: ignore[misc, valid-type]
 
 
 def weights(tensors: Any, plans: Any, shared: bool) -> Weights:
-    """Six flat HBM tensors, A and B of gate, up and down, as the factors that ``plans`` describe.
+    """Describe six flat HBM tensors, A and B of gate, up and down, which are packed by ``plans``.
 
-    What a variant does not read is another tensor again, with its plan: ``gate_a`` for ``up_a``, ``down_a`` for
-    ``down_b``.
+    A variant that does not read ``up_a`` or ``down_b`` passes ``gate_a`` or ``down_a`` in its place, with its plan.
     """
     return Weights(
         factor(tensors[0], plans[0]),
@@ -66,19 +66,40 @@ def weights(tensors: Any, plans: Any, shared: bool) -> Weights:
 
 
 def low_rank_swiglu_mlp(d: Any, x: Any, w: Weights, y: Any, blocks: Sizes, options: Options) -> None:
-    """Body of the kernel on the dialect ``d``.
+    """Compute ``y = down(silu(gate(x)) * up(x))`` (+ residual) on the dialect ``d``.
 
-    Dimensions: ``x``, ``y`` and the residual [hidden, tokens], or the other way round as ``options`` say; each A of
-    [rank, in], each B of [out, rank]. A norm's weight is packed into the A factors of gate and up. With
-    ``options.partial``, ``y`` [down rank, tokens] is ``A_down`` of the activation.
+    Dimensions:
+        hidden, intermediate: features of x and y, and of the activation
+        x, y, residual: [hidden, tokens]; [tokens, hidden] with ``options.tokens_first``
+        w: packed weights, each A [rank, in], each B [out, rank]; a norm's weight is packed into A of gate and up
+        y with ``options.partial``: [rank of down, tokens] or its transpose; ``A_down`` of the activation
+
+    Each weight is read once per strip. The down projection accumulates in PSUM within a block of the activation, and
+    in float32 in SBUF over blocks. With one block (``blocks.intermediate`` 0: decode) it accumulates in PSUM alone.
+
+    Pseudocode::
+
+        for each strip of blocks.tokens tokens:                 # a loop of the language; the loops below are unrolled
+            DMA, tensor: g = A_gate x, u = A_up x               # load_and_contract; x is read once
+            for each block of blocks.intermediate chunks:
+                for each tile of blocks.panels panels of B_gate:
+                    DMA: tile -> SBUF, double-buffered;  tensor: PSUM = B_gate g
+                    scalar: act = silu(PSUM)
+                for each tile of blocks.panels panels of B_up:
+                    DMA: tile -> SBUF, double-buffered;  tensor: PSUM = B_up u
+                    vector: act = PSUM * act
+                for each tile of blocks.panels panels of A_down:
+                    DMA: tile -> SBUF, double-buffered;  tensor: PSUM = A_down act
+                    vector or scalar: h += PSUM in float32; the last block rounds once
+            DMA, tensor, vector: y = B_down h (+ residual)      # expand_and_store
     """
     if options.tokens_first:
         d.prepare_transposes(x.dtype)
-    strips, rest = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
+    strips, tail = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
     for i in d.loop(strips):
         _strip(d, x, w, y, i * blocks.tokens, blocks.tokens, blocks, options)
-    if rest > 0:
-        _strip(d, x, w, y, strips * blocks.tokens, rest, blocks, options)
+    if tail > 0:
+        _strip(d, x, w, y, strips * blocks.tokens, tail, blocks, options)
 
 
 def _strip(d: Any, x: Any, w: Weights, y: Any, start: Any, tokens: int, blocks: Sizes, options: Options) -> None:
@@ -87,36 +108,36 @@ def _strip(d: Any, x: Any, w: Weights, y: Any, start: Any, tokens: int, blocks: 
     for block in split(d, w.down_a.rows.count, block_chunks(blocks, w.gate_b, w.up_b)):
         first, count = block
         act = swiglu_block(d, inputs[0], w.gate_b, inputs[1], w.up_b, first, count, tokens, blocks, x.dtype)
-        accumulate_block(d, h, in_one(d, act, count), first, first + count, tokens, blocks, x.dtype)
+        accumulate_block(d, h, parts_of(d, act, count), first, first + count, tokens, blocks, x.dtype)
     if options.partial:
-        store_parts(d, y, h, start, tokens, options.tokens_first)
+        store_accumulated(d, y, h, start, tokens, options.tokens_first)
     else:
-        second_factor(d, y, h.parts(d), w.down_b, w.down_b.panels, start, tokens, blocks, options)
+        expand_and_store(d, y, h.parts(d), w.down_b, w.down_b.panels, start, tokens, blocks, options)
 
 
 def gate_up_inputs(
     d: Any, x: Any, w: Weights, start: Any, tokens: int, blocks: Sizes, options: Options
 ) -> tuple[Parts, Parts]:
-    """``A_gate x`` and ``A_up x`` of a strip; the same tiles twice where the factor is shared."""
+    """Compute ``A_gate x`` and ``A_up x`` of a strip; with a shared A both are the same tiles."""
     if w.shared:
-        made = first_factors(d, x, [w.gate_a], start, tokens, blocks, options)
-        return made[0], made[0]
-    made = first_factors(d, x, [w.gate_a, w.up_a], start, tokens, blocks, options)
-    return made[0], made[1]
+        both = load_and_contract(d, x, [w.gate_a], start, tokens, blocks, options)
+        return both[0], both[0]
+    both = load_and_contract(d, x, [w.gate_a, w.up_a], start, tokens, blocks, options)
+    return both[0], both[1]
 
 
 def block_chunks(blocks: Sizes, gate_b: Factor, up_b: Factor) -> int:
-    """Chunks of a block: as asked, rounded up to whole panels of gate's and up's B."""
-    whole = max(gate_b.group, up_b.group)
-    asked = blocks.intermediate if blocks.intermediate > 0 else gate_b.columns.count
-    return -(-asked // whole) * whole
+    """Chunks of the activation per block: ``blocks.intermediate``, rounded up to whole panels of gate's and up's B."""
+    group = max(gate_b.group, up_b.group)
+    chunks = blocks.intermediate if blocks.intermediate > 0 else gate_b.columns.count
+    return -(-chunks // group) * group
 
 
 def swiglu_block(
     d: Any, gate: Parts, gate_b: Factor, up: Parts, up_b: Factor, first: int, count: int, tokens: int, blocks: Sizes,
     dtype: Any,
 ) -> Any:  # fmt: skip
-    """``silu(B_gate gate) * (B_up up)`` as a tile: ``count`` chunks of the intermediate dimension from ``first``."""
+    """Compute ``silu(B_gate gate) * (B_up up)`` for ``count`` chunks of the intermediate dimension from ``first``."""
     act = d.sbuf((gate_b.columns.width, count, tokens), dtype)
     expand(d, act, first, SILU, act, gate_b, panels_within(gate_b, first, count), gate, tokens, blocks)
     expand(d, act, first, MULTIPLY, act, up_b, panels_within(up_b, first, count), up, tokens, blocks)

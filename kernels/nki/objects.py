@@ -1,7 +1,7 @@
-"""What the kernels are told, as classes that every NKI compiler takes.
+"""The kernels' arguments and data structures, as classes that every NKI compiler accepts.
 
-The compilers of NKI 0.3 to 0.6 translate a class only if it inherits from ``nki.language.NKIObject``; they know neither
-properties nor class methods. ``neuronxcc.nki`` traces any class.
+The compilers of NKI 0.3 to 0.6 translate a class only if it inherits from ``nki.language.NKIObject``, and support
+neither properties nor class methods. ``neuronxcc.nki`` traces any class.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ except ImportError:  # only neuronxcc.nki, or no SDK at all
     pass
 
 PARTITIONS = 128
+LONG_ROW = 512
+"""Strips of this many tokens or more are moved chunk by chunk: a chunk's rows are then long enough for a DMA."""
 
 
 class Chunks(NKIObject):  # type: ignore[misc, valid-type]
@@ -41,7 +43,7 @@ class Chunks(NKIObject):  # type: ignore[misc, valid-type]
 
 @dataclass
 class Panel(NKIObject):  # type: ignore[misc, valid-type]
-    """Columns of a packed weight that lie together: chunks [first, last), ``columns`` wide, from element ``offset``."""
+    """Consecutive column chunks [first, last) of a packed weight: ``columns`` columns, from element ``offset``."""
 
     offset: int
     first: int
@@ -51,7 +53,10 @@ class Panel(NKIObject):  # type: ignore[misc, valid-type]
 
 @dataclass
 class Factor(NKIObject):  # type: ignore[misc, valid-type]
-    """A packed weight in HBM and how it is packed: ``panels`` of up to ``group`` column chunks."""
+    """A packed weight in HBM and how it is packed: ``panels`` of up to ``group`` column chunks.
+
+    Dimensions: ``weights`` flat; ``rows`` are the weight's input features, ``columns`` its output features.
+    """
 
     weights: Any
     rows: Chunks
@@ -62,7 +67,7 @@ class Factor(NKIObject):  # type: ignore[misc, valid-type]
 
 @dataclass
 class Parts(NKIObject):  # type: ignore[misc, valid-type]
-    """A strip's activation: for each chunk the tile [partitions, chunks, tokens] that has it, and its place there."""
+    """A strip's activation in SBUF: chunk c is slot ``slots[c]`` of ``tiles[c]`` [partitions, chunks, tokens]."""
 
     tiles: list[Any]
     slots: list[int]
@@ -70,7 +75,7 @@ class Parts(NKIObject):  # type: ignore[misc, valid-type]
 
 @dataclass
 class Sizes(NKIObject):  # type: ignore[misc, valid-type]
-    """:class:`.blocks.Blocks` inside a kernel."""
+    """:class:`.problem.Blocks` inside a kernel."""
 
     tokens: int
     moving: int
@@ -81,13 +86,13 @@ class Sizes(NKIObject):  # type: ignore[misc, valid-type]
 
 @dataclass
 class Options(NKIObject):  # type: ignore[misc, valid-type]
-    """What a kernel does besides its products.
+    """What a kernel does besides its matmuls.
 
-    ``epsilon``: the input is RMS-normalised first (the norm's weight is packed into the factors that read it); 0: not.
-    ``biased`` and ``adds``: ``bias`` [out] and ``residual`` (like the output) are added to the result.
-    ``tokens_first``: activations in HBM are [tokens, features] and not [features, tokens].
-    ``partial``: the MLP's output is what B of down is applied to, the down projection's rank: a tensor-parallel host
-    sums that over the cores, which is less than the hidden size, and applies B itself.
+    ``epsilon``: above 0 the kernel RMS-normalises its input. The norm's weight is packed into the factors that read it.
+    ``biased``, ``adds``: the kernel adds ``bias`` [out], or ``residual`` (shaped like the output), to the result.
+    ``tokens_first``: activations in HBM are [tokens, features] instead of [features, tokens].
+    ``partial``: the MLP stops before B of down and returns ``A_down`` of the activation. A tensor-parallel host sums
+    that over the cores, which is less data than the hidden size, and applies B itself.
     """
 
     epsilon: float = 0.0
@@ -100,7 +105,7 @@ class Options(NKIObject):  # type: ignore[misc, valid-type]
 
 
 def factor(weights: Any, plan: tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]) -> Factor:
-    """The flat HBM tensor ``weights``, packed as ``plan`` says (:func:`.choice.factor_plan`)."""
+    """Describe the flat HBM tensor ``weights``, which is packed by ``plan`` (:func:`.choice.factor_plan`)."""
     rows, columns = Chunks(plan[0]), Chunks(plan[1])
     elements = rows.width * rows.count * columns.size
     assert weights.shape[0] == elements, f"packed weight has {weights.shape[0]} elements, not {elements}"
@@ -110,8 +115,8 @@ def factor(weights: Any, plan: tuple[int, int, int, tuple[tuple[int, int, int, i
     return Factor(weights, rows, columns, plan[2], panels)
 
 
-def in_one(d: Any, tile: Any, count: int) -> Parts:
-    """``count`` chunks of an activation in one tile."""
+def parts_of(d: Any, tile: Any, count: int) -> Parts:
+    """The activation whose ``count`` chunks are the slots of one tile."""
     tiles, slots = [], []
     for c in d.static_range(count):
         tiles.append(tile)
@@ -120,7 +125,7 @@ def in_one(d: Any, tile: Any, count: int) -> Parts:
 
 
 def split(d: Any, size: int, step: int) -> list[tuple[int, int]]:
-    """``(start, length)`` of consecutive blocks of ``step`` (0: one block); the last is what remains."""
+    """Return ``(start, length)`` of consecutive blocks of ``step`` (0: one block); the last takes the remainder."""
     wide = step if step > 0 else size
     blocks = []
     for i in d.static_range(-(-size // wide)):
@@ -128,8 +133,8 @@ def split(d: Any, size: int, step: int) -> list[tuple[int, int]]:
     return blocks
 
 
-def even(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
-    """``(first chunk, chunks, partitions)``: a run of chunks as one or two runs of equal width."""
+def even_runs(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
+    """Split ``count`` chunks from ``first`` into one or two runs of equal width: ``(first chunk, chunks, width)``."""
     middle = min(max(cut.full, first), first + count)
     runs = []
     if middle > first:
@@ -140,9 +145,9 @@ def even(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
 
 
 def panels_within(f: Factor, first: int, count: int) -> list[Panel]:
-    """The panels that begin in ``count`` column chunks from ``first``."""
-    some = []
+    """Return the panels that begin in ``count`` column chunks from ``first``."""
+    panels = []
     for panel in f.panels:
         if first <= panel.first < first + count:
-            some.append(panel)
-    return some
+            panels.append(panel)
+    return panels

@@ -1,9 +1,14 @@
-"""The steps the low-rank kernels are made of: products of a strip of tokens with panels of weights, and evictions.
+"""The stages of the low-rank kernels: matmuls of a strip of tokens with panels of weights, and evictions.
 
-The weight is stationary and the tokens move: 128 x 128 weights cost 64 cycles with one token as with 64. Every
-contraction accumulates in PSUM; where its input comes in blocks, the blocks' sums add up in float32.
+A kernel calls two stages per strip: :func:`load_and_contract` (``A x``) and :func:`expand_and_store` (``B h``). The
+other functions are their steps, from one PSUM tile (:func:`contract`) up to a streamed weight (:func:`expand`).
 
-``d`` is a dialect object. Tiles are [partitions, chunks, tokens], see :mod:`.layout`.
+The weight is the stationary operand and the tokens move: a 128 x 128 weight block costs 64 cycles for any number of
+tokens from 1 to 64. Every contraction accumulates in PSUM. If its input arrives in blocks, the sums of the blocks are
+added in float32.
+
+``d`` is a dialect object. Tiles are [partitions, chunks, tokens], see :mod:`.layout`. ``wide`` and ``deep`` are the
+partitions of a column chunk and of a row chunk.
 """
 
 from __future__ import annotations
@@ -11,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.kernels.nki.moves import BANK, LONG_ROW, leave, load_bias, load_panels, load_rows, store_rows
+from neuronmm.kernels.nki.moves import BANK, copy_from_psum, load_bias, load_panels, load_rows, store_rows
 from neuronmm.kernels.nki.objects import (
+    LONG_ROW,
     PARTITIONS,
     Chunks,
     Factor,
@@ -21,24 +27,25 @@ from neuronmm.kernels.nki.objects import (
     Panel,
     Parts,
     Sizes,
-    even,
-    in_one,
+    even_runs,
+    parts_of,
     split,
 )
 
 COPY, ADD, SILU, MULTIPLY, COLUMNS, BIAS = "copy", "add", "silu", "multiply", "columns", "bias"
-"""How a product leaves PSUM: as it is; plus, or times, another tile of its shape; through SiLU; times one number a
-token, [128, tokens]; plus one number a feature, [partitions, chunks]."""
+"""What :func:`evict` does to a result on its way out of PSUM: nothing (COPY); adds or multiplies another tile of its
+shape (ADD, MULTIPLY); applies SiLU; multiplies by one number per token, [128, tokens] (COLUMNS); adds one number per
+feature, [partitions, chunks] (BIAS)."""
 
 
 def contract(
     d: Any, acc: Any, slot: int, tile: Any, at: int, f: Factor, panel: Panel, chunk: int, x: Parts, first: int,
     last: int, t0: int, t: int,
 ) -> None:  # fmt: skip
-    """``acc[:, slot] += weights^T x`` for one column chunk over row chunks [first, last), wholly in PSUM.
+    """Compute ``acc[:, slot] += weights^T x`` for one column chunk over row chunks [first, last), in PSUM.
 
-    Dimensions: ``acc`` [columns, chunks, t]; ``tile`` holds the panel's chunks [first, last) from element ``at``;
-    ``x`` begins at chunk ``first`` and gives tokens [t0, t0 + t).
+    Dimensions: ``acc`` [columns, chunks, t]; ``tile`` has the panel's chunks [first, last) from element ``at`` on;
+    ``x`` begins at chunk ``first``, of which tokens [t0, t0 + t) are used.
     """
     column = at + f.columns.start(chunk) - f.columns.start(panel.first)
     wide = f.columns.length(chunk)
@@ -50,19 +57,22 @@ def contract(
 
 
 def groups(d: Any, panel: Panel, tokens: int) -> list[tuple[int, int]]:
-    """``(first chunk, chunks)`` of a panel whose results for ``tokens`` tokens share one PSUM bank."""
-    found = []
+    """Split a panel's chunks into runs whose results for ``tokens`` tokens share a PSUM bank: ``(first, chunks)``."""
+    runs = []
     for block in split(d, panel.last - panel.first, max(1, BANK // tokens)):
-        found.append((panel.first + block[0], block[1]))
-    return found
+        runs.append((panel.first + block[0], block[1]))
+    return runs
 
 
 def evict(
     d: Any, kind: str, out: Any, at: int, acc: Any, slot: int, chunks: int, wide: int, t0: int, t: int, other: Any,
     column: int, turn: int,
 ) -> None:  # fmt: skip
-    """Column chunks from ``slot`` of ``acc`` to those from ``at`` of ``out``, tokens [t0, t0 + t); ``column``: which
-    chunks of the weight they are. Plain copies go to the vector and the scalar engine in turn."""
+    """Move ``chunks`` column chunks from ``slot`` of ``acc`` to ``at`` of ``out``, tokens [t0, t0 + t).
+
+    ``kind`` and ``other``: see :data:`COPY`. ``column``: index of the first chunk in the weight. Plain copies alternate
+    between the vector and the scalar engine by ``turn``.
+    """
     dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))
     src = acc[0:wide, slot : slot + chunks, 0:t]
     if kind == SILU:
@@ -80,16 +90,17 @@ def evict(
             one = d.at(out, ((0, wide), at + c, (t0, t0 + t)))
             d.add_column(one, acc[0:wide, slot + c, 0:t], other[0:wide, column + c : column + c + 1])
     else:
-        leave(d, dst, src, turn)
+        copy_from_psum(d, dst, src, turn)
 
 
-def panel_product(
+def panel_matmul(
     d: Any, out: Any, base: int, kind: str, other: Any, tile: Any, at: int, f: Factor, panel: Panel, x: Parts,
     first: int, last: int, tokens: int, moving: int,
 ) -> None:  # fmt: skip
-    """``out = weights^T x`` for one panel, over row chunks [first, last), which ``x`` and ``tile`` (from ``at``) hold.
+    """Compute ``out = weights^T x`` for one panel over row chunks [first, last).
 
-    Dimensions: ``out`` [columns, chunks, tokens] from column chunk ``base`` on; ``other`` as ``kind`` asks.
+    Dimensions: ``out`` [columns, chunks, tokens] from column chunk ``base`` on; ``x`` and ``tile`` (from ``at`` on)
+    have row chunks [first, last); ``other`` as ``kind`` requires.
     """
     cut = f.columns
     for group in groups(d, panel, min(moving, tokens)):
@@ -100,7 +111,7 @@ def panel_product(
             for i in d.static_range(n):
                 contract(d, acc, i, tile, at, f, panel, j0 + i, x, first, last, t0, t)
             turn = j0 // n + t0 // moving
-            for chunks in even(cut, j0, n):
+            for chunks in even_runs(cut, j0, n):
                 j, m, wide = chunks
                 evict(d, kind, out, j - base, acc, j - j0, m, wide, t0, t, other, j, turn)
 
@@ -109,23 +120,23 @@ def expand(
     d: Any, out: Any, base: int, kind: str, other: Any, f: Factor, panels: list[Panel], h: Parts, tokens: int,
     blocks: Sizes,
 ) -> None:  # fmt: skip
-    """``out = B h`` for some panels of B, streamed; arguments as in :func:`panel_product`."""
+    """Compute ``out = B h`` for some panels of B, streaming them from HBM; arguments as in :func:`panel_matmul`."""
     rows = f.rows.count
     for block in split(d, len(panels), blocks.panels):
         p0, count = block
         tile = load_panels(d, f, panels[p0 : p0 + count], 0, rows)
         at = 0
         for panel in panels[p0 : p0 + count]:
-            panel_product(d, out, base, kind, other, tile, at, f, panel, h, 0, rows, tokens, blocks.moving)
+            panel_matmul(d, out, base, kind, other, tile, at, f, panel, h, 0, rows, tokens, blocks.moving)
             at += rows * panel.columns
 
 
 @dataclass
 class Accumulation(NKIObject):  # type: ignore[misc, valid-type]
-    """A product ``A x`` in the making over blocks of its contraction.
+    """``A x`` of a strip, accumulated over blocks of the input features.
 
-    ``sums``: float32 tiles of what the blocks so far gave (empty with one block); ``result``: the strip, in the
-    activation's dtype, that the last block leaves. One tile of each for every panel of A.
+    ``sums``: float32 tiles with the sum of the blocks so far (empty with one block). ``result``: tiles in the
+    activation's dtype, written by the last block. Both have one tile per panel of A.
     """
 
     f: Factor
@@ -133,6 +144,7 @@ class Accumulation(NKIObject):  # type: ignore[misc, valid-type]
     result: list[Any]
 
     def parts(self, d: Any) -> Parts:
+        """Return the finished result."""
         tiles, slots = [], []
         panels = self.f.panels
         for p in d.static_range(len(panels)):
@@ -146,7 +158,7 @@ def accumulate_block(
     d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, blocks: Sizes, dtype: Any,
     scaled: bool = False, scale: Any = None,
 ) -> None:  # fmt: skip
-    """Add ``A x`` over row chunks [first, last), which ``x`` holds; ``scale`` [128, tokens] multiplies the last sum."""
+    """Add ``A x`` over row chunks [first, last), those of ``x``; ``scale`` [128, tokens] multiplies the last sum."""
     begins, ends = first == 0, last == to.f.rows.count
     panels = to.f.panels
     for block in split(d, len(panels), blocks.panels):
@@ -161,11 +173,11 @@ def accumulate_block(
                 to.result.append(d.sbuf(shape, dtype))
             elif begins:
                 to.sums.append(d.sbuf(shape, d.float32))
-            # the last of several blocks, if it is to be scaled, adds in float32 first
+            # the last of several blocks adds in float32 if the sum is still to be scaled
             target = to.result[p] if ends and (begins or not scaled) else to.sums[p]
             kind = (COLUMNS if ends and scaled else COPY) if begins else ADD
             other = scale if begins else to.sums[p]
-            panel_product(
+            panel_matmul(
                 d, target, panel.first, kind, other, tile, at, to.f, panel, x, first, last, tokens, blocks.moving
             )
             if ends and scaled and not begins:
@@ -174,41 +186,41 @@ def accumulate_block(
 
 
 def _scale_columns(d: Any, dst: Any, src: Any, cut: Chunks, panel: Panel, scale: Any, tokens: int) -> None:
-    """``dst[:, c, i] = src[:, c, i] * scale[:, i]`` for the chunks c of a panel and tokens i."""
+    """Compute ``dst[:, c, i] = src[:, c, i] * scale[:, i]`` for the chunks c of a panel and tokens i."""
     for c in d.static_range(panel.last - panel.first):
         wide = cut.length(panel.first + c)
         target = d.at(dst, ((0, wide), c, (0, tokens)))
         d.multiply(target, src[0:wide, c, 0:tokens], scale[0:wide, 0:tokens])
 
 
-def store_parts(d: Any, y: Any, made: Accumulation, start: Any, tokens: int, tokens_first: bool) -> None:
-    """A finished accumulation of a strip to HBM; where tokens come first its tiles are gathered into one."""
-    cut = made.f.columns
-    panels = made.f.panels
+def store_accumulated(d: Any, y: Any, h: Accumulation, start: Any, tokens: int, tokens_first: bool) -> None:
+    """Store a strip's finished accumulation to ``y``; with ``tokens_first`` its tiles are first gathered into one."""
+    cut = h.f.columns
+    panels = h.f.panels
     if tokens_first:
-        whole = d.sbuf((cut.width, cut.count, tokens), y.dtype)
+        gathered = d.sbuf((cut.width, cut.count, tokens), y.dtype)
         for p in d.static_range(len(panels)):
-            for chunks in even(cut, panels[p].first, panels[p].last - panels[p].first):
+            for chunks in even_runs(cut, panels[p].first, panels[p].last - panels[p].first):
                 c, n, wide = chunks
                 at = c - panels[p].first
-                d.copy(d.at(whole, ((0, wide), (c, c + n), (0, tokens))), made.result[p][0:wide, at : at + n, 0:tokens])
-        store_rows(d, y, whole, cut, 0, cut.count, start, tokens, True)
+                d.copy(d.at(gathered, ((0, wide), (c, c + n), (0, tokens))), h.result[p][0:wide, at : at + n, 0:tokens])
+        store_rows(d, y, gathered, cut, 0, cut.count, start, tokens, True)
     else:
         for p in d.static_range(len(panels)):
-            store_rows(d, y, made.result[p], cut, panels[p].first, panels[p].last, start, tokens)
+            store_rows(d, y, h.result[p], cut, panels[p].first, panels[p].last, start, tokens)
 
 
-def first_factors(
+def load_and_contract(
     d: Any, x: Any, factors: list[Factor], start: Any, tokens: int, blocks: Sizes, options: Options
 ) -> list[Parts]:
-    """``A x`` of a strip of tokens for each factor; the input is read once and, if asked, RMS-normalised.
+    """Load a strip of ``x`` once and compute ``A x`` for each factor, RMS-normalising ``x`` if ``options`` say so.
 
-    Dimensions: ``x`` in HBM as ``options`` say; each result [rank, tokens] in SBUF.
+    Dimensions: ``x`` in HBM, in the layout of ``options``; each result [rank, tokens] in SBUF.
     """
     cut = factors[0].rows
-    products = []
+    accumulations = []
     for f in factors:
-        products.append(Accumulation(f, [], []))
+        accumulations.append(Accumulation(f, [], []))
     scaled = options.epsilon > 0
     scale = d.sbuf((PARTITIONS, tokens), d.float32) if scaled else 0.0
     for block in split(d, cut.count, 0 if options.tokens_first else blocks.depth):
@@ -218,23 +230,23 @@ def first_factors(
         load_rows(d, strip, x, cut, first, last, start, tokens, options.tokens_first)
         if scaled:
             add_squares(d, scale, strip, cut, first, last, tokens, blocks.moving, options.epsilon, x.dtype)
-        for product in products:
-            held = in_one(d, strip, count)
-            accumulate_block(d, product, held, first, last, tokens, blocks, x.dtype, scaled, scale)
-    made = []
-    for product in products:
-        made.append(product.parts(d))
-    return made
+        for accumulation in accumulations:
+            parts = parts_of(d, strip, count)
+            accumulate_block(d, accumulation, parts, first, last, tokens, blocks, x.dtype, scaled, scale)
+    results = []
+    for accumulation in accumulations:
+        results.append(accumulation.parts(d))
+    return results
 
 
 def add_squares(
     d: Any, scale: Any, strip: Any, cut: Chunks, first: int, last: int, tokens: int, moving: int, epsilon: float,
     dtype: Any,
 ) -> None:  # fmt: skip
-    """Add the squares of a block of the input to ``scale`` [128, tokens]; after the last, make it ``1 / rms(x)``.
+    """Add the squares of an input block to ``scale`` [128, tokens]; after the last block, turn it into ``1 / rms(x)``.
 
-    The sum over partitions is a product with ones, so every partition of its result holds it. The norm's weight is
-    folded into the packed factor (``pack(weight, scale)``); the scale is applied after that product.
+    A matmul with ones sums over the partitions, so every partition of its result has the sum. The norm's weight is
+    folded into the packed factor (``pack(weight, scale)``), and ``scale`` is applied after the matmul with that factor.
     """
     ones = d.sbuf((PARTITIONS, PARTITIONS), dtype)
     d.fill(ones, 1.0)
@@ -257,34 +269,35 @@ def add_squares(
             d.rsqrt(dst, scale[0:PARTITIONS, t0 : t0 + t], 1.0 / cut.size, bias)
 
 
-def second_factor(
+def expand_and_store(
     d: Any, y: Any, h: Parts, f: Factor, panels: list[Panel], start: Any, tokens: int, blocks: Sizes, options: Options
 ) -> None:
-    """``y = B h`` for a strip and some panels of B, plus bias and residual if asked.
+    """Compute ``y = B h`` for a strip and some panels of B, add bias and residual if present, and store it.
 
-    Results are stored as weights are loaded where rows are long; else, and where tokens come first, all at once.
+    If rows are long, results are stored tile by tile as weights are loaded. Otherwise, and with ``tokens_first``, one
+    store takes all of them.
     """
-    cut, first_tokens = f.columns, options.tokens_first
-    by_panel = tokens >= LONG_ROW and not first_tokens
+    cut, tokens_first = f.columns, options.tokens_first
+    by_panel = tokens >= LONG_ROW and not tokens_first
     spans = split(d, len(panels), blocks.panels if by_panel else 0)
     kind, other = COPY, 0.0
     if options.biased:
         kind, other = BIAS, load_bias(d, options.bias, cut)
     for span in spans:
         p0, count = span
-        some = panels[p0 : p0 + count]
-        first, last = some[0].first, some[count - 1].last
+        streamed = panels[p0 : p0 + count]
+        first, last = streamed[0].first, streamed[count - 1].last
         out = d.sbuf((cut.width, last - first, tokens), y.dtype)
         if options.adds:
             extra = d.sbuf((cut.width, last - first, tokens), y.dtype)
-            load_rows(d, extra, options.residual, cut, first, last, start, tokens, first_tokens)
+            load_rows(d, extra, options.residual, cut, first, last, start, tokens, tokens_first)
             if not options.biased:
                 kind, other = ADD, extra
-        expand(d, out, first, kind, other, f, some, h, tokens, blocks)
+        expand(d, out, first, kind, other, f, streamed, h, tokens, blocks)
         if options.adds and options.biased:
-            for chunks in even(cut, first, last - first):
+            for chunks in even_runs(cut, first, last - first):
                 j, m, wide = chunks
                 at = j - first
                 d.add(d.at(out, ((0, wide), (at, at + m), (0, tokens))), out[0:wide, at : at + m, 0:tokens],
                       extra[0:wide, at : at + m, 0:tokens])  # pyright: ignore[reportPossiblyUnboundVariable]  # fmt: skip
-        store_rows(d, y, out, cut, first, last, start, tokens, first_tokens)
+        store_rows(d, y, out, cut, first, last, start, tokens, tokens_first)

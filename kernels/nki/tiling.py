@@ -1,11 +1,11 @@
-"""Block sizes for the low-rank kernels, by modelled time within the memory there is.
+"""Chooses the block sizes of the low-rank kernels: the least modelled time within the available memory.
 
-Every choice of strip length, input block, activation block (the MLP's) and panels a tile is priced with the model of
-:mod:`.strip`; what exceeds SBUF or PSUM is refused, because it would spill to HBM. Among choices within
-1 % of the fastest the one that moves least wins, and of equals one whose contractions are whole in PSUM. A choice is
-kept (:mod:`neuronmm.kernels.cache`), under everything it follows from, this code included.
+The model of :mod:`.strip` prices every combination of strip length, input block, activation block (of the MLP) and
+panels per tile. A combination that exceeds SBUF or PSUM is refused, because it would spill to HBM. Among those within
+1 % of the fastest, the one with the least traffic wins; ties go to contractions that stay in PSUM. A choice is cached
+(:mod:`neuronmm.kernels.cache`) under everything that determines it, including this code.
 
-The event-driven simulator of the emulator checks the model on the real kernels (tests/kernels/nki/test_tiling.py).
+The emulator's event-driven simulator checks the model on the real kernels (tests/kernels/nki/test_tiling.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 from neuronmm.kernels import cache
 from neuronmm.kernels.hardware import DTYPE_BYTES, TRN1, NeuronCore
-from neuronmm.kernels.nki.blocks import Blocks
 from neuronmm.kernels.nki.layout import Packing
 from neuronmm.kernels.nki.objects import PARTITIONS
-from neuronmm.kernels.nki.strip import MlpProblem, Problem, Strip
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem
+from neuronmm.kernels.nki.strip import Strip
 from neuronmm.kernels.ops import KernelError
 
 LARGEST_STRIP = 4096
@@ -29,18 +29,19 @@ INTERMEDIATES = (0, 2, 4, 8, 16)
 PANELS = (1, 2, 4, 8)
 TIE = 0.01
 LONG_TOKEN = 24 << 10
-"""Bytes of a token's features that always fit with tokens first and ranks to 4096: they lie on one partition, beside a
-panel of weights of the same length. Features first have no such bound: their contraction comes in blocks."""
-SOURCES = ("../hardware.py", "layout.py", "blocks.py", "objects.py", "strip.py", "tiling.py")
-"""What a choice follows from, besides the problem and the core."""
+"""Bytes of a token's features that always fit with tokens first and ranks up to 4096. All of them are on one partition,
+beside a panel of weights of the same length. Features first has no such bound: its contraction is done in blocks."""
+SOURCES = ("../hardware.py", "layout.py", "objects.py", "problem.py", "strip.py", "tiling.py")
+"""The code that determines a choice, together with the problem and the core."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A choice of block sizes and what the model says of it.
+    """A choice of block sizes and its modelled cost.
 
-    ``seconds`` is modelled time; ``traffic`` HBM bytes; ``sbuf`` bytes a partition, double buffers included, of each
-    stage; ``psum_banks`` of 8. ``tensor``, ``dma`` and ``vector`` are busy seconds.
+    ``seconds``: predicted time. ``tensor``, ``dma``, ``vector``: busy seconds. ``traffic``: HBM bytes. ``sbuf``: bytes
+    per partition of each stage, double buffers included. ``psum_banks``: of 8. ``mfu``: share of the tensor engine's
+    peak, 0 to 1.
     """
 
     problem: Problem | MlpProblem
@@ -57,32 +58,32 @@ class Tiling:
 
     @property
     def bound(self) -> str:
-        """The engine that is busy longest."""
+        """The engine with the longest busy time."""
         return max(("tensor", "dma", "vector"), key=lambda engine: getattr(self, engine))
 
 
 @lru_cache(maxsize=4096)
 def solve(problem: Problem | MlpProblem, core: NeuronCore = TRN1) -> Tiling:
-    """The best block sizes, perhaps found by an earlier process.
+    """Return the best block sizes, from the cache if an earlier process stored them.
 
     Raises:
         KernelError: no block sizes fit the memory.
     """
-    what = [type(problem).__name__, asdict(problem), asdict(core), _code()]
-    name = f"tiling/{cache.digest(what)[:24]}.json"
-    kept = cache.read(name)
-    if kept is not None:
-        return evaluate(problem, Blocks(**kept["blocks"]), core)
+    inputs = [type(problem).__name__, asdict(problem), asdict(core), _code()]
+    name = f"tiling/{cache.digest(inputs)[:24]}.json"
+    cached = cache.read(name)
+    if cached is not None:
+        return evaluate(problem, Blocks(**cached["blocks"]), core)
     tiling = search(problem, core)
     cache.write(name, {"problem": str(problem), "device": core.device, "blocks": asdict(tiling.blocks)})
     return tiling
 
 
 def search(problem: Problem | MlpProblem, core: NeuronCore) -> Tiling:
-    """:func:`solve` without what is kept."""
+    """:func:`solve` without the cache."""
     fitting = [tiling for tiling, refusal in consider(problem, core) if refusal is None]
     if not fitting:
-        hint = f"; tokens first may take more than {LONG_TOKEN >> 10} KiB a token: lay out features first"
+        hint = f"; with tokens first, more than {LONG_TOKEN >> 10} KiB per token may not fit: lay out features first"
         raise KernelError(
             f"tiling: {problem} does not fit {core.device}'s SBUF with any block sizes{hint * problem.tokens_first}"
         )
@@ -93,23 +94,25 @@ def search(problem: Problem | MlpProblem, core: NeuronCore) -> Tiling:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """A digest of the solver and the figures it counts with."""
+    """Return a digest of the solver and the hardware figures that it uses."""
     folder = Path(__file__).parent
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()
 
 
 def _preference(tiling: Tiling) -> tuple[int, bool, bool, float, int]:
-    """Least traffic first, then contractions that are whole in PSUM, then time, then most weights in flight: that hides
-    what the model does not see, such as a tensor engine that has to warm up."""
+    """Order choices by traffic, contractions that stay in PSUM, time, and weights in flight.
+
+    More weights in flight hide what the model leaves out, such as the tensor engine's warm-up.
+    """
     blocks = tiling.blocks
     return tiling.traffic, blocks.depth > 0, blocks.intermediate > 0, tiling.seconds, -blocks.panels
 
 
 def evaluate(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore = TRN1) -> Tiling:
-    """What the model says of given block sizes.
+    """Return the modelled cost of these block sizes.
 
     Raises:
-        KernelError: they do not fit SBUF or PSUM: the kernel would spill.
+        KernelError: they do not fit SBUF or PSUM, so the kernel would spill.
     """
     tiling = _model(problem, blocks, core)
     refusal = _refusal(tiling, core)
@@ -119,7 +122,7 @@ def evaluate(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore = T
 
 
 def consider(problem: Problem | MlpProblem, core: NeuronCore) -> list[tuple[Tiling, str | None]]:
-    """Every choice that is looked at, and why it is refused (None: it fits)."""
+    """Return every choice that the solver considers, with the reason why it is refused (None: it fits)."""
     moving = min(core.moving_columns, problem.tokens)
     strips = sorted({min(problem.tokens, n) for n in range(128, LARGEST_STRIP + 1, 128)})
     size = DTYPE_BYTES[problem.dtype]
@@ -138,19 +141,19 @@ def consider(problem: Problem | MlpProblem, core: NeuronCore) -> list[tuple[Tili
 
 
 def explain(problem: Problem | MlpProblem, core: NeuronCore = TRN1) -> list[str]:
-    """The choice and its alternatives, line by line: the best of each strip length, or why none fits."""
+    """Return a table of the choice and its alternatives: the best of each strip length, or why none fits."""
     chosen = solve(problem, core)
     blocks, mlp = chosen.blocks, isinstance(problem, MlpProblem)
     stages = ", ".join(f"{size / 1024:.1f}" for size in chosen.sbuf)
     lines = [
         f"{problem}, {problem.dtype}, one {core.device} core (NeuronCore {core.name})",
-        f"strip of {blocks.tokens} tokens, {blocks.moving} a product, input "
-        + (f"in blocks of {blocks.depth * PARTITIONS}" if blocks.depth else "of a strip held whole")
+        f"strip of {blocks.tokens} tokens, {blocks.moving} per matmul, input "
+        + (f"in blocks of {blocks.depth * PARTITIONS}" if blocks.depth else "of a strip in SBUF at once")
         + (f", activation {_blocks_of(blocks.intermediate)}" if mlp else "")
         + f", weights by {blocks.panels} panel{'s' * (blocks.panels > 1)}",
         f"modelled: {chosen.seconds * 1e3:.3f} ms, {chosen.mfu:.1%} of the tensor engine's peak, "
         f"{chosen.traffic / 2**20:.1f} MiB of HBM traffic; longest busy: {chosen.bound}",
-        f"SBUF {max(chosen.sbuf) / 1024:.1f} of {core.sbuf_partition_bytes // 1024} KiB a partition "
+        f"SBUF {max(chosen.sbuf) / 1024:.1f} of {core.sbuf_partition_bytes // 1024} KiB per partition "
         f"(stage by stage {stages}), PSUM {chosen.psum_banks} of {core.psum_banks} banks",
         "",
         f"strip  depth  {'act  ' if mlp else ''}panels  SBUF KiB   modelled ms    MFU  traffic MiB",
@@ -187,20 +190,20 @@ def _sizes(tiling: Tiling, mlp: bool) -> str:
 def _refusal(tiling: Tiling, core: NeuronCore) -> str | None:
     if max(tiling.sbuf) > core.sbuf_partition_bytes:
         return (
-            f"strips of {tiling.blocks.tokens} tokens need {max(tiling.sbuf) / 1024:.1f} KiB a partition of SBUF, "
+            f"strips of {tiling.blocks.tokens} tokens need {max(tiling.sbuf) / 1024:.1f} KiB per partition of SBUF, "
             f"{core.device} has {core.sbuf_partition_bytes // 1024}: it would spill"
         )
     if tiling.psum_banks > core.psum_banks:
-        return f"{tiling.psum_banks} PSUM banks are needed, {core.psum_banks} are there"
+        return f"{tiling.psum_banks} PSUM banks are needed, {core.device} has {core.psum_banks}"
     return None
 
 
 def _model(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore) -> Tiling:
-    """Time, traffic and memory of the kernel with these block sizes."""
-    whole, rest = divmod(problem.tokens, blocks.tokens)
-    first, last = (Strip(problem, blocks, core, n) for n in (min(blocks.tokens, problem.tokens), rest or blocks.tokens))
-    counted = [(stage, whole) for stage in first.stages * (whole > 0)] + [
-        (stage, 1) for stage in last.stages * (rest > 0)
+    """Return time, traffic and memory of the kernel with these block sizes."""
+    strips, tail = divmod(problem.tokens, blocks.tokens)
+    first, last = (Strip(problem, blocks, core, n) for n in (min(blocks.tokens, problem.tokens), tail or blocks.tokens))
+    counted = [(stage, strips) for stage in first.stages * (strips > 0)] + [
+        (stage, 1) for stage in last.stages * (tail > 0)
     ]
     ns = sum(count * stage.ns for stage, count in counted) + first.fill + last.drain
     return Tiling(

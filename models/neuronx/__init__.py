@@ -1,6 +1,6 @@
 """The plugin for the Neuron hosts, transformers-neuronx and optimum-neuron's HLO backend (docs/trainium.md).
 
-A checkpoint is cut for the NeuronCores (:mod:`.checkpoint`, :mod:`.weights`, :mod:`.heads`), its layers are drawn in a
-host's own graph functions (:mod:`.graph`, :mod:`.kernels`), and the host does the rest: compiling, memory, the
-generation loop. What differs between the two hosts is :mod:`.host_tnx` and :mod:`.host_optimum`.
+The plugin splits a checkpoint over the NeuronCores (:mod:`.checkpoint`, :mod:`.weights`, :mod:`.heads`) and builds its
+layers with the host's own graph functions (:mod:`.graph`, :mod:`.kernels`). The host does the rest: compilation,
+memory, the generation loop. :mod:`.host_tnx` and :mod:`.host_optimum` adapt the plugin to each host.
 """

@@ -1,4 +1,4 @@
-"""What a graph needs to know of a model, read from its config.json, and what the Neuron hosts cannot run."""
+"""The model's dimensions that a graph needs, read from config.json, and the refusal of what the hosts cannot run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.portable import portable_config
 
 ROPE_TYPES = ("default", "llama3")
-"""The position encodings both hosts implement."""
+"""The rotary position encodings that both hosts implement."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     """Dimensions and constants of a Llama-style decoder.
 
-    ``rope_scaling`` is None or config.json's block of that name; ``positions`` is the longest context; ``ends`` are
-    the end-of-sequence tokens.
+    ``head``: size of a head. ``positions``: longest context. ``rope_scaling``: config.json's block of that name, or
+    None. ``ends``: end-of-sequence tokens.
     """
 
     model_type: str
@@ -37,20 +37,20 @@ class Architecture:
 
     @classmethod
     def of(cls, config: dict[str, Any], where: str) -> Architecture:
-        """The architecture of config.json's content.
+        """Parse the content of config.json; ``where`` names it in errors.
 
         Raises:
-            UserError: the family is not supported, an entry is missing or wrong, or the hosts cannot run it.
+            UserError: the family is not supported, an entry is missing or invalid, or the hosts cannot run the model.
         """
         sizes, config = ModelConfig.parse(config, where), portable_config(config)
         scaling = config.get("rope_scaling") or None
         kind = scaling and scaling.get("rope_type", scaling.get("type", "default"))
         if scaling and kind not in ROPE_TYPES:
-            raise UserError(f"{where}: rope scaling {kind!r} is not in the Neuron hosts; they have {ROPE_TYPES}")
+            raise UserError(f"{where}: the Neuron hosts have no rope scaling {kind!r}, only {', '.join(ROPE_TYPES)}")
         ends, positions, epsilon = sizes.eos_token_id, sizes.max_position_embeddings, sizes.rms_norm_eps
         if positions is None or epsilon is None:
             raise UserError(f"{where}: max_position_embeddings or rms_norm_eps is missing; download it again")
-        found = cls(
+        architecture = cls(
             model_type=sizes.model_type,
             hidden=sizes.hidden_size,
             intermediate=sizes.intermediate_size,
@@ -65,12 +65,13 @@ class Architecture:
             rope_scaling=scaling if kind != "default" else None,
             ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
         )
-        if found.hidden % found.head:
-            # The hosts take the head size for hidden size / heads, so there has to be a number of heads that gives it.
-            raise UserError(f"{where}: hidden size {found.hidden} is no multiple of the head size {found.head}")
-        return found
+        hidden, head = architecture.hidden, architecture.head
+        if hidden % head:
+            # The hosts compute the head size as hidden size / heads, so some number of heads must give it.
+            raise UserError(f"{where}: hidden size {hidden} is not a multiple of the head size {head}")
+        return architecture
 
     @property
     def host_heads(self) -> int:
-        """The number of heads to tell a host, so that its hidden size / heads is the head size."""
+        """The number of heads passed to a host, chosen so that its hidden size / heads is the head size."""
         return self.hidden // self.head

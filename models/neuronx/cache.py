@@ -1,6 +1,7 @@
-"""Compiled graphs, kept by everything they depend on, so that a second load of the same shape does not compile.
+"""The cache of compiled graphs: a second load of the same shape does not compile.
 
-Weights are inputs of a graph, not part of it: two checkpoints of one architecture and the same ranks share an entry.
+The key is everything that a graph depends on. Weights are inputs of a graph and not part of it, so two checkpoints of
+one architecture and the same ranks share an entry.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from neuronmm.models.neuronx.weights import Shards
 
 
 def key(shards: Shards, settings: Settings, host: str) -> str:
-    """The name of the entry: a digest of the architecture, every layer's ranks and sizes on a core, the batch, sequence
-    and dtype, all versions, the compiler's flags, and the code that draws the graphs: kernels, tiling, weight layout.
+    """Return the name of the cache entry, a digest.
+
+    It covers the architecture, every layer's ranks and sizes per core, the settings, all versions, the compiler's
+    flags, and the code that builds the graphs: kernels, tiling, weight layout.
     """
-    what = {
+    inputs = {
         "architecture": asdict(shards.checkpoint.architecture),
         "plans": [asdict(plan) for plan in shards.plans],
         "heads": asdict(shards.heads),
@@ -33,11 +36,11 @@ def key(shards: Shards, settings: Settings, host: str) -> str:
         "versions": sdk.versions(),
         "flags": os.environ.get("NEURON_CC_FLAGS", ""),
     }
-    return digest(what)[:24]
+    return digest(inputs)[:24]
 
 
 def _code() -> str:
-    """A digest of the source files that decide what a graph is."""
+    """Return a digest of the source files that determine a graph."""
     code = hashlib.sha256()
     kernels = Path(neuronmm.kernels.__file__).parent
     for file in sorted((*kernels.glob("*.py"), *kernels.glob("nki/*.py"), *Path(__file__).parent.glob("*.py"))):
@@ -46,9 +49,9 @@ def _code() -> str:
 
 
 def to_cores(model: Any, name: str) -> bool:
-    """Load ``model`` onto its cores, from the entry ``name`` if it is there and fits, else by compiling and keeping it.
+    """Load ``model`` onto its cores from the entry ``name``, or compile it and store the entry.
 
-    Returns True for a hit. An entry that does not fit (its graphs changed) is replaced.
+    Returns True for a hit. An entry that lacks one of the model's graphs is replaced.
     """
     folder = cache_folder() / "neuronx" / name
     if folder.is_dir():

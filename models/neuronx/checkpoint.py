@@ -1,4 +1,4 @@
-"""A checkpoint folder tensor by tensor: which linears are factorised, and their weights when they are wanted."""
+"""Reads a checkpoint folder tensor by tensor: which linears are factorised, and their weights on request."""
 
 from __future__ import annotations
 
@@ -17,58 +17,60 @@ from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_finite
 
 
 class Checkpoint:
-    """A dense or compressed checkpoint. Nothing but config.json and the shards' headers is read until a weight is.
+    """A dense or compressed checkpoint. The constructor reads only config.json and the headers of the shards.
+
+    ``ranks``: the rank of each factorised linear by name. ``shared``: linear -> the linear whose A it uses.
 
     Raises:
-        UserError: a corrupt or missing shard, a config.json that disagrees with the weights, or a model that the
-            Neuron hosts cannot run.
+        UserError: a shard is corrupt or missing, config.json disagrees with the weights, or the Neuron hosts cannot
+            run the model.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        found = inspect(folder)
+        content = inspect(folder)
         self.folder, self.dtype = folder, dtype
-        self.architecture = Architecture.of(found.settings, str(folder / "config.json"))
-        self.ranks: dict[str, int] = dict(found.spec.ranks) if found.spec else {}
-        self.shared: dict[str, str] = dict(found.spec.shared) if found.spec else {}
-        self._files = found.files
+        self.architecture = Architecture.of(content.settings, str(folder / "config.json"))
+        self.ranks: dict[str, int] = dict(content.spec.ranks) if content.spec else {}
+        self.shared: dict[str, str] = dict(content.spec.shared) if content.spec else {}
+        self._files = content.files
 
-    def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name."""
         return name in self._files
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor in the dtype of the build; an int8 factor dequantised, rounded to that dtype once.
+        """Read one tensor in the dtype of the build; an int8 factor is dequantised and rounded once to that dtype.
 
         Raises:
-            UserError: there is none of that name, or it holds NaN or infinity.
+            UserError: the checkpoint has no such tensor, or the tensor contains NaN or infinity.
         """
         if name not in self._files:
             raise UserError(f"{self.folder}: config.json and weights disagree: {name} is in no shard")
-        found = self._read(name)
-        if found.dtype is torch.int8:
-            return Int8(found, self._read(f"{name}_scale").float()).dequantise(self.dtype)
-        return found.to(self.dtype)
+        tensor = self._read(name)
+        if tensor.dtype is torch.int8:
+            return Int8(tensor, self._read(f"{name}_scale").float()).dequantise(self.dtype)
+        return tensor.to(self.dtype)
 
     def _read(self, name: str) -> Tensor:
-        """One tensor as it is stored, its numbers finite."""
+        """Read one tensor as it is stored, and check that its numbers are finite."""
         with safe_open(self._files[name], framework="pt") as tensors:
-            found = tensors.get_tensor(name)
-        check_finite(name, found, self.folder)
-        return found
+            tensor: Tensor = tensors.get_tensor(name)
+        check_finite(name, tensor, self.folder)
+        return tensor
 
     def embedding(self) -> Tensor:
-        """Dimensions: [vocabulary, hidden]."""
+        """Read the token embedding. Dimensions: [vocabulary, hidden]."""
         return self.tensor(EMBEDDING)
 
     def final_norm(self) -> Tensor:
-        """Dimensions: [hidden]."""
+        """Read the weight of the final norm. Dimensions: [hidden]."""
         return self.tensor(NORM)
 
     def output(self) -> Tensor:
-        """The language model head; the embedding where the two are tied. Dimensions: [vocabulary, hidden]."""
-        return self.tensor(HEAD if self.holds(HEAD) else EMBEDDING)
+        """Read the language model head, or the embedding if the two are tied. Dimensions: [vocabulary, hidden]."""
+        return self.tensor(HEAD if self.has(HEAD) else EMBEDDING)
 
 
 def layer_name(index: int, part: str) -> str:
-    """Full name of a part of a decoder layer."""
+    """Return the full name of a part of a decoder layer."""
     return f"{LAYERS}.{index}.{part}"

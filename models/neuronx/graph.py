@@ -1,8 +1,8 @@
-"""One decoder layer as a graph, in a host's own graph functions. Nothing here knows which host it is.
+"""Builds one decoder layer as a graph with a host's own graph functions, for any host.
 
-The hidden state is [hidden, sequence, batch] (the hosts' HSB layout) or [batch, sequence, hidden] (BSH). Linears work
-on it with sequence and batch as one dimension, *tokens*: [features, tokens] or [tokens, features], never transposed.
-Attention works on [sequence, batch, heads, head size], as the hosts' attention functions do.
+The hidden state is [hidden, sequence, batch] (the hosts' HSB layout) or [batch, sequence, hidden] (BSH). Linears merge
+sequence and batch into one dimension, *tokens*: [features, tokens] or [tokens, features], without a transpose.
+Attention uses [sequence, batch, heads, head size], like the hosts' attention functions.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from neuronmm.kernels.hardware import TRN1, NeuronCore
 from neuronmm.models.neuronx import kernels
 from neuronmm.models.neuronx.architecture import Architecture
-from neuronmm.models.neuronx.collectives import sums_before_b
 from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import BY_INPUT, LayerPlan, names
 
 
 @dataclass(frozen=True)
 class GraphOps:
-    """A host's graph functions, with what differs from host to host already bound.
+    """A host's graph functions. Arguments that differ between hosts are already bound.
 
     ``f`` is the module of elementary functions (reshape, transpose, dot_general, add, ...). ``score(query, key)``,
     ``mask(score, mask)``, ``context(prior, active, cached values, value)``, ``combine(score, value)``, ``rotate(query,
@@ -43,9 +43,9 @@ class GraphOps:
 
 @dataclass(frozen=True)
 class Step:
-    """What the host prepares once for all layers: where the tokens go, their rotations, who may see whom.
+    """The host's values for all layers of one step: cache slots, rotary positions and attention masks.
 
-    ``active_mask`` is None while a prompt is read.
+    ``active_mask`` is None in prefill.
     """
 
     cache_ids: Any
@@ -56,7 +56,7 @@ class Step:
 
 
 class LayerGraph:
-    """Builds decoder layers on ``ops``."""
+    """Builds decoder layers with ``ops``."""
 
     def __init__(self, ops: GraphOps, architecture: Architecture, settings: Settings) -> None:
         self.ops, self.architecture, self.settings = ops, architecture, settings
@@ -65,7 +65,7 @@ class LayerGraph:
     def __call__(
         self, plan: LayerPlan, hidden: Any, step: Step, keys: Any, values: Any, weights: list[Any]
     ) -> tuple[Any, Any, Any]:
-        """The hidden state after the layer, and its updated caches; ``weights`` in the order of ``names(plan)``."""
+        """Return the layer's hidden state and updated caches; ``weights`` in the order of ``names(plan)``."""
         f, w = self.ops.f, dict(zip(names(plan), weights, strict=True))
         normed = self._norm(plan, "input_norm", hidden, w)
         attended, keys, values = self._attention(plan, normed, step, keys, values, w)
@@ -74,13 +74,13 @@ class LayerGraph:
         return f.add(hidden, self._mlp(plan, normed, w)), keys, values
 
     def _norm(self, plan: LayerPlan, name: str, hidden: Any, w: dict[str, Any]) -> Any:
-        """What the readers of a norm take: its result, or the hidden state itself where their kernels apply it."""
+        """Return what a norm's readers take: its result, or the hidden state if their kernels apply the norm."""
         if name in plan.fused:
             return hidden
         return self.ops.norm(hidden, w[name], self.architecture.epsilon, dim=2 if self.bsh else 0)
 
     def _epsilon(self, plan: LayerPlan, name: str) -> float:
-        """What a linear's kernel needs to normalise its input; 0: it does not."""
+        """The epsilon with which a linear's kernel normalises its input; 0 if it does not."""
         return self.architecture.epsilon if plan.norm_of(name) else 0.0
 
     def _attention(
@@ -99,7 +99,7 @@ class LayerGraph:
             active = ops.mask(ops.score(query, key), step.active_mask)
             context = ops.context(prior, active, values, value)
         if step.active_mask is None and list(keys.sizes) == list(key.sizes):
-            keys, values = key, value  # the prompt's graph covers the whole cache
+            keys, values = key, value  # this prefill graph covers the complete cache
         else:
             keys, values = ops.update(keys, values, step.cache_ids, key, value, step.start_ids)
         out = self._linear(plan, "o", self._join(context), w)
@@ -109,49 +109,49 @@ class LayerGraph:
         ops, x = self.ops, self._flat(normed)
         gate, up, down = (plan[name] for name in ("gate", "up", "down"))
         if gate.rank and up.rank and down.rank and not (gate.bias or up.bias):
-            shared, first = plan.a_of("gate") == plan.a_of("up"), self._sums_before_b(plan, "down", x)
+            shared, before_b = plan.a_of("gate") == plan.a_of("up"), self._sums_before_b(plan, "down", x)
             sizes = gate.inputs, gate.outputs, gate.rank, up.rank, down.rank
             epsilon = self._epsilon(plan, "gate")
-            kernel = kernels.low_rank_swiglu(*sizes, shared, first, self.settings.layout, epsilon)
-            up_a, down_b = ([] if shared else [plan.a_of("up")]), ([] if first else ["down.B"])
+            kernel = kernels.low_rank_swiglu(*sizes, shared, before_b, self.settings.layout, epsilon)
+            up_a, down_b = ([] if shared else [plan.a_of("up")]), ([] if before_b else ["down.B"])
             factors = [plan.a_of("gate"), "gate.B", *up_a, "up.B", "down.A", *down_b]
-            y = self._call(kernel, x, [w[factor] for factor in factors], down.rank if first else down.outputs)
-            y = self._add_up(plan, "down", y, w, first)
+            y = self._call(kernel, x, [w[factor] for factor in factors], down.rank if before_b else down.outputs)
+            y = self._sum_over_cores(plan, "down", y, w, before_b)
         else:
             act = ops.f.multiply(ops.silu(self._linear(plan, "gate", x, w)), self._linear(plan, "up", x, w))
             y = self._linear(plan, "down", act, w)
         return ops.f.reshape(y, list(normed.sizes))
 
     def _linear(self, plan: LayerPlan, name: str, x: Any, w: dict[str, Any]) -> Any:
-        """One linear, complete on every core."""
+        """Apply one linear; every core gets the complete result."""
         linear, layout, split = plan[name], self.settings.layout, name in BY_INPUT
         if linear.rank is None:
             y = self._dot(w[f"{name}.W"], x)
-            return self._add_up(plan, name, y, w) if split else self._add_bias(y, w.get(f"{name}.bias"))
+            return self._sum_over_cores(plan, name, y, w) if split else self._add_bias(y, w.get(f"{name}.bias"))
         if split:
-            first = self._sums_before_b(plan, name, x)
-            if first:
+            before_b = self._sums_before_b(plan, name, x)
+            if before_b:
                 kernel, outputs = kernels.packed_linear(linear.inputs, linear.rank, layout), linear.rank
             else:
                 kernel = kernels.low_rank_linear(linear.inputs, linear.rank, linear.outputs, False, layout)
                 outputs = linear.outputs
-            factors = [w[f"{name}.A"], *([] if first else [w[f"{name}.B"]])]
+            factors = [w[f"{name}.A"], *([] if before_b else [w[f"{name}.B"]])]
             y = self._call(kernel, x, factors, outputs)
-            return self._add_up(plan, name, y, w, first)
+            return self._sum_over_cores(plan, name, y, w, before_b)
         sizes, epsilon = (linear.inputs, linear.rank, linear.outputs), self._epsilon(plan, name)
         kernel = kernels.low_rank_linear(*sizes, linear.bias, layout, epsilon)
         factors = [w[plan.a_of(name)], w[f"{name}.B"], *([w[f"{name}.bias"]] if linear.bias else [])]
         return self._call(kernel, x, factors, linear.outputs)
 
     def _sums_before_b(self, plan: LayerPlan, name: str, x: Any) -> bool:
-        """Whether the cores' parts of a linear that is split by input are added up before its B."""
+        """Whether a linear that is split by input is summed over the cores before its B."""
         linear, cores = plan[name], self.settings.tp_degree
         assert linear.rank is not None
         tokens, element = x.sizes[0 if self.bsh else 1], self.settings.dtype.itemsize
         return cores > 1 and sums_before_b(linear.rank, linear.outputs, tokens, element, cores)
 
-    def _add_up(self, plan: LayerPlan, name: str, y: Any, w: dict[str, Any], before_b: bool = False) -> Any:
-        """Add the cores' parts up, apply B to the sum if that is still to do, add the bias."""
+    def _sum_over_cores(self, plan: LayerPlan, name: str, y: Any, w: dict[str, Any], before_b: bool = False) -> Any:
+        """Sum the cores' parts, apply B to the sum if the parts are ``before_b``, and add the bias."""
         y, linear = self.ops.all_reduce(y), plan[name]
         if before_b:
             assert linear.rank is not None
@@ -168,19 +168,19 @@ class LayerGraph:
         return self.ops.nki_call(kernel, x, *weights, output_HloShapes=[x.dtype[shape]])
 
     def _dot(self, weight: Any, x: Any) -> Any:
-        """A dense product with a weight [in, out]."""
+        """Multiply by a dense weight [in, out]."""
         if not self.bsh:
             return self.ops.f.dot00(weight, x)
         dims = {"lhs_contracting_dimensions": [1], "rhs_contracting_dimensions": [0]}
         return self.ops.f.dot_general(x, weight, dimension_numbers=dims)
 
     def _flat(self, hidden: Any) -> Any:
-        """The hidden state with sequence and batch as one dimension."""
+        """Merge sequence and batch of the hidden state into one dimension."""
         first, second, third = hidden.sizes
         return self.ops.f.reshape(hidden, [first * second, third] if self.bsh else [first, second * third])
 
     def _heads(self, y: Any, like: Any) -> Any:
-        """A linear's result as [sequence, batch, heads, size]; ``like``: the hidden state."""
+        """Reshape a linear's result to [sequence, batch, heads, size]; ``like``: the hidden state."""
         f, size = self.ops.f, self.architecture.head
         first, sequence, last = like.sizes
         if self.bsh:
@@ -188,7 +188,7 @@ class LayerGraph:
         return f.reshape(f.transpose(y, 0, 1), [sequence, last, y.sizes[0] // size, size])
 
     def _join(self, context: Any) -> Any:
-        """The inverse of :meth:`_heads`."""
+        """Invert :meth:`_heads`."""
         f = self.ops.f
         sequence, batch, heads, size = context.sizes
         flat = [sequence * batch, heads * size]
@@ -197,7 +197,23 @@ class LayerGraph:
         return f.transpose(f.reshape(context, flat), 0, 1)
 
     def _norm_heads(self, x: Any, weight: Any) -> Any:
-        """RMS norm over the head size."""
+        """Apply RMSNorm over the head size."""
         f, sizes = self.ops.f, list(x.sizes)
         flat = f.reshape(x, [sizes[0] * sizes[1], sizes[2], sizes[3]])
         return f.reshape(self.ops.norm(flat, weight, self.architecture.epsilon, dim=2), sizes)
+
+
+def sums_before_b(rank: int, outputs: int, tokens: int, element: int, cores: int, core: NeuronCore = TRN1) -> bool:
+    """Whether it is cheaper to sum a linear that is split by input over the cores before its B.
+
+    Dimensions: each core has ``A x`` [rank, tokens] of its part of the input; ``element`` is bytes per number.
+
+    One way, the kernel also applies B, and the all-reduce sums [outputs, tokens]. The other way, it sums the smaller
+    [rank, tokens], and a second kernel loads what the first one stored and applies B. A ring all-reduce moves
+    ``2 (cores - 1) / cores`` times its bytes. Its rate per core is not published: the model assumes the rate of the DMA
+    engines, and one transfer's start each for the store and the load between the kernels.
+    """
+    row_bytes = tokens * element
+    saved = 2 * (cores - 1) / cores * (outputs - rank) * row_bytes
+    added = 2 * rank * row_bytes + 2 * core.dma_start_ns * core.dma_rate
+    return saved > added

@@ -1,4 +1,4 @@
-"""Which attention heads a rank computes, when heads do not divide evenly over ranks."""
+"""Distributes attention heads over NeuronCores, also where they do not divide evenly."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The heads of every rank, by their index in the checkpoint; None is a head of zeros.
+    """The heads of every core, by their index in the checkpoint; None is a head of zeros.
 
-    A rank's query heads share its key heads evenly: query slot i uses key slot ``i // (queries / keys)``.
+    A core's query heads share its key heads evenly: query slot i uses key slot ``i // (queries / keys)``.
     """
 
     queries: tuple[tuple[int | None, ...], ...]
     keys: tuple[tuple[int | None, ...], ...]
 
     @property
-    def queries_per_rank(self) -> int:
+    def queries_per_core(self) -> int:
         return len(self.queries[0])
 
     @property
-    def keys_per_rank(self) -> int:
+    def keys_per_core(self) -> int:
         return len(self.keys[0])
 
 
-def distribute(heads: int, kv_heads: int, ranks: int) -> HeadPlan:
-    """Give each rank a run of query heads and the key heads they need, as few heads in all as the runs allow.
+def distribute(heads: int, kv_heads: int, cores: int) -> HeadPlan:
+    """Assign each core consecutive query heads and the key heads that they need, with the fewest slots in total.
 
-    A rank with ``n`` query slots has key slots for runs of ``gcd(n, group)`` of them, ``group`` being the query heads
-    of one key head: such a run never crosses a group. Slots beyond the last head are zeros. 9 heads, 3 key heads and
-    2 ranks give 6 query and 2 key slots a rank, not 5 and 5.
+    ``group`` is the number of query heads per key head. A core with ``n`` query slots has one key slot per
+    ``gcd(n, group)`` query slots, because such a run never crosses a group. Slots beyond the last head are zeros.
+    9 heads, 3 key heads and 2 cores give 6 query and 2 key slots per core, not 5 and 5.
     """
     group = heads // kv_heads
-    least = -(-heads // ranks)
+    least = -(-heads // cores)
 
     def run(slots: int) -> int:
         return gcd(slots, group)
@@ -44,15 +44,15 @@ def distribute(heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     slots = min(range(least, least + group), key=lambda n: (n + 2 * n // run(n), n))
     step = run(slots)
     queries, keys = [], []
-    for rank in range(ranks):
-        mine = range(rank * slots, (rank + 1) * slots)
-        queries.append(tuple(head if head < heads else None for head in mine))
-        keys.append(tuple(head // group if head < heads else None for head in mine[::step]))
+    for core in range(cores):
+        assigned = range(core * slots, (core + 1) * slots)
+        queries.append(tuple(head if head < heads else None for head in assigned))
+        keys.append(tuple(head // group if head < heads else None for head in assigned[::step]))
     return HeadPlan(tuple(queries), tuple(keys))
 
 
 def take_heads(tensor: Tensor, heads: tuple[int | None, ...], size: int, dim: int) -> Tensor:
-    """The slices of ``tensor`` that belong to ``heads``, ``size`` wide each, along ``dim``; zeros for None."""
+    """Concatenate the slices of ``tensor`` of these heads, ``size`` wide each, along ``dim``; None gives zeros."""
     parts = [
         torch.zeros_like(tensor.narrow(dim, 0, size)) if head is None else tensor.narrow(dim, head * size, size)
         for head in heads

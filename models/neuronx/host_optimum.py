@@ -1,4 +1,4 @@
-"""The adapter to optimum-neuron's HLO backend (0.2.0). It needs that package, and the SDK or its emulation."""
+"""The adapter to optimum-neuron's HLO backend (0.2.0); it needs that package and the SDK or its emulation."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -28,13 +28,13 @@ VERSION = version("optimum-neuron")
 
 
 def graphs(model: Model, length: int) -> tuple[Any, Any]:
-    """The compiled graphs, as HLO modules, that read a prompt of ``length`` tokens and that make a later token."""
+    """Return two compiled graphs as HLO modules: for a prompt of ``length`` tokens, and for a decode step."""
     prompt, token = (d.program.kernel.hlo_module for d in (model.decoder_lm_head_for_context, model.decoder_lm_head))
     return (prompt if length > 1 else token), token
 
 
 def graph_ops(settings: Settings) -> GraphOps:
-    """The host's graph functions for a build."""
+    """Return the host's graph functions for a build."""
     tp = settings.tp_degree
     return GraphOps(
         f=functional,
@@ -53,7 +53,7 @@ def graph_ops(settings: Settings) -> GraphOps:
 
 
 class GraphBuilder(LlamaGraphBuilder):
-    """The host's Llama graph with our layers."""
+    """The host's Llama graph with neuronmm's layers."""
 
     def __init__(self, config: Any, neuron_config: HloNeuronConfig, shards: Shards, graph: LayerGraph) -> None:
         super().__init__(config, neuron_config)
@@ -64,14 +64,14 @@ class GraphBuilder(LlamaGraphBuilder):
         self.index = 0
         return super().pre_layer(hidden, cache_ids, start_ids)
 
-    def layer(self, *given: Any) -> Any:
+    def layer(self, *arguments: Any) -> Any:
         plan = self.plans[self.index]
         self.index += 1
-        return self.graph(plan, *self.call(given, len(names(plan))))
+        return self.graph(plan, *self.call(arguments, len(names(plan))))
 
 
 class Model(LlamaHloModel):
-    """The host's Llama with our weights."""
+    """The host's Llama model with the checkpoint's weights and layers."""
 
     def __init__(self, shards: Shards, settings: Settings) -> None:
         config = host_config(shards.checkpoint.architecture)

@@ -1,4 +1,4 @@
-"""The adapter to transformers-neuronx (0.13). It needs that package, and the SDK or its emulation."""
+"""The adapter to transformers-neuronx (0.13); it needs that package and the SDK or its emulation."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -26,28 +26,28 @@ VERSION = __version__
 
 
 def graphs(model: Model, length: int) -> tuple[Any, Any]:
-    """The compiled graphs, as HLO modules, that read a prompt of ``length`` tokens and that make a later token."""
+    """Return two compiled graphs as HLO modules: for a prompt of ``length`` tokens, and for a decode step."""
     sizes = (next(size for size in model.context_buckets if size >= n) for n in (length, length + 1))
-    read, make = zip(sizes, (model.context_batch_sizes[-1], model.batch_sizes[-1]), strict=True)
-    token = model.decoder_lm_head.program.kernels[make].hlo_module
-    prompt = model.decoder_lm_head_for_context[read].program.kernels[read].hlo_module
+    prompt_key, token_key = zip(sizes, (model.context_batch_sizes[-1], model.batch_sizes[-1]), strict=True)
+    token = model.decoder_lm_head.program.kernels[token_key].hlo_module
+    prompt = model.decoder_lm_head_for_context[prompt_key].program.kernels[prompt_key].hlo_module
     return (prompt if length > 1 else token), token
 
 
 def graph_ops(settings: Settings, neuron_config: NeuronConfig) -> GraphOps:
-    """The host's graph functions for a build."""
+    """Return the host's graph functions for a build."""
     tp = settings.tp_degree
-    both = {"tp_degree": tp, "neuron_config": neuron_config}
+    build = {"tp_degree": tp, "neuron_config": neuron_config}
     return GraphOps(
         f=hlo,
         silu=activations.silu,
-        norm=partial(hlo.rms_norm, **both),
+        norm=partial(hlo.rms_norm, **build),
         rotate=partial(rotary.rotate_half, tp_degree=tp),
         scale=attention.scale,
-        score=partial(attention.score, n_kv_heads=1, **both),
+        score=partial(attention.score, n_kv_heads=1, **build),
         mask=partial(attention.mask, tp_degree=tp),
-        context=partial(attention.context, n_kv_heads=1, **both),
-        combine=partial(attention.context_combined, n_kv_heads=1, **both),
+        context=partial(attention.context, n_kv_heads=1, **build),
+        combine=partial(attention.context_combined, n_kv_heads=1, **build),
         update=partial(attention.fused_kv_update_cache, neuron_config=neuron_config),
         all_reduce=partial(hlo.all_reduce_sum, tp_degree=tp),
         nki_call=nki_call,
@@ -55,20 +55,20 @@ def graph_ops(settings: Settings, neuron_config: NeuronConfig) -> GraphOps:
 
 
 class LayerBuilder:
-    """Our layers as the host's decoder calls them; the host's own builder keeps everything around the layers."""
+    """Builds the layers that the host's decoder asks for; the host's own builder does everything around them."""
 
     def __init__(self, shards: Shards, graph: LayerGraph) -> None:
         self.plans, self.graph, self.index = shards.plans, graph, 0
         self.call = LayerCall(LlamaForSamplingNoEmbeddingHlo.layer, f"{NAME} {VERSION}")
 
-    def layer(self, *given: Any) -> Any:
+    def layer(self, *arguments: Any) -> Any:
         plan = self.plans[self.index % len(self.plans)]
         self.index += 1
-        return self.graph(plan, *self.call(given, len(names(plan))))
+        return self.graph(plan, *self.call(arguments, len(names(plan))))
 
 
 class Model(LlamaForSampling):
-    """The host's Llama with our weights and layers."""
+    """The host's Llama model with the checkpoint's weights and layers."""
 
     def __init__(self, shards: Shards, settings: Settings) -> None:
         neuron_config = NeuronConfig(

@@ -1,7 +1,7 @@
-"""Which Neuron host is on this machine, whether it is a real one, and whether its versions fit.
+"""Finds the Neuron host on this machine, and checks that it is real and that its versions are supported.
 
-The public package index carries empty packages under the SDK's names. Some raise when imported, some import without an
-error: a name that only the real one has is what proves it.
+The public package index has empty packages under the SDK's names. Some raise when imported, some do not, so a package
+counts as real only if it has a name that the empty one lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INSTALL = (
     "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 )
 EMULATE = (
-    "a host to emulate the SDK below is missing; install one beside transformers 4.51: "
+    "to emulate the SDK below a host, install the host beside transformers 4.51: "
     "pip install --no-deps optimum-neuron==0.2.0 optimum==1.23.3 protobuf"
 )
 HOSTS = {
@@ -31,41 +31,43 @@ HOSTS = {
         "neuronmm.models.neuronx.host_optimum",
     ),
 }
-"""Distribution -> a module of it and a name that only the real one has there, and the adapter. The first that is there
-is used."""
+"""Distribution -> one of its modules, a name that only the real module has, and the adapter.
+
+The first installed host is used.
+"""
 
 EMULATED = "emulated"
-"""Part of the version of a compiler that the emulation stands in for."""
+"""Part of the compiler's version under the emulation."""
 
 COMPILERS = ((2, 16), (2, 22))
-"""neuronx-cc from, and before: nki_call came with 2.16; from 2.22 (SDK 2.27) there is no transformers-neuronx."""
+"""Supported neuronx-cc: from 2.16, which has nki_call, to before 2.22 (SDK 2.27), which has no transformers-neuronx."""
 
 
 def compiler_version() -> str | None:
-    """neuronx-cc's version where the compiler, real or emulated, is here."""
+    """Return neuronx-cc's version, or None if there is no compiler, real or emulated."""
     try:
-        found = import_module("neuronxcc")
+        compiler = import_module("neuronxcc")
         import_module("neuronxcc.nki").FrameworkKernel  # noqa: B018
-        return str(found.__version__)
+        return str(compiler.__version__)
     except (ImportError, AttributeError, RuntimeError):
         return None
 
 
 def missing() -> str | None:
-    """None where a host and the SDK below it can be imported, else what is missing and the way out."""
+    """Return None if a host and the SDK can be imported, otherwise what is missing and how to install it."""
     if compiler_version() is None:
         return f"the Neuron SDK is not present; {INSTALL}"
     if _present() is None:
-        way = EMULATE if EMULATED in str(compiler_version()) else INSTALL
-        return f"neither transformers-neuronx 0.13 nor optimum-neuron 0.2.0 is present; {way}"
+        advice = EMULATE if EMULATED in str(compiler_version()) else INSTALL
+        return f"neither transformers-neuronx 0.13 nor optimum-neuron 0.2.0 is present; {advice}"
     return None
 
 
 def host() -> Any:
-    """The adapter of the host that is here.
+    """Import the adapter of the installed host.
 
     Raises:
-        UserError: there is none, or the SDK below it is too old or too new for it.
+        UserError: no host is installed, or the SDK is too old or too new for it.
     """
     reason = missing()
     if reason is not None:
@@ -74,30 +76,32 @@ def host() -> Any:
     return import_module(HOSTS[str(_present())][2])
 
 
-def check_compiler(found: str) -> None:
-    """Raise if a neuronx-cc of version ``found`` does not speak the kernels' dialect, ``neuronxcc.nki``, to a host."""
-    if EMULATED in found:
+def check_compiler(compiler: str) -> None:
+    """Raise if neuronx-cc of this version does not support the hosts and the kernels' dialect, ``neuronxcc.nki``."""
+    if EMULATED in compiler:
         return
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    oldest, newest = COMPILERS
-    if not oldest <= numbers < newest:
-        age, span = ("old" if numbers < oldest else "new"), "2.16 to 2.21"
-        raise UserError(f"neuronx-cc {found} is too {age} for the Neuron hosts and their NKI dialect; install {span}")
+    numbers = tuple(int(part) for part in compiler.split("+")[0].split(".")[:2])
+    first, end = COMPILERS
+    if not first <= numbers < end:
+        age = "old" if numbers < first else "new"
+        raise UserError(
+            f"neuronx-cc {compiler} is too {age} for the Neuron hosts and their NKI dialect; install 2.16 to 2.21"
+        )
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide what a compiled graph is, by distribution."""
-    found = {}
+    """Return the versions that determine a compiled graph, by distribution."""
+    installed = {}
     for name in ("neuronmm", "neuronx-cc", "libneuronxla", "torch-neuronx", "transformers-neuronx", "optimum-neuron"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return {**found, "compiler": str(compiler_version())}
+    return {**installed, "compiler": str(compiler_version())}
 
 
 def _present() -> str | None:
-    """The first host that is here and real."""
+    """Return the first host that is installed and real."""
     for name, (module, proof, _) in HOSTS.items():
         try:
             if hasattr(import_module(module), proof):
@@ -107,9 +111,10 @@ def _present() -> str | None:
     return None
 
 
-def check_cores(wanted: int) -> None:
-    """Raise if this machine has fewer NeuronCores than are wanted."""
+def check_cores(tp_degree: int) -> None:
+    """Raise if this machine has fewer than ``tp_degree`` NeuronCores."""
     chips = len(list(Path("/dev").glob("neuron[0-9]*")))
     cores = chips * TRN1.cores_per_chip
-    if wanted > cores:
-        raise UserError(f"tp_degree {wanted}: this machine has {cores} NeuronCores in {chips} devices (/dev/neuron*)")
+    if tp_degree > cores:
+        has = f"this machine has {cores} NeuronCores in {chips} devices (/dev/neuron*)"
+        raise UserError(f"tp_degree {tp_degree}: {has}")

@@ -1,4 +1,4 @@
-"""How a model is to be built for NeuronCores, and the configuration a host is told."""
+"""The settings of a build for NeuronCores, and the configuration that a host reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SMALLEST_BUCKET = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes that a graph is compiled for.
+    """The sizes that a graph is compiled for.
 
     ``tp_degree``: NeuronCores that share the model. ``batch_size``: rows of every step. ``n_positions``: longest
-    sequence, prompt and answer together. ``layout``: of the hidden state, [hidden, sequence, batch] or the reverse.
-    ``continuous``: rows start at any time, prompts are read one at a time.
+    sequence, prompt and answer together. ``layout``: of the hidden state, HSB ([hidden, sequence, batch]) or BSH (the
+    reverse). ``continuous``: rows start at any time, and prompts are processed one at a time.
 
     Raises:
         UserError: a value is out of range.
@@ -37,13 +37,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.tp_degree >= 1, f"tp_degree {self.tp_degree}: has to be 1 or more"),
-            (self.batch_size >= 1, f"batch_size {self.batch_size}: has to be 1 or more"),
-            (self.n_positions >= 2, f"n_positions {self.n_positions}: has to be 2 or more, a prompt and an answer"),
-            (self.layout in LAYOUTS, f"layout {self.layout!r}: has to be one of {', '.join(LAYOUTS)}"),
+            (self.tp_degree >= 1, f"tp_degree {self.tp_degree}: must be 1 or more"),
+            (self.batch_size >= 1, f"batch_size {self.batch_size}: must be 1 or more"),
+            (self.n_positions >= 2, f"n_positions {self.n_positions}: must be 2 or more, for a prompt and an answer"),
+            (self.layout in LAYOUTS, f"layout {self.layout!r}: must be one of {', '.join(LAYOUTS)}"),
         )
-        for good, message in checks:
-            if not good:
+        for valid, message in checks:
+            if not valid:
                 raise UserError(message)
 
     def check(self, architecture: Architecture) -> None:
@@ -55,11 +55,12 @@ class Settings:
 
     @property
     def amp(self) -> str:
+        """The hosts' name of the dtype."""
         return AMPS[self.dtype]
 
     @property
     def buckets(self) -> list[int]:
-        """Sequence lengths to compile for where a host takes several: powers of two from 128 to ``n_positions``."""
+        """Sequence lengths for a host that compiles several: powers of two from 128, and ``n_positions``."""
         sizes = []
         size = SMALLEST_BUCKET
         while size < self.n_positions:
@@ -69,10 +70,10 @@ class Settings:
 
 
 def host_config(architecture: Architecture) -> SimpleNamespace:
-    """The model's configuration as a host's own code reads it.
+    """Return the model's configuration as a host's own code reads it.
 
-    The hosts take the head size for hidden size / heads and deal heads out to ranks themselves. They are told a number
-    of heads that makes the first true; the second is done before they see a weight (:mod:`.heads`).
+    The hosts compute the head size as hidden size / heads, so this configuration has the number of heads that gives the
+    right size. They also distribute heads over the cores, which :mod:`.heads` does before they see a weight.
     """
     return SimpleNamespace(
         hidden_size=architecture.hidden,

@@ -29,17 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", metavar="FILE|self", help="text to train on (default: the calibration text of the compression)"
     )
-    parser.add_argument("--calibration-rows", type=int, metavar="N", help="rows of text (default: as many)")
-    parser.add_argument("--calibration-length", type=int, metavar="N", help="tokens per row (default: as many)")
+    parser.add_argument(
+        "--calibration-rows", type=int, metavar="N", help="rows of text (default: as in the compression)"
+    )
+    parser.add_argument(
+        "--calibration-length", type=int, metavar="N", help="tokens per row (default: as in the compression)"
+    )
     add_factor_dtype(parser)
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    from neuronmm.compression.config import renamed
     from neuronmm.compression.recover import recover
 
-    dtypes = {name: value for name in FACTOR_DTYPE if (value := getattr(args, name)) is not None}
+    dtype = {name: value for name in FACTOR_DTYPE if (value := getattr(args, name)) is not None}
     recovery = partial(
         recover,
         args.model,
@@ -49,6 +52,6 @@ def run(args: argparse.Namespace) -> None:
         calibration=args.calibration,
         calibration_rows=args.calibration_rows,
         calibration_length=args.calibration_length,
-        **renamed(dtypes),
+        **dtype,
     )
     run_and_report(args, recovery)

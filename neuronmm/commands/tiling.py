@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from neuronmm.kernels.hardware import CORES
-    from neuronmm.kernels.nki.tiling import MlpProblem, Problem, explain, solve
+    from neuronmm.kernels.nki.problem import MlpProblem, Problem
+    from neuronmm.kernels.nki.tiling import explain, solve
 
     problem: Problem | MlpProblem
     if args.mlp:

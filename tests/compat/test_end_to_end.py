@@ -1,6 +1,6 @@
-"""The whole way on every supported transformers: compress on the command line, load anywhere, the same tokens.
+"""End to end on every supported transformers: compress with the command line, load, and compare the tokens.
 
-``make test`` runs this folder and ``tests/models`` on the oldest supported transformers, and on the newest everything.
+``make test`` runs this folder and ``tests/models`` on the oldest supported transformers, and all tests on the newest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROMPT = "w7 w21 w40 w9"
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # transformers 5 gives a qwen2 no tokenizer but its own
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # transformers 5 only loads Qwen2's tokenizer for qwen2
 def test_compress_then_generate_equals_transformers(
     model_type: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

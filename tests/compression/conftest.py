@@ -14,7 +14,7 @@ from tiny_models import make_tiny
 
 @pytest.fixture
 def dense(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a dense tiny model: ``dense("qwen2", tied=True, dtype=torch.bfloat16, max_shard_size="20KB")``."""
+    """Write a dense tiny model: ``dense("qwen2", tied=True, dtype=torch.bfloat16, max_shard_size="20KB")``."""
 
     def make(
         model_type: str = "llama", *, tied: bool = False, dtype: torch.dtype = torch.float32, **saving: object
@@ -29,7 +29,7 @@ def dense(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """About two thousand random words of the tiny vocabulary."""
+    """Write two thousand random words of the tiny vocabulary."""
     ids = torch.randint(3, 64, (2000,), generator=torch.Generator().manual_seed(1))
     file = tmp_path / "calibration.txt"
     file.write_text(" ".join(f"w{i}" for i in ids.tolist()))

@@ -1,4 +1,4 @@
-"""Calibration rows: from files, and sampled from the model layer by layer."""
+"""Calibration rows, from files and sampled from the model layer by layer."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def test_streamed_layers_compute_what_the_whole_model_does(
     if not resident:
         monkeypatch.setattr(streaming, "RESIDENT_BYTES", 0)
     folder = dense(model_type, tied=model_type == "qwen2", max_shard_size="20KB")
-    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    complete = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.randint(3, 64, (3, 7))
     streamed = StreamedModel(folder, torch.float32)
     with torch.no_grad():
-        want = whole(tokens).logits
+        want = complete(tokens).logits
         for _ in range(2):  # a second pass must find the weights again
             hidden = streamed.embed(tokens)
             rotary = streamed.rotary(hidden, torch.arange(7)[None])
@@ -93,16 +93,16 @@ def test_streamed_layers_compute_what_the_whole_model_does(
 
 
 def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Path]) -> None:
-    """The same uniform numbers through the whole model's logits draw the same tokens."""
+    """The same uniform numbers and the logits of the complete model give the same tokens."""
     folder = dense()
     fractions: list[float] = []
     rows = from_model(StreamedModel(folder, torch.float32), word_tokenizer(), Rows(6, 12, 5), fractions.append)
     assert rows.shape == (6, 12) and sum(fractions) == pytest.approx(1)
     assert rows[:, 0].tolist() == [1, 3, 1, 3, 1, 3]
-    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    complete = AutoModelForCausalLM.from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        cumulative = whole(rows).logits.double().softmax(-1).cumsum(-1)
+        cumulative = complete(rows).logits.double().softmax(-1).cumsum(-1)
     for position in range(11):
         uniform = torch.rand(6, 1, generator=generator).double()
         drawn = torch.searchsorted(cumulative[:, position].contiguous(), uniform)[:, 0]

@@ -1,4 +1,4 @@
-"""Runs that share one calibration: the same checkpoints as alone, without running the model again."""
+"""Runs that share a calibration write the same checkpoints as alone, without running the model again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def weights(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5])
-def test_every_run_gives_what_it_gives_alone(first: int, dense: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_with_a_store_writes_the_same_bytes_as_without(
+    first: int, dense: Callable[..., Path], tmp_path: Path
+) -> None:
     source = dense("qwen2")
     ordered = [SETTINGS[first], *SETTINGS]
     for number, settings in enumerate(ordered):
@@ -50,11 +52,13 @@ def test_later_runs_do_not_run_the_model_but_report_its_time(
         source, tmp_path / "second", settings, store=store, progress=lambda stage, fraction: stages.append(stage)
     )
     assert "sampling text" not in stages
-    held = {file.stem: calibration_store.safe_open(file, framework="pt").metadata() for file in store.glob("*.safet*")}
-    assert len(held) == 1 + 2 and sum(float(one["seconds"]) for one in held.values()) < plain["seconds"]
+    metadata = {
+        file.stem: calibration_store.safe_open(file, framework="pt").metadata() for file in store.glob("*.safet*")
+    }
+    assert len(metadata) == 1 + 2 and sum(float(entry["seconds"]) for entry in metadata.values()) < plain["seconds"]
 
 
-def test_an_interrupted_run_leaves_a_store_that_it_goes_on_with(dense: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_its_store(dense: Callable[..., Path], tmp_path: Path) -> None:
     source, settings, seen = dense(), config(share_a="auto"), list[str]()
 
     def stop(stage: str, fraction: float) -> None:

@@ -1,4 +1,4 @@
-"""What a run asks of the disk before it begins is what it comes to need."""
+"""The disk space that a run checks for before it begins is what it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = [{}, {"factor_dtype": "int8"}, {"recover": "factors"}, {"recover": "fact
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "+".join(kind.values()) or "plain")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_run_never_holds_more_tensors_on_the_disk_than_it_asked_room_for(
+def test_a_run_never_has_more_tensors_on_the_disk_than_it_checked_room_for(
     kind: dict[str, str],
     dtype: torch.dtype,
     dense: Callable[..., Path],
@@ -61,7 +61,7 @@ def test_a_run_never_holds_more_tensors_on_the_disk_than_it_asked_room_for(
     assert max(most) > 1.5 * Reader(tmp_path / "low").total_bytes(), "the largest moment was not seen"
 
 
-def test_what_lacks_is_said_in_a_unit_that_shows_it(
+def test_missing_space_is_named_in_a_unit_that_shows_it(
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, usage = dense(), shutil.disk_usage(tmp_path)
@@ -74,7 +74,7 @@ def test_what_lacks_is_said_in_a_unit_that_shows_it(
 
 
 def _content(file: Path) -> int:
-    """The bytes of the tensors in a safetensors file, written or being written; nothing of another."""
+    """Return the bytes of the tensors in a safetensors file, complete or partial; 0 for other files."""
     if file.suffix not in (".safetensors", ".writing"):
         return 0
     with file.open("rb") as opened:

@@ -34,7 +34,7 @@ QUICK = {"learning_rate": 3e-3, "epochs": 2, "batch": 4}
 
 
 def silent(stage: str, fraction: float) -> None:
-    """Progress that nobody looks at."""
+    """Ignore progress."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -47,7 +47,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture
 def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """Makes a dense and a compressed checkpoint: ``low({"share_a": "auto"}, dtype=torch.bfloat16)``."""
+    """Write a dense and a compressed checkpoint: ``low({"share_a": "auto"}, dtype=torch.bfloat16)``."""
 
     def make(more: dict[str, Any] | None = None, **saving: Any) -> tuple[Path, Path]:
         source, out = dense("llama", **saving), tmp_path / "low"
@@ -61,7 +61,7 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[...,
 @pytest.mark.parametrize("distil", [True, False])
 @given(batch=st.integers(1, 3), length=st.integers(2, 9), chunk=st.integers(1, 12), seed=st.integers(0, 5))
 @examples(10)
-def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
+def test_the_chunked_loss_and_its_gradients_equal_those_of_all_logits_at_once(
     distil: bool, batch: int, length: int, chunk: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -69,20 +69,20 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_whole_logits(
     states = 2 * torch.randn(batch, length, 32) if distil else None
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(distillation, "_CHUNK", chunk)
-        found = loss_sum(model, Lesson(tokens, states), scale=0.5)
+        chunked = loss_sum(model, Lesson(tokens, states), scale=0.5)
     gradients = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
     model.zero_grad()
     logits = model(tokens).logits[:, :-1].log_softmax(-1)
     if states is None:
         loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     else:
-        wanted = model.lm_head(states[:, :-1]).log_softmax(-1).detach()
-        loss = (wanted.exp() * (wanted - logits)).sum()
+        expected = model.lm_head(states[:, :-1]).log_softmax(-1).detach()
+        loss = (expected.exp() * (expected - logits)).sum()
     (0.5 * loss).backward()
-    assert found == pytest.approx(loss.item(), rel=1e-4)
-    wanted_gradients = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
-    largest = max(float(gradient.abs().max()) for gradient in wanted_gradients.values())
-    torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-3, atol=1e-5 * largest)
+    assert chunked == pytest.approx(loss.item(), rel=1e-4)
+    expected_gradients = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
+    largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-5 * largest)
 
 
 def test_distilling_a_model_from_itself_costs_nothing(dense: Callable[..., Path]) -> None:
@@ -97,7 +97,7 @@ CASES = [{"rank": 4}, {"rank": 4, "two_stage": False}, {"rank": 0, "two_stage": 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("distil", [True, False])
-def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
+def test_training_lowers_the_held_out_loss_and_changes_only_the_factors(
     low: Callable[..., tuple[Path, Path]], case: dict[str, Any], distil: bool
 ) -> None:
     source, folder = low(dtype=torch.bfloat16, max_shard_size="20KB")
@@ -129,16 +129,16 @@ def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
 
 def test_the_same_run_gives_the_same_bytes(low: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
     source, folder = low()
-    found = []
+    results = []
     for seed in (0, 0, 1):
         torch.manual_seed(torch.seed())  # what ran before must not matter
-        copy = tmp_path / f"copy-{len(found)}"
+        copy = tmp_path / f"copy-{len(results)}"
         copy.mkdir()
         for name, data in contents(folder).items():
             (copy / name).write_bytes(data)
         train_factors(copy, ROWS, Recovery(**QUICK, rank=2, seed=seed), silent, dense=source)
-        found.append(contents(copy))
-    assert found[0] == found[1] != found[2]
+        results.append(contents(copy))
+    assert results[0] == results[1] != results[2]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -158,7 +158,7 @@ def test_a_shared_a_is_trained_once_and_stays_shared(low: Callable[..., tuple[Pa
 
 
 @pytest.mark.parametrize("where", ["dense model", "recovering", "replacing"])
-def test_an_interruption_leaves_the_checkpoint_as_it_was(
+def test_an_interruption_leaves_the_checkpoint_unchanged(
     low: Callable[..., tuple[Path, Path]], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, folder = low(max_shard_size="20KB")
@@ -179,19 +179,19 @@ def test_an_interruption_leaves_the_checkpoint_as_it_was(
 
 
 def passes_of(case: dict[str, Any]) -> int:
-    """Over the rows, in all stages."""
+    """Return the number of epochs of all stages."""
     return QUICK["epochs"] * (2 if Recovery(**case).two_stage else 1)
 
 
 @pytest.mark.parametrize(("case", "passes"), [(c, n + 1) for c in CASES for n in range(passes_of(c))], ids=str)
-def test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(
+def test_an_interrupted_training_resumes_after_its_last_epoch_to_the_same_bytes(
     low: Callable[..., tuple[Path, Path]], case: dict[str, Any], passes: int, tmp_path: Path
 ) -> None:
     source, folder = low()
-    whole, work, settings = tmp_path / "whole", tmp_path / "work", Recovery(**QUICK, **case)
-    shutil.copytree(folder, whole)
+    uninterrupted, work, settings = tmp_path / "whole", tmp_path / "work", Recovery(**QUICK, **case)
+    shutil.copytree(folder, uninterrupted)
     work.mkdir()
-    wanted = train_factors(whole, ROWS, settings, silent, dense=source)
+    expected = train_factors(uninterrupted, ROWS, settings, silent, dense=source)
     step, steps = Mock(wraps=loss_sum), math.ceil(28 / QUICK["batch"])
 
     def interrupted(*arguments: Any) -> float:
@@ -214,8 +214,8 @@ def test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(
         )
     assert step.call_count == (passes_of(case) - passes) * steps
     assert sum(fractions) == pytest.approx(2), "the dense model's and the recovery's"
-    assert contents(folder) == contents(whole)
-    assert [stage["losses"] for stage in done["stages"]] == [stage["losses"] for stage in wanted["stages"]]
+    assert contents(folder) == contents(uninterrupted)
+    assert [stage["losses"] for stage in done["stages"]] == [stage["losses"] for stage in expected["stages"]]
     assert 0 < done["resumed_seconds"] < done["seconds"]
 
 
@@ -258,15 +258,15 @@ def test_too_little_text_is_refused(low: Callable[..., tuple[Path, Path]], rows:
 
 def test_a_damaged_checkpoint_is_refused(low: Callable[..., tuple[Path, Path]]) -> None:
     _, folder = low()
-    held = tensors(folder)
-    held["model.layers.0.mlp.up_proj.A.weight"][0, 0] = torch.nan
-    factor_training.replace_tensors(folder, held)
+    damaged = tensors(folder)
+    damaged["model.layers.0.mlp.up_proj.A.weight"][0, 0] = torch.nan
+    factor_training.replace_tensors(folder, damaged)
     with pytest.raises(UserError, match="damaged"):
         train_factors(folder, ROWS, Recovery(), silent)
 
 
 @pytest.mark.parametrize(("recover", "length", "rows"), [("factors", 256, 4), ("factors", 1500, 1), ("lora", 1024, 8)])
-def test_a_step_of_the_factors_is_one_pass_of_the_model_and_loras_are_the_published_rows(
+def test_a_step_of_the_factors_is_one_forward_pass_and_a_step_of_lora_has_the_published_rows(
     recover: str, length: int, rows: int
 ) -> None:
     settings_of_run = recovery_of(CompressionConfig.build(None, recover=recover, calibration_length=length), "cpu")
@@ -281,28 +281,28 @@ HALVES = [torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", HALVES)
 @given(value=st.floats(-100, 100, width=32), seed=st.integers(0, 3))
-def test_each_value_becomes_one_of_its_neighbours_and_their_mean_is_the_value(
+def test_rounding_chooses_between_two_neighbours_and_preserves_the_mean(
     dtype: torch.dtype, value: float, seed: int
 ) -> None:
     values = torch.full((TIMES,), value)
     rounded = round_stochastically(values, dtype, torch.Generator().manual_seed(seed))
     assert rounded.dtype == dtype
-    found = rounded.unique().float()
-    if len(found) == 1:
+    neighbours = rounded.unique().float()
+    if len(neighbours) == 1:
         # The other one was too unlikely to be seen, or the value is there in this dtype.
-        assert found[0] == values[0].to(dtype)
+        assert neighbours[0] == values[0].to(dtype)
         return
-    low, high = sorted(found.tolist())
-    assert len(found) == 2 and low < value < high
-    assert torch.nextafter(found.min().to(dtype), torch.tensor(torch.inf, dtype=dtype)) == found.max()
-    share = (value - low) / (high - low)
+    low, high = sorted(neighbours.tolist())
+    assert len(neighbours) == 2 and low < value < high
+    assert torch.nextafter(neighbours.min().to(dtype), torch.tensor(torch.inf, dtype=dtype)) == neighbours.max()
+    fraction = (value - low) / (high - low)
     # Five standard errors, and some counts more where one of the two is so rare that they are not normal.
-    spread = 5 * (share * (1 - share) / TIMES) ** 0.5 + 10 / TIMES
-    assert float((rounded == high).float().mean()) == pytest.approx(share, abs=spread)
+    spread = 5 * (fraction * (1 - fraction) / TIMES) ** 0.5 + 10 / TIMES
+    assert float((rounded == high).float().mean()) == pytest.approx(fraction, abs=spread)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
-def test_what_the_dtype_holds_stays_and_the_callers_tensor_too(dtype: torch.dtype) -> None:
+def test_rounding_changes_neither_exact_values_nor_its_argument(dtype: torch.dtype) -> None:
     values = torch.cat([torch.zeros(64), torch.randn(64, generator=torch.Generator().manual_seed(0))]).to(dtype).float()
     before = values.clone()
     rounded = round_stochastically(values, dtype, torch.Generator())

@@ -1,4 +1,4 @@
-"""The closed form against the direct product and against brute force."""
+"""The closed form against direct computation and gradient descent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = st.tuples(st.integers(2, 40), st.integers(2, 40), st.integers(1, 60))
 
 
 def draw(out: int, into: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] and inputs [in, tokens] with a dead feature and a massive one."""
+    """Return a weight [out, in] and inputs [in, tokens] with a dead feature and a massive one."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(out, into, generator=generator)
     inputs = torch.randn(into, tokens, generator=generator)
@@ -31,7 +31,7 @@ def draw(out: int, into: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def gather(weight: Tensor, inputs: Tensor, damping: float, of_inputs: bool | None = None) -> Moments:
-    """The moments of ``weight`` [out, in] over ``inputs`` [in, tokens]; by default of its smaller side."""
+    """Return the moments of ``weight`` [out, in] over ``inputs`` [in, tokens]; by default of its smaller side."""
     out, into = weight.shape
     of_inputs = out > into if of_inputs is None else of_inputs
     moments = Moments(into if of_inputs else out, of_inputs, damping)
@@ -40,18 +40,18 @@ def gather(weight: Tensor, inputs: Tensor, damping: float, of_inputs: bool | Non
 
 
 def damped(inputs: Tensor, moments: Moments) -> Tensor:
-    """The damped Gram matrix of the inputs [in, in], directly, in float64."""
+    """Compute the damped Gram matrix of the inputs [in, in] directly, in float64."""
     return inputs.double() @ inputs.double().T + moments.damping * torch.eye(len(inputs), dtype=torch.float64)
 
 
 def objective(delta: Tensor, gram: Tensor) -> float:
-    """``tr(D G D^T)``, directly."""
+    """Compute ``tr(D G D^T)`` directly."""
     return float(((delta @ gram) * delta).sum())
 
 
 @examples(60)
 @given(sizes=SIZES, fraction=st.floats(0, 1), of_inputs=st.booleans(), seed=st.integers(0, 99))
-def test_the_reported_loss_is_the_dropped_spectrum_and_the_direct_product(
+def test_the_reported_loss_is_the_dropped_spectrum_and_the_direct_error(
     sizes: tuple[int, int, int], fraction: float, of_inputs: bool, seed: int
 ) -> None:
     out, into, tokens = sizes
@@ -73,7 +73,7 @@ def test_the_reported_loss_is_the_dropped_spectrum_and_the_direct_product(
 
 @examples(30)
 @given(sizes=SIZES, seed=st.integers(0, 99))
-def test_plain_svd_is_torchs(sizes: tuple[int, int, int], seed: int) -> None:
+def test_plain_svd_equals_torch_svd(sizes: tuple[int, int, int], seed: int) -> None:
     out, into, _ = sizes
     weight, _ = draw(out, into, 1, seed)
     rank = (min(out, into) + 1) // 2
@@ -84,8 +84,8 @@ def test_plain_svd_is_torchs(sizes: tuple[int, int, int], seed: int) -> None:
 
 
 @pytest.mark.parametrize(("out", "into"), [(12, 20), (20, 12)])
-def test_no_other_matrix_of_the_rank_does_better(out: int, into: int) -> None:
-    """Gradient descent on random factors never gets below the closed form, and comes close to it."""
+def test_gradient_descent_finds_no_better_matrix_of_the_rank(out: int, into: int) -> None:
+    """Gradient descent from random factors comes close to the closed form and never below it."""
     weight, inputs = draw(out, into, 30, 3)
     inputs[-1] /= 100
     moments = gather(weight, inputs, 1e-3)
@@ -96,8 +96,8 @@ def test_no_other_matrix_of_the_rank_does_better(out: int, into: int) -> None:
         delta = weight.double() - product
         return ((delta @ gram) * delta).sum()
 
-    found = least(loss, out, into, 4)
-    assert best * (1 - 1e-9) <= found <= best * 1.05
+    descended = least(loss, out, into, 4)
+    assert best * (1 - 1e-9) <= descended <= best * 1.05
 
 
 @pytest.mark.parametrize(("out", "into"), [(16, 24), (24, 16)])
@@ -116,8 +116,8 @@ def test_the_factors_are_balanced() -> None:
 
 
 @pytest.mark.parametrize("of_inputs", [True, False])
-def test_fewer_tokens_than_features_and_no_tokens_at_all(of_inputs: bool) -> None:
-    """A singular Gram matrix is the commonest complaint about whitening: it must be served, an all-zero one too."""
+def test_fewer_tokens_than_features_and_all_zero_inputs_are_factorised(of_inputs: bool) -> None:
+    """Whitening commonly fails on singular Gram matrices; these must work, all-zero ones included."""
     weight, inputs = draw(24, 16, 2, 2)
     for x in (inputs, torch.zeros(16, 3)):
         factors = factorize(weight, 16, gather(weight, x, 1e-4, of_inputs))
@@ -126,7 +126,7 @@ def test_fewer_tokens_than_features_and_no_tokens_at_all(of_inputs: bool) -> Non
 
 
 @pytest.mark.parametrize("of_inputs", [True, False])
-def test_a_gram_matrix_made_indefinite_by_rounding_is_served(of_inputs: bool) -> None:
+def test_a_gram_matrix_that_rounding_made_indefinite_is_factorised(of_inputs: bool) -> None:
     weight, inputs = draw(24, 16, 4, 2)
     moments = gather(weight, inputs, 1e-9, of_inputs)
     moments.gram -= 1e-3 * torch.eye(len(moments.gram))
@@ -146,8 +146,8 @@ def test_bad_numbers_are_refused(of_inputs: bool) -> None:
             factorize(weight, rank)
 
 
-def test_one_a_for_all_loses_the_sum_of_their_relative_losses_and_keeps_the_quiet_ones() -> None:
-    """Queries a hundred times as large as the values: without scales the values get what the queries leave."""
+def test_a_shared_a_loses_the_sum_of_the_relative_losses_and_keeps_linears_of_low_energy() -> None:
+    """The queries are a hundred times larger than the values: without scales they would determine A."""
     layer = nn.Module()
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(16, 200, generator=generator, dtype=torch.float64) * torch.linspace(1, 3, 16)[:, None]
@@ -165,8 +165,8 @@ def test_one_a_for_all_loses_the_sum_of_their_relative_losses_and_keeps_the_quie
     def lost(linear: Linear) -> list[float]:
         pair = LayerPair(layer, "")
         pair.replace(linear, factorize(pair.weight(linear), 8, moments), torch.float32)
-        made = pair.compressed
-        gaps = [(made.get_submodule(m.name)(x) - layer.get_submodule(m.name)(x)).square().sum() for m in members]
+        compressed = pair.compressed
+        gaps = [(compressed.get_submodule(m.name)(x) - layer.get_submodule(m.name)(x)).square().sum() for m in members]
         return [float(gap) / whole for gap, whole in zip(gaps, energies, strict=True)]
 
     x = inputs.T.float()

@@ -1,4 +1,4 @@
-"""Kills, power cuts and damage: a run that is resumed gives the same bytes, and OUT is never half."""
+"""Kills, power cuts and damage: a resumed run gives the same bytes, and OUT is never incomplete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from neuronmm.compression.pipeline import compress
 from neuronmm.models import UserError
 
 ALL: dict[str, Any] = {**SMALL, **EVERYTHING, "targets": "all", "recover": "factors", "calibration_rows": 16}
-"""Settings of a run that writes every kind of file."""
+"""The settings of a run that writes every kind of file."""
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda data: b"",
@@ -29,11 +29,11 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "no tensors": lambda data: b"\x02\0\0\0\0\0\0\0{}",
     "list": lambda data: b"[]",
 }
-"""What befalls a file. The last one is of JSON, the two before it are of tensors."""
+"""Kinds of damage to a file. The last one is for JSON, the two before it are for tensors."""
 
 
 class Interrupted(BaseException):
-    """Stands for a kill: nothing catches it."""
+    """A kill, which no code catches."""
 
 
 def stop_at(stage: str, count: int) -> Callable[[str, float], None]:
@@ -48,7 +48,7 @@ def stop_at(stage: str, count: int) -> Callable[[str, float], None]:
 
 
 def stop_before_the_second_move(source: Path, out: Path, settings: CompressionConfig) -> None:
-    """Begin to replace ``out``, and stop where it is gone and the new one is not there yet."""
+    """Start to replace ``out`` and stop between the two moves, when there is no ``out``."""
     replace = os.replace
 
     def crash(old: Path, new: Path) -> None:
@@ -64,14 +64,14 @@ def stop_before_the_second_move(source: Path, out: Path, settings: CompressionCo
 
 @pytest.fixture
 def made(dense: Callable[..., Path], text: Path, tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, bytes]]:
-    """A model, the settings of a run and the files that it makes when nothing interrupts it."""
+    """Return a model, the settings of a run and the files that it writes without interruption."""
     source, settings = dense(), {**ALL, "calibration": str(text)}
     compress(source, tmp_path / "whole", config(**settings))
     return source, settings, weights(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("stage", "count"), [("measuring spectra", 2), ("compressing", 8), ("recovering", 3)])
-def test_a_damaged_file_counts_as_not_written(
+def test_a_damaged_file_counts_as_missing(
     stage: str, count: int, made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
 ) -> None:
     source, settings, expected = made
@@ -90,10 +90,10 @@ def test_a_damaged_file_counts_as_not_written(
             shutil.rmtree(out)
 
 
-def test_layers_are_run_again_where_the_hidden_states_after_them_are_lost(
+def test_layers_run_again_if_their_hidden_states_are_lost(
     made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
 ) -> None:
-    """The embedding must not stand in for the states that the first layers had made of it."""
+    """The embeddings must not replace the outputs of the first layers."""
     source, settings, expected = made
     with pytest.raises(Interrupted):
         compress(source, tmp_path / "out", config(**settings), progress=stop_at("compressing", 8))
@@ -121,7 +121,7 @@ def test_a_damaged_store_is_filled_again(dense: Callable[..., Path], text: Path,
             compress(source, tmp_path / "out", settings, store=store)
 
 
-def test_nothing_takes_its_name_before_it_is_on_the_disk(
+def test_no_file_gets_its_name_before_it_is_on_the_disk(
     made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, settings, _ = made
@@ -154,7 +154,7 @@ def test_nothing_takes_its_name_before_it_is_on_the_disk(
 
 
 @pytest.mark.parametrize("again", [{"force": True, "resume": True}, {"force": True}])
-def test_between_the_two_moves_of_a_replacement_the_old_out_is_not_lost(
+def test_a_kill_between_the_two_moves_of_a_replacement_does_not_lose_the_old_out(
     again: dict[str, bool], dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
     source, out = dense(), tmp_path / "out"
@@ -174,7 +174,7 @@ def test_between_the_two_moves_of_a_replacement_the_old_out_is_not_lost(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_an_out_made_while_a_replacement_was_interrupted_costs_neither(
+def test_an_out_created_after_an_interrupted_replacement_loses_neither(
     dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
     source, out = dense(), tmp_path / "out"

@@ -44,7 +44,7 @@ def test_every_method_writes_what_it_reports(
 
 
 @pytest.mark.parametrize("recover", ["off", "lora"])
-def test_int8_factors_are_stored_last_and_said(recover: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+def test_int8_factors_are_stored_last_and_reported(recover: str, dense: Callable[..., Path], tmp_path: Path) -> None:
     source = dense("qwen3", max_shard_size="20KB", dtype=torch.bfloat16)
     report = compress(
         source, tmp_path / "out", config(factor_dtype="int8", recover=recover, share_a="auto", targets="all")
@@ -62,7 +62,7 @@ def test_int8_factors_are_stored_last_and_said(recover: str, dense: Callable[...
 
 
 @pytest.mark.parametrize("method", ["whitened", "anchored"])
-def test_a_model_that_is_read_layer_by_layer_gives_the_same(
+def test_a_model_that_is_read_layer_by_layer_gives_the_same_bytes(
     method: str, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, settings = dense("qwen2"), config(**{**EVERYTHING, "method": method})
@@ -73,7 +73,7 @@ def test_a_model_that_is_read_layer_by_layer_gives_the_same(
 
 
 def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Path], tmp_path: Path) -> None:
-    """Gate and up that read the same directions share an A, and their product is the joint closed form's."""
+    """Gate and up that read the same directions share an A."""
     source, out = dense(), tmp_path / "out"
 
     def alike(state: dict[str, torch.Tensor]) -> None:
@@ -95,10 +95,10 @@ def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Pat
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "global"])
-def test_an_a_is_shared_where_it_pays_at_the_ranks_that_are_given(
+def test_an_a_is_shared_where_it_pays_at_the_allocated_ranks(
     allocation: str, dense: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """With one rank for all a gate that needs every rank gains from the up that needs few; else it stays dense."""
+    """At uniform ranks a gate that needs many ranks gains from an up that needs few; else it stays dense."""
     source, out = dense(), tmp_path / "out"
 
     def unlike(state: dict[str, torch.Tensor]) -> None:
@@ -117,10 +117,10 @@ def test_an_a_is_shared_where_it_pays_at_the_ranks_that_are_given(
     assert [gate in spec["ranks"] for gate in gates] == [allocation == "uniform"] * 2
 
 
-def test_what_one_a_would_lose_is_weighed_as_what_they_lose_apart(
+def test_losses_with_a_shared_a_and_with_separate_ones_have_one_scale(
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any rank both lose all there is: the relative energies' sum, with one A as with their own."""
+    """At rank 0 both lose the sum of the relative energies, with a shared A and with separate ones."""
     seen = list[str]()
 
     def compare(
@@ -137,8 +137,8 @@ def test_what_one_a_would_lose_is_weighed_as_what_they_lose_apart(
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.2])
-def test_every_stage_ends_at_one(ratio: float, dense: Callable[..., Path], tmp_path: Path) -> None:
-    """At 0.05 one layer stays whole: nothing of it is refined."""
+def test_the_fractions_of_every_stage_add_up_to_one(ratio: float, dense: Callable[..., Path], tmp_path: Path) -> None:
+    """At 0.05 one layer stays dense and is not refined."""
     fractions: dict[str, float] = defaultdict(float)
 
     def progress(stage: str, fraction: float) -> None:

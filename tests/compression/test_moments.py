@@ -12,7 +12,7 @@ from neuronmm.models.families import TARGETS
 from tiny_models import make_tiny
 
 
-def test_linears_of_one_input_share_its_moments_and_others_get_those_of_their_smaller_side() -> None:
+def test_linears_of_one_input_share_moments_and_others_get_those_of_their_smaller_side() -> None:
     layer = make_tiny("qwen2").model.layers[0]
     weights = {name: layer.get_submodule(name) for name in TARGETS["all"]}
     assert weights["self_attn.q_proj"].bias is not None  # it must not enter the outputs' moments
@@ -34,7 +34,7 @@ def test_linears_of_one_input_share_its_moments_and_others_get_those_of_their_sm
         torch.testing.assert_close(moments[name].damping, expected, rtol=1e-5, atol=0)
 
 
-def test_autocast_does_not_reach_the_products() -> None:
+def test_autocast_does_not_affect_the_matmuls() -> None:
     layer = nn.ModuleDict({"a": nn.Linear(8, 9)})
     x = torch.randn(64, 8) + 100
     with torch.autocast("cpu", dtype=torch.bfloat16), gathering(layer, ["a"], 1e-3) as moments:
@@ -61,7 +61,7 @@ def test_small_directions_survive_beside_a_massive_activation() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_each_half_is_weighed_by_each_tokens_own_stream(family: str) -> None:
+def test_the_fraction_is_the_median_over_the_tokens(family: str) -> None:
     torch.manual_seed(0)
     model = make_tiny(family).model
     layer = model.layers[0].requires_grad_(False)

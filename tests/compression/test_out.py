@@ -1,4 +1,4 @@
-"""What a run may write: no input and nothing of anybody else's is touched, and two runs never share an OUT."""
+"""Files that a run may write: it changes neither its inputs nor other files, and two runs never share an OUT."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = [{}, {"force": True}, {"resume": True}, {"force": True, "resume": True}]
 
 @pytest.fixture
 def shelf(dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory and home ``shelf``, with a model, a checkpoint made of it and many strange things."""
+    """Create the current directory and home ``shelf`` with a model, its compressed checkpoint and other files."""
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     shutil.move(dense(), shelf / "model")
@@ -118,7 +118,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "out", "message"), REFUSED)
-def test_a_dangerous_out_is_refused_before_a_model_is_looked_at(
+def test_a_dangerous_out_is_refused_before_the_model_is_read(
     model: str, out: str, message: str, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(shelf.parent)
@@ -131,7 +131,7 @@ def test_a_dangerous_out_is_refused_before_a_model_is_looked_at(
 
 
 @pytest.mark.parametrize("flags", FLAGS[1:], ids="+".join)
-def test_text_to_calibrate_on_is_not_replaced(flags: dict[str, bool], shelf: Path) -> None:
+def test_the_calibration_text_is_not_replaced(flags: dict[str, bool], shelf: Path) -> None:
     before = snapshot(shelf.parent)
     with pytest.raises(UserError, match=r"texted: holds texted/tokenizer_text\.txt"):
         compress("model", "texted", config(calibration="texted/tokenizer_text.txt"), **flags)
@@ -143,7 +143,7 @@ def test_text_to_calibrate_on_is_not_replaced(flags: dict[str, bool], shelf: Pat
     ("out", "teacher"),
     [("low", None), ("to-low", None), ("model", "model"), ("model", None), ("model/out", None), (".", None)],
 )
-def test_recover_spares_the_checkpoint_and_the_dense_model(
+def test_recover_overwrites_neither_the_checkpoint_nor_the_dense_model(
     out: str, teacher: str | None, flags: dict[str, bool], shelf: Path
 ) -> None:
     compress("model", "low", config(method="whitened", calibration=str(shelf / "text.txt")), force=True)
@@ -155,17 +155,17 @@ def test_recover_spares_the_checkpoint_and_the_dense_model(
     assert snapshot(shelf.parent) == before
 
 
-def test_the_command_says_it_in_one_line(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_in_one_line(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = snapshot(shelf.parent)
     for out in ("model", ".", "/", "stranger", "to-nothing", "file/out"):
         assert cli.main(["compress", "model", "-o", out, "--force"]) == 2
-        said = capsys.readouterr()
-        line = said.err.strip()
-        assert said.out == "" and "\n" not in line and line.startswith("neuronmm compress: error: ")
+        captured = capsys.readouterr()
+        line = captured.err.strip()
+        assert captured.out == "" and "\n" not in line and line.startswith("neuronmm compress: error: ")
     assert snapshot(shelf.parent) == before
 
 
-def test_an_interrupted_command_says_where_the_work_is_or_that_there_is_none(
+def test_an_interrupted_command_names_the_work_folder_or_says_that_nothing_is_kept(
     shelf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shelf / "recipe.yaml").write_text("align: 2\ncalibration_rows: 4\ncalibration_length: 12\n")
@@ -178,7 +178,7 @@ def test_an_interrupted_command_says_where_the_work_is_or_that_there_is_none(
     assert cli.main([*command, "--resume"]) == 0
 
 
-def test_what_is_ours_is_replaced_and_nothing_beside_it(shelf: Path) -> None:
+def test_force_replaces_only_a_checkpoint_of_neuronmm(shelf: Path) -> None:
     for link in ("to-nothing", "linked.partial"):
         (shelf / link).unlink()
     before = snapshot(shelf)
@@ -191,7 +191,7 @@ def test_what_is_ours_is_replaced_and_nothing_beside_it(shelf: Path) -> None:
     assert tensors(shelf / "old").keys() == tensors(shelf / "low").keys() == tensors(shelf / "free").keys()
 
 
-def test_a_tokenizer_file_named_like_a_pattern_is_ours_too(shelf: Path) -> None:
+def test_force_replaces_a_checkpoint_with_a_file_named_like_a_pattern(shelf: Path) -> None:
     (shelf / "model" / "tokenizer[1].json").write_text("{}")
     for flags in ({}, {"force": True}):
         compress("model", "new", config(method="svd"), **flags)
@@ -199,9 +199,7 @@ def test_a_tokenizer_file_named_like_a_pattern_is_ours_too(shelf: Path) -> None:
 
 
 @pytest.mark.parametrize(("out", "flags"), [("old", {"force": True}), ("new", {})])
-def test_a_folder_that_is_filled_while_a_run_works_is_not_replaced(
-    out: str, flags: dict[str, bool], shelf: Path
-) -> None:
+def test_a_folder_that_is_filled_during_a_run_is_not_replaced(out: str, flags: dict[str, bool], shelf: Path) -> None:
     def fill(stage: str, fraction: float) -> None:
         (shelf / out).mkdir(exist_ok=True)
         (shelf / out / "notes.txt").write_text("mine")
@@ -217,7 +215,7 @@ def test_a_folder_that_is_filled_while_a_run_works_is_not_replaced(
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
-def test_a_second_run_for_the_same_out_says_who_is_at_work(flags: dict[str, bool], shelf: Path) -> None:
+def test_a_second_run_for_the_same_out_names_the_first(flags: dict[str, bool], shelf: Path) -> None:
     refusals: list[str] = []
 
     def meanwhile(stage: str, fraction: float) -> None:
@@ -237,7 +235,7 @@ def test_an_empty_folder_is_filled_without_force(shelf: Path) -> None:
     load_pretrained(shelf / "new", pipeline.torch.float32)
 
 
-def test_the_folder_is_locked_before_the_model_is_looked_at(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_locked_before_the_model_is_read(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(model: Any) -> Path:
         with pytest.raises(UserError, match="at work there"):
             Claim(shelf / "deep" / "new.partial")
@@ -249,21 +247,19 @@ def test_the_folder_is_locked_before_the_model_is_looked_at(shelf: Path, monkeyp
     assert not (shelf / "deep").exists(), "what was made for a run that did nothing is removed"
 
 
-def test_a_mark_that_is_a_link_to_a_file_of_somebody_elses_is_not_written(tmp_path: Path) -> None:
-    theirs = tmp_path / "notes.txt"
-    theirs.write_text("notes")
+def test_a_mark_that_is_a_link_to_another_file_is_not_written(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("notes")
     (tmp_path / "work").mkdir()
-    os.link(theirs, tmp_path / "work" / MARK)
+    os.link(notes, tmp_path / "work" / MARK)
     with pytest.raises(UserError, match="was not written by neuronmm"):
         Claim(tmp_path / "work")
-    assert theirs.read_text() == "notes"
+    assert notes.read_text() == "notes"
 
 
 @pytest.mark.parametrize("third", [False, True])
-def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(
-    third: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run that had the folder removes it, and a third may take it, while another opens the mark and locks it."""
+def test_a_lock_on_a_removed_file_is_taken_again(third: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run removes the folder, and a third may take it, while another run opens and locks its mark."""
     first, opened = Claim(tmp_path / "work"), os.open
 
     def slow(path: Path, *arguments: int) -> int:
@@ -281,7 +277,7 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(
         Claim(tmp_path / "work")
 
 
-def test_a_read_only_place_is_refused_at_once(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_refused_at_once(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "resolve", lambda model: pytest.fail("the model was looked at"))
     before = snapshot(shelf)
     with monkeypatch.context() as patched:
@@ -298,7 +294,7 @@ def test_a_read_only_place_is_refused_at_once(shelf: Path, monkeypatch: pytest.M
     assert snapshot(shelf) == before
 
 
-def test_a_workspace_that_held_nothing_leaves_nothing(shelf: Path) -> None:
+def test_an_empty_workspace_leaves_no_folder(shelf: Path) -> None:
     before = snapshot(shelf)
     with Workspace("new", ["model"], resume=False, force=False) as workspace:
         workspace.begin({"ratio": 1})

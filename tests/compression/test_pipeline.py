@@ -1,4 +1,4 @@
-"""compress from end to end on tiny checkpoints: results, interruption, refusals."""
+"""``compress`` end to end on tiny checkpoints: results, interruption, refusals."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_the_result_is_a_loadable_checkpoint_of_the_promised_size(
     model = load_pretrained(out, torch.float32)
     assert load_tokenizer(out)("w5 w6")["input_ids"] == load_tokenizer(source)("w5 w6")["input_ids"]
     assert torch.isfinite(model(torch.randint(3, 64, (2, 9))).logits).all()
-    found = {name: m.rank for name, m in model.named_modules() if isinstance(m, LowRankLinear)}
-    assert found == json.loads((out / "config.json").read_text())["quantization_config"]["ranks"]
-    assert found == {m["name"]: m["rank"] for m in report["matrices"] if m["rank"] is not None}
+    ranks = {name: m.rank for name, m in model.named_modules() if isinstance(m, LowRankLinear)}
+    assert ranks == json.loads((out / "config.json").read_text())["quantization_config"]["ranks"]
+    assert ranks == {m["name"]: m["rank"] for m in report["matrices"] if m["rank"] is not None}
     assert len(report["matrices"]) == 2 * len(TARGETS[targets])
 
     before, after = tensors(source), tensors(out)
@@ -49,7 +49,7 @@ def test_the_result_is_a_loadable_checkpoint_of_the_promised_size(
     for name in before.keys() & after.keys():
         assert torch.equal(before[name], after[name])
     gone = before.keys() - after.keys()
-    assert {name.rpartition(".")[0] for name in gone} == set(found)
+    assert {name.rpartition(".")[0] for name in gone} == set(ranks)
     kept = sum(m["kept_parameters"] for m in report["matrices"]) / sum(
         m["dense_parameters"] for m in report["matrices"]
     )
@@ -75,7 +75,7 @@ def test_plain_svd_writes_the_truncated_svd(dense: Callable[..., Path], tmp_path
 def test_whitened_reports_the_error_on_its_calibration_text(
     dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
-    """The dense model's inputs, gathered with plain hooks, give the reported errors, and plain SVD is worse."""
+    """Inputs gathered with hooks on the dense model reproduce the reported errors; plain SVD is worse."""
     source = dense()
     settings = config(calibration=str(text), calibration_rows=40, damping=1e-9)
     report = compress(source, tmp_path / "white", settings)
@@ -103,7 +103,7 @@ def test_whitened_reports_the_error_on_its_calibration_text(
 
 
 class Interrupted(BaseException):
-    """Stands for Ctrl-C or a kill: nothing catches it."""
+    """An interruption, such as Ctrl-C, that no code catches."""
 
 
 def _after(count: int) -> Callable[[str, float], None]:
@@ -123,9 +123,9 @@ def _after(count: int) -> Callable[[str, float], None]:
 def test_an_interrupted_run_resumes_to_identical_bytes(
     changes: dict[str, str], dense: Callable[..., Path], tmp_path: Path
 ) -> None:
-    source, whole, out = dense(), tmp_path / "whole", tmp_path / "out"
+    source, uninterrupted, out = dense(), tmp_path / "whole", tmp_path / "out"
     settings = config(targets="all", **changes)
-    compress(source, whole, settings)
+    compress(source, uninterrupted, settings)
     stops = 0
     for count in range(80):
         try:
@@ -137,7 +137,7 @@ def test_an_interrupted_run_resumes_to_identical_bytes(
     assert stops >= 2 and not (tmp_path / "out.partial").exists()
     report = json.loads((out / "compression_report.json").read_text())
     assert report["seconds"] > 0 and report["peak_rss_bytes"] > 2**26
-    for file in whole.iterdir():
+    for file in uninterrupted.iterdir():
         if not file.name.startswith("compression_report"):
             assert file.read_bytes() == (out / file.name).read_bytes(), file.name
 
@@ -145,8 +145,8 @@ def test_an_interrupted_run_resumes_to_identical_bytes(
 def test_a_crash_before_any_rename_resumes_to_identical_bytes(
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, whole, out = dense(), tmp_path / "whole", tmp_path / "out"
-    compress(source, whole, config())
+    source, uninterrupted, out = dense(), tmp_path / "whole", tmp_path / "out"
+    compress(source, uninterrupted, config())
     replace, crashes = os.replace, 0
     for call in range(99):
         calls = [0]
@@ -163,7 +163,7 @@ def test_a_crash_before_any_rename_resumes_to_identical_bytes(
             break
         assert not out.exists()
         compress(source, out, config(), resume=True)
-        assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        assert (out / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
         shutil.rmtree(out)
         crashes += 1
     assert crashes > 6, "run.json, calibration, hidden states, two layers, the reports and the move to OUT"
@@ -183,7 +183,9 @@ def test_the_reported_time_and_memory_include_the_interrupted_part(
     assert report["peak_rss_bytes"] == 1 << 60 and 1000 <= report["seconds"] < 3000
 
 
-def test_an_interrupted_run_is_neither_lost_nor_mixed_up(dense: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_interrupted_run_is_neither_lost_nor_resumed_with_other_settings(
+    dense: Callable[..., Path], tmp_path: Path
+) -> None:
     source, out = dense(), tmp_path / "out"
     with pytest.raises(Interrupted):
         compress(source, out, config(), progress=_after(14))
@@ -294,7 +296,7 @@ def test_damaged_checkpoints_are_named(method: str, dense: Callable[..., Path], 
     assert not out.exists()
 
 
-def test_one_row_of_calibration_text_is_enough_for_a_sound_result(dense: Callable[..., Path], tmp_path: Path) -> None:
+def test_one_row_of_calibration_text_is_enough_for_a_finite_result(dense: Callable[..., Path], tmp_path: Path) -> None:
     text = tmp_path / "tiny.txt"
     text.write_text(" ".join(f"w{i}" for i in range(3, 15)))
     compress(dense(), tmp_path / "out", config(calibration=str(text)))
@@ -316,9 +318,7 @@ def test_a_dead_layer_is_compressed(dense: Callable[..., Path], tmp_path: Path) 
     assert report["matrices"][-1]["relative_error"] == 0
 
 
-def test_a_gpu_that_is_not_there_is_refused(
-    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_gpu_is_refused(dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="no CUDA GPU"):
         compress(dense(), tmp_path / "out", config(), device="cuda")
@@ -328,7 +328,7 @@ def test_a_gpu_that_is_not_there_is_refused(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("method", ["whitened", "anchored"])
 def test_a_gpu_compresses_as_the_cpu_does(method: str, dense: Callable[..., Path], tmp_path: Path) -> None:
-    """Every step runs there; single numbers may differ, since eigenvectors and training amplify rounding."""
+    """Every step runs on the GPU. Numbers may differ, because eigenvectors and training amplify rounding."""
     settings = config(**{**EVERYTHING, "method": method})
     errors = [
         compress(dense(), tmp_path / device, settings, device=device)["mean_relative_error"]

@@ -55,7 +55,7 @@ def test_published_shapes_land_within_half_a_point(model: str, ratio: float) -> 
     align=st.sampled_from([1, 4, 16]),
 )
 @example(shapes=[(8, 8), (18, 142), (18, 145)], ratio=0.5, align=16)  # nothing below any exact rank
-def test_every_rank_is_aligned_pays_and_is_next_to_the_exact_one(
+def test_every_rank_is_aligned_below_break_even_and_next_to_the_exact_one(
     shapes: list[tuple[int, int]], ratio: float, align: int
 ) -> None:
     linears = [Linear(str(i), out, into) for i, (out, into) in enumerate(shapes)]
@@ -74,16 +74,16 @@ def test_every_rank_is_aligned_pays_and_is_next_to_the_exact_one(
             assert (exact // align + 1) * align >= linear.break_even
         else:
             assert rank > 0 and rank % align == 0 and abs(rank - exact) <= align
-            assert linear.kept(rank) < linear.dense
+            assert linear.parameters(rank) < linear.dense
     wanted = (1 - ratio) * sum(linear.dense for linear in linears)
     # A matrix too small for a tile below its exact rank keeps more whatever is chosen; the others can make up for it.
-    forced = sum(linear.kept(_least(linear, align)) - (1 - ratio) * linear.dense for linear in linears
+    forced = sum(linear.parameters(_least(linear, align)) - (1 - ratio) * linear.dense for linear in linears
                  if linear.break_even * (1 - ratio) < align)  # fmt: skip
-    assert -step <= sum(linear.kept(ranks[linear.name]) for linear in linears) - wanted <= step + forced
+    assert -step <= sum(linear.parameters(ranks[linear.name]) for linear in linears) - wanted <= step + forced
 
 
 def _least(linear: Linear, align: int) -> int | None:
-    """The smallest aligned rank there is, if it saves parameters."""
+    """Return the smallest aligned rank, if it saves parameters."""
     return align if align < linear.break_even else None
 
 
@@ -116,12 +116,12 @@ def linears(layers: int, hidden: int, wide: int) -> list[Linear]:
 
 
 def falling(linear: Linear, power: float) -> torch.Tensor:
-    """A spectrum that falls off as a power of the rank."""
+    """Return a spectrum that falls off as a power of the rank."""
     return torch.arange(1, min(linear.out_features, linear.in_features) + 1, dtype=torch.float64) ** -power
 
 
 def alike(targets: list[Linear]) -> dict[str, float]:
-    """All write as much of the stream."""
+    """Return equal fractions of the stream for all linears."""
     return {linear.name: 0.1 for linear in targets}
 
 
@@ -144,7 +144,7 @@ def test_budget_floor_and_tiles_are_respected(
     even = balance(targets, ratio, align)
     assert realised(targets, ranks) >= realised(targets, even) - 1e-12
     smallest = min((linear.out_features + linear.in_features) * align for linear in targets)
-    widest = max(linear.dense - linear.kept(int(linear.break_even) // align * align) for linear in targets)
+    widest = max(linear.dense - linear.parameters(int(linear.break_even) // align * align) for linear in targets)
     slack = max(smallest, widest) / sum(linear.dense for linear in targets)
     full = all(rank is None for rank in ranks.values())
     assert full or realised(targets, ranks) <= realised(targets, even) + slack + 1e-12
@@ -155,7 +155,7 @@ def test_budget_floor_and_tiles_are_respected(
             assert rank >= int(FLOOR * linear.break_even * (1 - ratio) // align) * align
 
 
-def test_rank_goes_where_the_spectrum_needs_it() -> None:
+def test_the_linear_with_the_flatter_spectrum_gets_more_ranks() -> None:
     targets = linears(2, 64, 128)
     steep, flat = targets[0].name, targets[2].name
     spectra = {linear.name: falling(linear, 1.0) for linear in targets}
@@ -166,8 +166,8 @@ def test_rank_goes_where_the_spectrum_needs_it() -> None:
     assert ranks[flat] is None or ranks[flat] > even[flat]
 
 
-def test_a_massive_activation_takes_no_rank_from_the_tokens_beside_it() -> None:
-    """One direction a million times the others' energy, which any rank keeps, changes nothing."""
+def test_a_massive_activation_takes_no_rank_from_the_other_tokens() -> None:
+    """A direction with a million times the energy of the others, which every rank keeps, changes nothing."""
     targets = linears(3, 64, 128)
     spectra = {linear.name: falling(linear, 0.5 + 0.3 * number) for number, linear in enumerate(targets)}
     massive = {name: torch.cat([1e6 * values[:1], values[1:]]) for name, values in spectra.items() if "down" in name}
@@ -179,7 +179,7 @@ def test_a_massive_activation_takes_no_rank_from_the_tokens_beside_it() -> None:
     assert ranks({**spectra, **massive}) == ranks(spectra)
 
 
-def test_of_equal_spectra_the_one_that_writes_more_of_the_stream_gets_more() -> None:
+def test_of_equal_spectra_the_linear_that_writes_more_of_the_stream_gets_more_ranks() -> None:
     targets = linears(2, 64, 128)
     spectra = {linear.name: falling(linear, 1.0) for linear in targets}
     fractions = {linear.name: 1.0 if linear.name.startswith("0.") else 0.5 for linear in targets}
@@ -189,12 +189,12 @@ def test_of_equal_spectra_the_one_that_writes_more_of_the_stream_gets_more() -> 
         for group in (targets[:2], targets[2:])
     )
     for more, less in zip(first, second, strict=True):
-        # Gains per parameter are equal where share / rank is.
+        # Gains per parameter are equal where fraction / rank is equal.
         assert more == pytest.approx(2 * less, abs=2)
 
 
-def test_linears_that_share_an_a_count_as_many() -> None:
-    """Two of one spectrum, as one of it: their A serves both, so a rank of theirs is the better buy."""
+def test_the_losses_of_linears_that_share_an_a_add_up() -> None:
+    """A rank of an A that two linears share reduces the loss of both."""
     pair = Linear.sharing([Linear("a", 64, 64), Linear("b", 64, 64)], [1.0, 1.0])
     alone = Linear("c", 64, 64)
     losses = {pair.name: 2 * falling(alone, 1.0), alone.name: falling(alone, 1.0)}
@@ -206,7 +206,7 @@ def test_linears_that_share_an_a_count_as_many() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(same: bool) -> None:
-    """Two weights that read one subspace have a common A for nothing; two that read different ones have not."""
+    """Two weights that read one subspace share an A at no loss; two that read different ones do not."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(32, 32, generator=generator)).Q
     spaces = (basis[:, :12], basis[:, :12] if same else basis[:, 12:24])
@@ -222,7 +222,9 @@ def test_an_a_is_shared_where_the_inputs_that_matter_are_the_same(same: bool) ->
 
 
 @given(energies=st.lists(st.floats(0, 1e12), min_size=1, max_size=4))
-def test_what_shares_an_a_is_scaled_to_the_loudest_and_silence_stays_silent(energies: list[float]) -> None:
+def test_linears_that_share_an_a_are_scaled_to_the_highest_energy_and_dead_ones_stay_dead(
+    energies: list[float],
+) -> None:
     members = [Linear(str(number), 3, 5) for number in range(len(energies))]
     joint = Linear.sharing(members, energies)
     assert [part for part, _ in joint.scaled_parts] == members

@@ -1,4 +1,4 @@
-"""The verb recover: what compress would have written with the setting recover; interruption, refusals."""
+"""The verb ``recover``: the bytes that ``compress`` would write, interruption, refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMES = ("seconds", "resumed_seconds", "peak_rss_bytes")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The checkpoint's files: all but the reports, which hold times."""
+    """Return the files of a checkpoint, except for the reports, which contain times."""
     return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith("compression_report")}
 
 
@@ -49,28 +49,28 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("source", ["self", "text"])
 @pytest.mark.parametrize("stored", ["model", "int8"])
 @pytest.mark.parametrize("train", ["factors", "lora"])
-def test_it_writes_what_compress_would_have_written(
+def test_it_writes_the_bytes_that_compress_would_write(
     train: Any, stored: Any, source: str, dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
     usual = {"method": "whitened", "targets": "all", "share_a": "auto", "calibration_rows": 24, "seed": 3}
     usual["calibration"] = str(text) if source == "text" else source
     model = dense(tied=stored == "int8", dtype=torch.bfloat16, max_shard_size="20KB")
     whole, low, out = tmp_path / "whole", tmp_path / "low", tmp_path / "out"
-    wanted = compress(model, whole, config(**usual, recover=train, factor_dtype=stored))
+    expected = compress(model, whole, config(**usual, recover=train, factor_dtype=stored))
     compress(model, low, config(**usual))
     before = contents(low)
     (low / "pytorch_model.bin").touch()
     (low / "modeling_own.py").touch()
     report = recover(low, out, train, factor_dtype=stored)
     assert contents(out) == contents(whole), "and neither pickles nor code"
-    assert wanted["recovery"]["kept"], "nothing was changed, so nothing is tested"
+    assert expected["recovery"]["kept"], "nothing was changed, so nothing is tested"
     assert json.loads((out / "compression_report.json").read_text()) == report
-    assert without_times(report) == without_times(wanted)
+    assert without_times(report) == without_times(expected)
     assert {name: data for name, data in contents(low).items() if name in before} == before
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_the_time_and_the_memory_are_of_both_runs(low: Path, tmp_path: Path) -> None:
+def test_time_and_memory_include_the_compression(low: Path, tmp_path: Path) -> None:
     file = low / "compression_report.json"
     before = json.loads(file.read_text())
     file.write_text(json.dumps({**before, "seconds": 1e6, "peak_rss_bytes": 1 << 60}))
@@ -81,7 +81,7 @@ def test_the_time_and_the_memory_are_of_both_runs(low: Path, tmp_path: Path) -> 
     assert "recovery of the factors" in table and "nats per token from the dense model" in table
 
 
-def test_the_text_can_be_another(low: Path, tmp_path: Path) -> None:
+def test_another_text_can_be_given(low: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text(" ".join(f"w{3 + i % 61}" for i in range(500)))
     recover(low, tmp_path / "same")
@@ -93,11 +93,11 @@ def test_the_text_can_be_another(low: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", range(3))
-def test_an_interrupted_run_goes_on_to_the_same_bytes(
+def test_an_interrupted_run_resumes_to_the_same_bytes(
     steps: int, low: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
-    wanted = recover(low, whole)
+    expected = recover(low, whole)
     step = Mock(wraps=loss_sum)
 
     def interrupted(*arguments: Any) -> float:
@@ -120,11 +120,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     monkeypatch.setattr(factor_training, "loss_sum", step)
     report = recover(low, out, resume=True)
     assert contents(out) == contents(whole) and step.call_count == 2 - steps
-    assert without_times(report) == without_times(wanted)
+    assert without_times(report) == without_times(expected)
     assert report["seconds"] > report["recovery"]["resumed_seconds"]
 
 
-def test_training_without_gain_is_said_and_can_be_tried_again(
+def test_training_without_gain_is_reported_and_can_be_repeated(
     low: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -191,7 +191,7 @@ def test_what_cannot_be_recovered_is_refused(low: Path, text: Path, tmp_path: Pa
     refused(low, "compression_report.json: missing or unreadable")
 
 
-def test_the_command_writes_it_and_prints_the_report(
+def test_the_command_writes_the_checkpoint_and_prints_the_report(
     low: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

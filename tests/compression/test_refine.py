@@ -1,4 +1,4 @@
-"""Training a compressed layer against the dense one."""
+"""Refinement of a compressed layer against the dense one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSIDE = "layer."
 
 @pytest.fixture
 def case() -> tuple[nn.Module, nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """A dense layer, its compressed form, inputs of both [rows, length, hidden], and rotary's cos and sin."""
+    """Return a dense layer, its compressed form, the inputs of both [rows, length, hidden], and RoPE's cos and sin."""
     torch.manual_seed(0)
     model = make_tiny("qwen2").model
     dense = model.layers[0].requires_grad_(False)
@@ -41,18 +41,18 @@ def case() -> tuple[nn.Module, nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]
 
 
 def ignore(fraction: float) -> None:
-    """Progress that nobody reads."""
+    """Ignore progress."""
 
 
 def course(epochs: int, rate: float) -> Course:
     return Course(epochs, rate, 0.05, (0.9, 0.95))
 
 
-def relative(wanted: Tensor, got: Tensor) -> float:
-    return float(((got - wanted).square().sum(-1) / wanted.square().sum(-1)).mean())
+def relative(expected: Tensor, got: Tensor) -> float:
+    return float(((got - expected).square().sum(-1) / expected.square().sum(-1)).mean())
 
 
-def test_it_gets_nearer_to_the_dense_layer_on_tokens_it_has_not_seen(case) -> None:
+def test_refinement_reduces_the_error_on_unseen_tokens(case) -> None:
     dense, compressed, hidden, ours, rotary = case
     fresh = torch.randn(8, 24, 32)
     targets, before = (
@@ -73,7 +73,7 @@ def test_it_gets_nearer_to_the_dense_layer_on_tokens_it_has_not_seen(case) -> No
     assert compressed.get_submodule("mlp.down_proj").weight is dense.get_submodule("mlp.down_proj").weight
 
 
-def test_training_that_does_not_help_leaves_the_layer_as_it_was(case) -> None:
+def test_training_that_does_not_help_leaves_the_layer_unchanged(case) -> None:
     dense, compressed, hidden, _, rotary = case
     before = {name: value.clone() for name, value in compressed.state_dict().items()}
     report = refine(
@@ -89,7 +89,7 @@ def test_training_that_does_not_help_leaves_the_layer_as_it_was(case) -> None:
     assert all(torch.equal(value, before[name]) for name, value in compressed.state_dict().items())
 
 
-def test_one_row_is_enough_and_bad_numbers_are_refused(case) -> None:
+def test_one_row_is_enough_and_nan_is_refused(case) -> None:
     dense, compressed, hidden, _, rotary = case
     targets = advance(dense, hidden, rotary)
     report = refine(

@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot, and tiny checkpoints with them, for the engine's tests."""
+"""Tokenizers, tiny checkpoints and Neuron hosts for the engine's tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiny_models import compress_tiny, fill_tiny, make_tiny, shared_spec, vary_n
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Byte-level BPE with next to no merges: characters beyond ASCII take several tokens."""
+    """Byte-level BPE with almost no merges: a non-ASCII character takes several tokens."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(params=list(sdk.HOSTS))
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Each host that is here, alone, with an empty compile cache."""
+    """Each installed host, alone, with an empty compile cache."""
     name: str = request.param
     if find_spec(sdk.HOSTS[name][0].split(".")[0]) is None:
         pytest.skip(f"{name} is not installed")
@@ -66,7 +66,7 @@ def neuron_checkpoint(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def neuron() -> Iterator[Callable[..., Engine]]:
-    """``load(folder, backend="neuron", emulate=True, ...)``, given back at the end."""
+    """``load(folder, backend="neuron", emulate=True, ...)``; the engines are closed after the test."""
     loaded: list[Engine] = []
 
     def make(folder: Path, **options: Any) -> Engine:

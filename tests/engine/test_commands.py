@@ -1,4 +1,4 @@
-"""The commands as they are typed: what goes to stdout, and one line with status 2 for every mistake."""
+"""The commands: their output on stdout, and one line with status 2 for every mistake."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_benchmark_writes_over_its_own_files_alone_and_not_into_a_model(
     capsys.readouterr()
     for out in ("a", "b", "c", "file", "file/sub", str(model), f"{model}/sub", "link", "nothing"):
         assert main(["benchmark", str(model), "--output", str(tmp_path / out)]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.count("\n") == 1 and "error: " in said.err
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1 and "error: " in captured.err
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert main(["benchmark", str(model), "--output", str(tmp_path / "a" / "sub")]) == 2
     assert "read-only" in capsys.readouterr().err
@@ -139,14 +139,14 @@ def test_mistakes_are_one_line_and_status_2(
 def test_broken_checkpoints_are_one_line(checkpoint: Callable[..., Path], capsys: Capture, command: str) -> None:
     folder = checkpoint()
     text = folder / "tokenizer_config.json"
-    rest = {"generate": ["--prompt", "w9"], "benchmark": [], "evaluate": ["--text", str(text)]}[command]
+    options = {"generate": ["--prompt", "w9"], "benchmark": [], "evaluate": ["--text", str(text)]}[command]
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert main([command, str(folder), *rest]) == 2
+    assert main([command, str(folder), *options]) == 2
     assert "corrupt shard" in capsys.readouterr().err.strip().splitlines()[-1]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["T5"], "model_type": "t5"}))
-    assert main([command, str(folder), *rest]) == 2
+    assert main([command, str(folder), *options]) == 2
     assert "not supported" in capsys.readouterr().err.strip().splitlines()[-1]
 
 

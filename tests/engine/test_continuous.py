@@ -1,4 +1,4 @@
-"""The loop of a continuous batch, on slots made up here: who joins when, and that every row is what it is alone."""
+"""The loop of a continuous batch on fake slots: when rows join, and that each row equals a run of its own."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from neuronmm.engine.text import TextStream
 
 
 class Slots:
-    """Logits that depend on every token of a slot's sequence, and a diary."""
+    """Fake slots: the logits depend on every token of a slot's sequence, and ``diary`` records the calls."""
 
     def __init__(self, batch: int) -> None:
         self.batch, self.diary = batch, []
-        self.held: dict[int, list[int]] = {}
+        self.sequences: dict[int, list[int]] = {}
 
     def join(self, slot: int, input_ids: Tensor) -> Tensor:
-        self.held[slot] = input_ids.tolist()
+        self.sequences[slot] = input_ids.tolist()
         self.diary.append(f"join {slot}")
         return self.logits(slot)
 
     def step(self, slots: list[int], token_ids: Tensor) -> Tensor:
-        self.held = {slot: self.held[slot] for slot in slots}  # one that is left out is lost
+        self.sequences = {slot: self.sequences[slot] for slot in slots}  # slots left out of a step are lost
         for slot, token in zip(slots, token_ids.tolist(), strict=True):
-            self.held[slot].append(token)
+            self.sequences[slot].append(token)
         self.diary.append(f"step {slots}")
         return torch.stack([self.logits(slot) for slot in slots])
 
     def logits(self, slot: int) -> Tensor:
-        state = sum((i + 1) * token for i, token in enumerate(self.held[slot]))
+        state = sum((i + 1) * token for i, token in enumerate(self.sequences[slot]))
         return torch.randn(64, generator=torch.Generator().manual_seed(state))
 
 
@@ -42,10 +42,10 @@ def row(prompt: list[int], limit: int, params: SamplingParams, seed: int = 7) ->
 
 
 def generate(slots: Slots, rows: list[Row], params: SamplingParams, eos: frozenset[int] = frozenset()) -> list[Row]:
-    """The rows in the order in which pieces of theirs came, last pieces last."""
-    came = [row for row, _ in continuous.run(slots, rows, params, eos, torch.device("cpu"))]
+    """Generate, and return the row of each piece of text in order."""
+    order = [row for row, _ in continuous.run(slots, rows, params, eos, torch.device("cpu"))]
     assert all(row.result.finish_reason for row in rows)
-    return came
+    return order
 
 
 def test_a_row_joins_when_another_has_ended() -> None:
@@ -60,7 +60,7 @@ def test_a_row_joins_when_another_has_ended() -> None:
 
 
 def test_every_row_is_what_it_is_alone() -> None:
-    """Sampled, with a penalty for repetition: neither draws nor penalties depend on who else is there."""
+    """With sampling and a repetition penalty, neither depends on the other rows."""
     params = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.3)
     prompts = [([3, 4, 5], 9), ([6], 4), ([7, 8], 12), ([9, 10], 2), ([11], 7)]
     together = [row(*prompt, params, seed) for seed, prompt in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""The engine's two verbs: streaming equals generating, limits are kept, mistakes are one clear line."""
+"""The engine: streaming equals generating, limits apply, mistakes are one-line errors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_streaming_equals_generating(checkpoint: Callable[..., Path]) -> None:
         SamplingParams(max_new_tokens=20, temperature=1.0, seed=1),
         SamplingParams(max_new_tokens=20, ignore_eos=True, stop=("w1",)),
     ):
-        (whole,) = engine.generate(["w9 w10"], params)
+        (generated,) = engine.generate(["w9 w10"], params)
         stream = engine.stream("w9 w10", params)
-        assert "".join(stream) == stream.result.text == whole.text
-        assert stream.result.token_ids == whole.token_ids
-        assert stream.result.finish_reason == whole.finish_reason
+        assert "".join(stream) == stream.result.text == generated.text
+        assert stream.result.token_ids == generated.token_ids
+        assert stream.result.finish_reason == generated.finish_reason
 
 
 def test_a_stop_string_ends_its_own_row(checkpoint: Callable[..., Path]) -> None:
@@ -132,3 +132,9 @@ def test_kernels_give_the_same_tokens_and_an_unknown_one_is_refused(checkpoint: 
     assert len(set(map(tuple, tokens.values()))) == 1
     with pytest.raises(UserError, match="unknown kernel implementation 'magic'"):
         load(folder, impl="magic")
+
+
+def test_the_former_name_of_the_runner_works_with_a_warning(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    with pytest.deprecated_call(match=r"Engine\.runner"):
+        assert engine.host is engine.runner

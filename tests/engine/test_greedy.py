@@ -1,4 +1,4 @@
-"""Greedy decoding gives the tokens of transformers' own ``generate``, in fp32."""
+"""Greedy decoding gives the tokens of transformers' ``generate``, in fp32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = ["w7", "w11 w12 w13 w14 w15", "w20 w21 w3", "w60 w5 w33 w34 w35 w36 w3
 def hf_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], eos: list[int] | None = None
 ) -> list[list[int]]:
-    """Each prompt's new tokens by transformers' generate on the whole left-padded batch, padding after EOS cut off."""
+    """Return the new tokens of transformers' generate on the left-padded batch, without padding after EOS."""
     model.generation_config.eos_token_id = eos
     tokenizer.padding_side = "left"
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
@@ -59,19 +59,19 @@ def test_shared_factors_equal_transformers(
 
 
 def assert_equals_transformers(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """In a padded batch and alone, in the C++ step and in torch."""
+    """Compare in a padded batch and alone, in the C++ step and in torch."""
     model = load_plain(folder)
     expected, alone = hf_tokens(model, tokenizer, PROMPTS), hf_tokens(model, tokenizer, PROMPTS[1:2])
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     for impl in ("auto", "torch"):
         engine = load(folder, dtype="fp32", impl=impl)
-        engine.tokenizer = tokenizer  # transformers 5 reads any tokenizer beside a Qwen2 model as Qwen2's own
+        engine.tokenizer = tokenizer  # transformers 5 loads every tokenizer of a Qwen2 model as Qwen2's
         assert [result.token_ids for result in engine.generate(PROMPTS, params)] == expected
         assert [result.token_ids for result in engine.generate(PROMPTS[1:2], params)] == alone
 
 
 def test_each_row_ends_at_its_own_eos(checkpoint: Callable[..., Path]) -> None:
-    """A token that some rows meet early and some late is made the end of sequence."""
+    """The end-of-sequence token is one that some rows generate early and some late."""
     folder = checkpoint()
     free = load(folder, dtype="fp32").generate(PROMPTS, SamplingParams(max_new_tokens=NEW, ignore_eos=True))
     eos = free[1].token_ids[5]
@@ -107,7 +107,7 @@ def test_real_model_equals_transformers() -> None:
 
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_each_step_equals_the_whole_forward(checkpoint: Callable[..., Path], model_type: str) -> None:
-    """Teacher-forced logits, every position of a padded batch, against one plain forward pass a row."""
+    """Compare teacher-forced logits at every position of a padded batch with one plain forward pass per row."""
     model = load_pretrained(checkpoint(model_type), torch.float32)
     lengths, total = (3, 7), 12
     tokens = torch.randint(3, 64, (2, total))
@@ -119,10 +119,10 @@ def test_each_step_equals_the_whole_forward(checkpoint: Callable[..., Path], mod
     for step in range(total - max(lengths)):
         steps.append(decoder.decode(torch.stack([tokens[row, length + step] for row, length in enumerate(lengths)])))
     with torch.inference_mode():
-        whole = model(tokens).logits
+        reference = model(tokens).logits
     for row, length in enumerate(lengths):
         ours = torch.stack([logits[row] for logits in steps])
-        torch.testing.assert_close(ours, whole[row, length - 1 : length - 1 + len(steps)], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, reference[row, length - 1 : length - 1 + len(steps)], rtol=1e-4, atol=1e-4)
 
 
 def test_a_decoder_is_reusable_and_bounded(checkpoint: Callable[..., Path]) -> None:

@@ -1,6 +1,6 @@
-"""Real Neuron hosts on the emulated runtime generate what the CPU backend does, and the NKI kernels are seen to run.
+"""Real Neuron hosts on the emulated runtime generate the CPU backend's tokens, and run the NKI kernels to do so.
 
-Runs on every host that can be imported: optimum-neuron's HLO backend, transformers-neuronx.
+The tests run on every host that can be imported: optimum-neuron's HLO backend, transformers-neuronx.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from word_tokenizer import word_tokenizer
 from error_rule import assert_twice_plain
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
-from neuronmm.emulator.runtime import neuron_emulation
+from neuronmm.emulator.runtime import Session, neuron_emulation
 from neuronmm.engine.engine import Engine, load
 from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.neuronx import cache, graph, sdk
 from neuronmm.models.source import resolve
 from tiny_models import make_spec, make_tiny, make_tokens, write_checkpoint
+
+
+def fresh_session(engine: Engine) -> Session:
+    """Return the emulation's session after the model is compiled, with its counts at 0."""
+    assert neuron_host(engine).model is not None
+    session: Session = neuron_host(engine).session
+    session.calls.clear()
+    return session
 
 
 @pytest.mark.parametrize(("tp_degree", "batch"), [(1, 1), (2, 2)])
@@ -39,14 +47,13 @@ def test_greedy_tokens_equal_the_cpu_backends(
 ) -> None:  # fmt: skip
     folder, prompts = neuron_checkpoint(model_type, kind), PROMPTS[:batch]
     engine = neuron(folder, tp_degree=tp_degree, batch_size=batch)
-    session, _ = neuron_host(engine).session, neuron_host(engine).model
-    session.calls.clear()
+    session = fresh_session(engine)
     results = engine.generate(prompts, PARAMS)
     assert [result.token_ids for result in results] == cpu_tokens(folder, prompts)
-    # A prompt and 63 later tokens: every kernel ran in every one of these steps, on every core, and no reference did.
+    # One prefill and 63 decode steps: every kernel ran in every step on every core, and no reference ran.
     assert session.calls["nki"] == NEW * KERNELS[kind] * tp_degree
     assert session.calls["reference"] == 0
-    norms = NORMS[kind] + (2 * 2 if model_type == "qwen3" else 0)  # of queries and keys
+    norms = NORMS[kind] + (2 * 2 if model_type == "qwen3" else 0)  # norms of queries and keys
     assert session.calls["AwsNeuronRmsNorm"] == NEW * norms * tp_degree
 
 
@@ -66,16 +73,15 @@ def test_layouts_and_sizes(
 
 
 @pytest.mark.parametrize("layout", ["HSB", "BSH"])
-def test_adding_up_before_b(
+def test_sum_over_cores_before_b(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch,
     layout: str,
 ) -> None:  # fmt: skip
-    """Where the small all-reduce is the cheaper one: o and down are two kernels, the tokens are the same."""
+    """With the smaller all-reduce, o and down are two kernels each, and the tokens stay the same."""
     monkeypatch.setattr(graph, "sums_before_b", lambda *sizes: True)
     folder = neuron_checkpoint("llama", "mixed")
     engine = neuron(folder, tp_degree=2, layout=layout)
-    session, _ = neuron_host(engine).session, neuron_host(engine).model
-    session.calls.clear()
+    session = fresh_session(engine)
     assert engine.generate(PROMPTS[:1], PARAMS)[0].token_ids == cpu_tokens(folder, PROMPTS[:1])[0]
     assert session.calls["nki"] == NEW * (KERNELS["mixed"] + 2) * 2
 
@@ -87,14 +93,14 @@ def test_bfloat16_logits(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], model_type: str, kind: str,
     tp_degree: int,
 ) -> None:  # fmt: skip
-    """Of every step, with the same tokens: no further from float32 than twice plain bfloat16 torch."""
+    """On the same tokens, the logits of every step are within twice the error of plain bfloat16 torch."""
     folder = neuron_checkpoint(model_type, kind, torch.bfloat16)
     engine = neuron(folder, tp_degree=tp_degree, batch_size=2, amp="bf16")
     assert_near_float32(folder, engine, make_tokens(2, 20))
 
 
 def assert_near_float32(folder: Path, engine: Engine, tokens: Tensor) -> None:
-    """The rule for bfloat16 logits, after a prompt of 5 tokens and after each later one."""
+    """Assert the rule for bfloat16 logits, after a prompt of 5 tokens and after each later token."""
     plain, exact = (load(folder, backend="cpu", dtype=dtype, impl="naive") for dtype in ("bf16", "fp32"))
 
     def logits(engine: Engine) -> Tensor:
@@ -112,19 +118,19 @@ def test_the_hosts_own_loops_give_the_same_tokens(
     """transformers' ``generate`` through the host, and transformers-neuronx's ``sample``; the prompts are padded."""
     folder = neuron_checkpoint("llama", "mlp")
     engine = neuron(folder, batch_size=2)
-    want = cpu_tokens(folder, PROMPTS)
+    expected = cpu_tokens(folder, PROMPTS)
     engine.tokenizer.padding_side = "left"
     inputs = engine.tokenizer(PROMPTS, return_tensors="pt", padding=True)
-    nothing = 64  # an end of sequence that no token is
-    given = neuron_host(engine).generate(
-        inputs.input_ids, inputs.attention_mask, max_new_tokens=NEW, do_sample=False, eos_token_id=nothing
+    no_token = 64  # an end of sequence beyond the vocabulary
+    generated = neuron_host(engine).generate(
+        inputs.input_ids, inputs.attention_mask, max_new_tokens=NEW, do_sample=False, eos_token_id=no_token
     )
-    assert given[:, 5:].tolist() == want
+    assert generated[:, 5:].tolist() == expected
     if host == "transformers-neuronx":
         start = inputs.attention_mask.argmax(1)
         model = neuron_host(engine).model
-        sampled = model.sample(inputs.input_ids, 5 + NEW, start_ids=start, top_k=1, eos_token_override=nothing)
-        assert sampled[:, 5:].tolist() == want
+        sampled = model.sample(inputs.input_ids, 5 + NEW, start_ids=start, top_k=1, eos_token_override=no_token)
+        assert sampled[:, 5:].tolist() == expected
 
 
 def test_fewer_rows_than_the_batch_and_more(
@@ -138,7 +144,7 @@ def test_fewer_rows_than_the_batch_and_more(
 def test_one_core_and_the_torch_reference(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine]
 ) -> None:
-    """``impl="reference"`` spares the interpretation of the kernels, says so in the counts, and gives the tokens."""
+    """``impl="reference"`` runs the kernels' torch references instead of the kernels, and gives the same tokens."""
     folder = neuron_checkpoint("llama", "mixed")
     engine = neuron(folder, impl="reference", layout="BSH")
     assert engine.generate(PROMPTS[:1], PARAMS)[0].token_ids == cpu_tokens(folder, PROMPTS[:1])[0]
@@ -147,9 +153,9 @@ def test_one_core_and_the_torch_reference(
 
 
 BAD = [
-    ({"tp_degree": 5}, "tp_degree 5: has to lie between 1 and the model's 4 attention heads"),
-    ({"tp_degree": 0}, "tp_degree 0: has to be 1 or more"),
-    ({"batch_size": 0}, "batch_size 0: has to be 1 or more"),
+    ({"tp_degree": 5}, "tp_degree 5: must be between 1 and the model's 4 attention heads"),
+    ({"tp_degree": 0}, "tp_degree 0: must be 1 or more"),
+    ({"batch_size": 0}, "batch_size 0: must be 1 or more"),
     ({"n_positions": 129}, "n_positions 129 exceeds the model's context of 128"),
     ({"layout": "SBH"}, "layout 'SBH'"),
     ({"impl": "naive"}, "kernel 'naive' is not for backend neuron"),
@@ -169,7 +175,7 @@ def test_bad_options_are_refused_before_anything_compiles(
         neuron(folder, **options)
 
 
-def test_too_long_is_refused_before_anything_compiles(
+def test_a_sequence_that_is_too_long_is_refused_before_anything_compiles(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "to_cores", lambda *_: pytest.fail("compiled"))
@@ -184,7 +190,7 @@ def test_a_missing_weight_is_refused_before_anything_compiles(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine]
 ) -> None:
     folder = neuron_checkpoint()
-    write_checkpoint(make_tiny(), make_spec(MIXED), folder)  # config.json promises factors that are not there
+    write_checkpoint(make_tiny(), make_spec(MIXED), folder)  # config.json lists factors that no shard has
     with pytest.raises(UserError, match=r"config\.json and weights disagree"):
         neuron(folder)
 
@@ -194,7 +200,7 @@ SMOL_PROMPTS = ["The capital of France is", "Once upon a time there was a small 
 
 @pytest.fixture(scope="module")
 def real_models(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """SmolLM2-135M, and all its linears at ratio 0.2."""
+    """SmolLM2-135M, dense and with all linears compressed at ratio 0.2."""
     dense, low = resolve(smollm2), tmp_path_factory.mktemp("smollm2") / "low"
     compress(dense, low, CompressionConfig.build(None, ratio=0.2, targets="all", method="svd"))
     return {"dense": dense, "compressed": low}
@@ -204,28 +210,27 @@ def real_models(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 @pytest.mark.parametrize(("tp_degree", "batch"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("kind", ["dense", "compressed"])
 def test_the_real_model(host: str, real_models: dict[str, Path], kind: str, tp_degree: int, batch: int) -> None:
-    """SmolLM2-135M: 9 heads and 3 key heads, so that two cores need padded heads. Every kernel is interpreted."""
+    """SmolLM2-135M has 9 heads and 3 key heads, so two cores need padded heads. Every kernel is interpreted."""
     folder, prompts = real_models[kind], SMOL_PROMPTS[:batch]
-    want = [result.token_ids for result in load(folder, backend="cpu", dtype="fp32").generate(prompts, PARAMS)]
+    expected = [result.token_ids for result in load(folder, backend="cpu", dtype="fp32").generate(prompts, PARAMS)]
     sizes = {"tp_degree": tp_degree, "batch_size": batch, "n_positions": 128}
     engine = load(folder, backend="neuron", emulate=True, amp="fp32", **sizes)
-    session, _ = neuron_host(engine).session, neuron_host(engine).model
-    session.calls.clear()
-    assert [result.token_ids for result in engine.generate(prompts, PARAMS)] == want
-    kernels = 30 * 5 if kind == "compressed" else 0  # of a layer: query, key, value, output, and one for the MLP
+    session = fresh_session(engine)
+    assert [result.token_ids for result in engine.generate(prompts, PARAMS)] == expected
+    kernels = 30 * 5 if kind == "compressed" else 0  # per layer: query, key, value, output, and one for the MLP
     assert session.calls["nki"] == NEW * kernels * tp_degree
     assert session.calls["reference"] == 0
     neuron_host(engine).close()
-    half = load(folder, backend="neuron", emulate=True, amp="bf16", **sizes)
-    ids = half.encode("The sky is blue because of the way that light from the sun meets small molecules of air.")
-    assert_near_float32(folder, half, torch.tensor([ids[:16]]).repeat(batch, 1))
-    neuron_host(half).close()
+    bf16 = load(folder, backend="neuron", emulate=True, amp="bf16", **sizes)
+    ids = bf16.encode("The sky is blue because of the way that light from the sun meets small molecules of air.")
+    assert_near_float32(folder, bf16, torch.tensor([ids[:16]]).repeat(batch, 1))
+    neuron_host(bf16).close()
 
 
-def test_engines_come_and_go_in_any_order(
+def test_engines_open_and_close_in_any_order(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine]
 ) -> None:
-    """The first engine's end does not end the emulation of the second; a stream outlives the name of its engine."""
+    """Closing the first engine does not end the emulation of the second; a stream keeps its engine alive."""
     folder = neuron_checkpoint("llama", "mlp")
     first, second = neuron(folder), load(folder, backend="neuron", amp="fp32", n_positions=POSITIONS, emulate=True)
     second.tokenizer = word_tokenizer()
@@ -239,7 +244,7 @@ def test_engines_come_and_go_in_any_order(
     assert stream.result.token_ids == cpu_tokens(folder, PROMPTS[:1])[0]
 
 
-def test_closing_leaves_the_emulation(
+def test_closing_ends_the_emulation(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine]
 ) -> None:
     first = neuron(neuron_checkpoint())

@@ -1,4 +1,4 @@
-"""The Neuron backend without a host: which SDK is here, which versions fit, and that a device needs no emulation."""
+"""The Neuron backend without a host: detection of the SDK, supported versions, and a device without the emulator."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from neuronmm.engine.backends import BACKENDS
 from neuronmm.engine.engine import load
 from neuronmm.models import UserError
 from neuronmm.models.neuronx import sdk
-from neuronmm.models.neuronx.collectives import sums_before_b
+from neuronmm.models.neuronx.graph import sums_before_b
 
 
 @pytest.mark.parametrize("version", ["2.16.345.0+69131dd3", "2.17.194.0+d312836f", "2.21.33363.0+82129205"])
-def test_compilers_that_fit(version: str) -> None:
+def test_supported_compilers(version: str) -> None:
     sdk.check_compiler(version)
 
 
 @pytest.mark.parametrize(("version", "age"), [("2.15.143.0", "old"), ("1.24.0", "old"), ("2.22.12471.0", "new")])
-def test_compilers_that_do_not(version: str, age: str) -> None:
+def test_unsupported_compilers(version: str, age: str) -> None:
     with pytest.raises(UserError, match=f"neuronx-cc {version} is too {age} .* install 2.16 to 2.21"):
         sdk.check_compiler(version)
 
@@ -40,7 +40,7 @@ def test_a_machine_without_cores_refuses() -> None:
 
 
 @pytest.mark.parametrize(("version", "age"), [("2.14.1", "old"), ("2.22.12471.0+b4a00d10", "new")])
-def test_an_sdk_that_does_not_fit_is_refused_before_the_host_is_imported(
+def test_an_unsupported_sdk_is_refused_before_the_host_is_imported(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, version: str, age: str
 ) -> None:
     nki = SimpleNamespace(FrameworkKernel=object)
@@ -54,11 +54,11 @@ def test_an_sdk_that_does_not_fit_is_refused_before_the_host_is_imported(
 
 def test_emulating_without_a_host_says_which_to_install(checkpoint: Callable[..., Path]) -> None:
     if find_spec("optimum") or find_spec("transformers_neuronx"):
-        pytest.skip("a host is here")
+        pytest.skip("a host is installed")
     assert BACKENDS["neuron"].missing(emulate=True) is None
     with pytest.raises(UserError, match=r"neither .* is present; .* pip install --no-deps optimum-neuron==0.2.0"):
         load(checkpoint(), backend="neuron", emulate=True)
-    with neuron_emulation() as session:  # the failed load has left it
+    with neuron_emulation() as session:  # the failed load has ended its own
         assert not session.calls
 
 
@@ -88,20 +88,19 @@ print(json.dumps([status, [name for name in sys.modules if name.startswith("neur
 """
 
 
-def test_on_a_device_nothing_of_the_emulation_is_imported(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_device_does_not_import_the_emulator(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     command = [sys.executable, "-c", DEVICE, str(checkpoint())]
     environment = {"NEURONMM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    result, last = done.stdout.splitlines()
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    result, last = process.stdout.splitlines()
     assert json.loads(result)["token_ids"] == [8, 9, 10]
     assert json.loads(last) == [0, []]
-    assert "NeuronCores, tp 1" in done.stderr
+    assert "NeuronCores, tp 1" in process.stderr
 
 
 def test_the_cheaper_all_reduce() -> None:
-    """A step of one token goes on to apply B; a long prompt of a small rank adds up first; no rank above a third does,
-    with two cores."""
+    """A decode step sums after B. A long prompt sums before B if the rank is small: with two cores, below a third."""
     assert not sums_before_b(655, 2048, 1, 2, 2)
     assert sums_before_b(512, 2048, 2048, 2, 2)
     assert not sums_before_b(1280, 2048, 4096, 2, 2)

@@ -1,4 +1,4 @@
-"""The commands on a real Neuron host, its runtime emulated; the compile cache; the document's example."""
+"""The commands on a real Neuron host with an emulated runtime, the compile cache, and the example of the document."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PREDICTED = [
 BENCHMARK = ["--backend", "neuron", "--prompt-lengths", "8,16", "--new-tokens", "6", "--batch", "1", "--runs", "2"]
 
 
-def test_an_emulated_benchmark_keeps_prediction_and_emulation_apart(
+def test_an_emulated_benchmark_separates_prediction_and_emulation(
     host: str, neuron_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense, low = neuron_checkpoint("llama", "dense"), neuron_checkpoint("llama", "mlp")
@@ -79,16 +79,16 @@ def test_a_benchmark_on_a_device_is_measured(
     assert result["kind"] == "measured" and set(result["points"][0]["variants"]["fused"]) == {"measured"}
 
 
-def test_compiled_graphs_are_kept(
+def test_compiled_graphs_are_cached(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = neuron_checkpoint("llama", "mlp")
 
     def cached(**options: Any) -> bool:
         engine = neuron(folder, **options)
-        said = engine.runner.path
+        path = engine.runner.path
         hit = neuron_host(engine).cached
-        assert ("compile cache hit" in said) == hit and ("compile cache miss" in said) == (not hit)
+        assert ("compile cache hit" in path) == hit and ("compile cache miss" in path) == (not hit)
         assert engine.generate(PROMPTS[:1], PARAMS)[0].token_ids == tokens
         return bool(hit)
 
@@ -106,7 +106,7 @@ def test_compiled_graphs_are_kept(
     assert not cached()
     assert cached()
     folder.rename(folder.with_name("first"))
-    neuron_checkpoint("llama", "mlp")  # other weights of the same shape: a hit, and their own tokens
+    neuron_checkpoint("llama", "mlp")  # other weights of the same shape: a hit, but other tokens
     before, tokens = tokens, cpu_tokens(folder, PROMPTS[:1])[0]
     assert tokens != before
     assert cached()
@@ -116,7 +116,7 @@ def test_the_document(
     host: str, neuron_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The Python of docs/trainium.md runs as it stands, but for ``emulate`` and a smaller model."""
+    """The Python of docs/trainium.md runs unchanged, except for ``emulate`` and a smaller model."""
     monkeypatch.chdir(tmp_path)
     neuron_checkpoint("llama", "mlp").rename(tmp_path / "OUT")
     text = (Path(__file__).parents[2] / "docs" / "trainium.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Continuous batches in real Neuron hosts, their runtime emulated: a request joins while others run."""
+"""Continuous batches in real Neuron hosts with an emulated runtime: a request joins while others run."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ ONE_TOKEN = "w20"
 
 @pytest.mark.parametrize(("model_type", "kind"), [("llama", "dense"), ("qwen2", "mlp"), ("qwen3", "shared")])
 @pytest.mark.parametrize(("tp_degree", "layout"), [(1, "HSB"), (2, "BSH")])
-def test_requests_that_join_at_different_times_give_what_they_give_alone(
+def test_requests_that_join_at_different_steps_give_the_tokens_that_they_give_alone(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], model_type: str, kind: str,
     tp_degree: int, layout: str,
 ) -> None:  # fmt: skip
-    """Two slots; the second prompt joins at step 9, the third takes the first's place at step 20; all greedy."""
+    """Two slots: the second prompt joins at step 9, and the third replaces the first at step 20. All are greedy."""
     folder = neuron_checkpoint(model_type, kind)
     engine = neuron(folder, tp_degree=tp_degree, batch_size=2, layout=layout, continuous=True)
     slots, session = engine.runner.decoder(2, 80), neuron_host(engine).session
     assert isinstance(slots, NeuronSlots)
     prompts = [PROMPTS[0], PROMPTS[1], ONE_TOKEN]
-    want = [cpu_tokens(folder, [prompt])[0] for prompt in prompts]
-    got: list[list[int]] = [[], [], []]
+    expected = [cpu_tokens(folder, [prompt])[0] for prompt in prompts]
+    generated: list[list[int]] = [[], [], []]
     running: dict[int, int] = {}  # slot -> request
 
     def take(request: int, logits: Tensor) -> None:
-        got[request].append(int(logits.argmax()))
+        generated[request].append(int(logits.argmax()))
 
     session.calls.clear()
     joins, steps = {0: (0, 0), 9: (1, 1), 20: (0, 2)}, 50
@@ -49,11 +49,11 @@ def test_requests_that_join_at_different_times_give_what_they_give_alone(
             slot, request = joins[step]
             running[slot] = request
             take(request, slots.join(slot, torch.tensor(engine.encode(prompts[request]))))
-        logits = slots.step(list(running), torch.tensor([got[request][-1] for request in running.values()]))
-        for request, line in zip(running.values(), logits, strict=True):
-            take(request, line)
-    assert [len(tokens) for tokens in got] == [21, 42, 31]
-    assert got == [tokens[: len(mine)] for tokens, mine in zip(want, got, strict=True)]
+        logits = slots.step(list(running), torch.tensor([generated[request][-1] for request in running.values()]))
+        for request, row in zip(running.values(), logits, strict=True):
+            take(request, row)
+    assert [len(tokens) for tokens in generated] == [21, 42, 31]
+    assert generated == [alone[: len(tokens)] for alone, tokens in zip(expected, generated, strict=True)]
     assert session.calls["nki"] == (steps + len(joins)) * KERNELS[kind] * tp_degree
     assert session.calls["reference"] == 0
 
@@ -61,14 +61,14 @@ def test_requests_that_join_at_different_times_give_what_they_give_alone(
 def test_more_prompts_than_slots(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows end at different steps, a stop word here and the limit there: text and tokens are the CPU backend's."""
+    """Rows end at different steps, by a stop word or the limit; text and tokens equal the CPU backend's."""
     folder = neuron_checkpoint("llama", "mlp")
     prompts = [*PROMPTS, ONE_TOKEN, "w30 w31", "w40 w41 w42"]
     cpu = load(folder, backend="cpu", dtype="fp32")
     cpu.tokenizer = word_tokenizer()
     word = cpu.generate(prompts[:1], SamplingParams(max_new_tokens=NEW, ignore_eos=True))[0].text.split()[5]
     params = SamplingParams(max_new_tokens=24, ignore_eos=True, stop=(f" {word} ",))
-    want = cpu.generate(prompts, params)
+    expected = cpu.generate(prompts, params)
     engine = neuron(folder, batch_size=2, continuous=True)
     steps: list[int] = []
     step = NeuronSlots.step
@@ -78,30 +78,30 @@ def test_more_prompts_than_slots(
         return step(self, slots, token_ids)
 
     monkeypatch.setattr(NeuronSlots, "step", counted)
-    got = engine.generate(prompts, params)
-    assert [(row.text, row.token_ids, row.finish_reason) for row in got] == [
-        (row.text, row.token_ids, row.finish_reason) for row in want
+    results = engine.generate(prompts, params)
+    assert [(row.text, row.token_ids, row.finish_reason) for row in results] == [
+        (row.text, row.token_ids, row.finish_reason) for row in expected
     ]
-    assert len({len(row.token_ids) for row in got}) > 1
-    assert sum(steps) == sum(len(row.token_ids) - 1 for row in got)
-    assert set(steps[:-24]) <= {2}  # no slot stands empty while prompts wait
-    assert "".join(engine.stream(prompts[2], params)) == want[2].text
+    assert len({len(row.token_ids) for row in results}) > 1
+    assert sum(steps) == sum(len(row.token_ids) - 1 for row in results)
+    assert set(steps[:-24]) <= {2}  # no slot is empty while prompts wait
+    assert "".join(engine.stream(prompts[2], params)) == expected[2].text
 
 
 def test_the_hosts_own_generate(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine]
 ) -> None:
-    """transformers' ``generate`` on a continuous batch; its rows start together."""
+    """transformers' ``generate`` on a continuous batch, whose rows start together."""
     folder = neuron_checkpoint("llama", "mlp")
     engine = neuron(folder, batch_size=2, continuous=True)
     inputs = torch.tensor([engine.encode("w7 w8 w9"), engine.encode("w11 w12 w13")])
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 64}
-    given = neuron_host(engine).generate(inputs, torch.ones_like(inputs), **options)
-    assert given[:, 3:].tolist() == cpu_tokens(folder, ["w7 w8 w9", "w11 w12 w13"])
+    generated = neuron_host(engine).generate(inputs, torch.ones_like(inputs), **options)
+    assert generated[:, 3:].tolist() == cpu_tokens(folder, ["w7 w8 w9", "w11 w12 w13"])
 
 
 def test_rows_of_a_decoder(host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine]) -> None:
-    """Where rows start together, as in a benchmark: logits are those of a static batch, padding or not."""
+    """If rows start together, as in a benchmark, logits equal those of a static batch, with or without padding."""
     folder = neuron_checkpoint("llama", "mlp")
     ids = torch.tensor([[7, 7, 7, 8, 9], [11, 12, 13, 14, 15]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -112,7 +112,7 @@ def test_rows_of_a_decoder(host: str, neuron_checkpoint: Callable[..., Path], ne
     torch.testing.assert_close(logits[0], logits[1])
 
 
-def test_a_benchmark_reads_one_prompt_after_another(host: str, neuron_checkpoint: Callable[..., Path]) -> None:
+def test_a_benchmark_prefills_one_prompt_after_another(host: str, neuron_checkpoint: Callable[..., Path]) -> None:
     folder = neuron_checkpoint()
 
     def predicted(batch: int) -> dict[str, float]:

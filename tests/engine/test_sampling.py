@@ -1,4 +1,4 @@
-"""Sampling: reproducible by seed, equal to transformers' own filters, and strict about its parameters."""
+"""Sampling: reproducible by seed, equal to transformers' filters, with checked parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text leaves the engine only when it is certain: whole characters, no part of a stop string."""
+"""Streamed text is final: complete characters, no part of a stop string."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from neuronmm.engine.text import TextStream
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
-    """Push ``text`` token by token, as the loop does; the pieces that came out, and the stream."""
+    """Push ``text`` token by token, as the loop does, and return the pieces and the stream."""
     prompt = tokenizer("Prompt:").input_ids
     stream = TextStream(tokenizer, prompt, stop)
     out = []

@@ -1,4 +1,4 @@
-"""Small compression runs, and the tensors they read and write."""
+"""Small compression runs, and the files and tensors that they read and write."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 
 
 def snapshot(folder: Path) -> dict[str, bytes | str]:
-    """Everything in ``folder`` by its path there: a file's content, a symlink's target, or that it is a folder."""
-    found: dict[str, bytes | str] = {}
+    """Return the content of ``folder`` by path: a file's bytes, a symlink's target, or the word ``folder``."""
+    entries: dict[str, bytes | str] = {}
     for path in folder.rglob("*"):
         content = os.readlink(path) if path.is_symlink() else "folder" if path.is_dir() else path.read_bytes()
-        found[str(path.relative_to(folder))] = content
-    return found
+        entries[str(path.relative_to(folder))] = content
+    return entries
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    """A checkpoint's files: all but the reports, which hold times."""
+    """Return the files of a checkpoint, except for the reports, which contain times."""
     return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith("compression_report")}
 
 
 def compress_in(source: Path, out: Path, settings: dict[str, Any], force: bool) -> None:
-    """A run of a process of its own, to be killed and gone on with."""
+    """Run in a process that a test kills and resumes."""
     torch.set_num_threads(1)
     compress(source, out, config(**settings), resume=True, force=force)

@@ -1,4 +1,4 @@
-"""How many examples a property draws. The suite draws few, the same every time; ``make test-random`` a thousand."""
+"""The number of examples per property: few and fixed in the suite, a thousand random ones in ``make test-random``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ settings.register_profile(RANDOM, derandomize=False, deadline=None, max_examples
 
 
 def examples(few: int, **more: Any) -> settings:
-    """The settings of a property that draws ``few`` examples in the suite, and as many as the profile says elsewhere.
+    """Return settings for ``few`` examples in the suite, and for the number of the active profile otherwise.
 
-    ``more`` goes to :class:`hypothesis.settings`. The profile has to be loaded when this is called: conftest.py and
-    ``--hypothesis-profile`` do that before any test is imported.
+    ``more`` goes to :class:`hypothesis.settings`. The profile must already be loaded: conftest.py and
+    ``--hypothesis-profile`` load it before any test is imported.
     """
     return settings(max_examples=few if settings.default.derandomize else settings.default.max_examples, **more)

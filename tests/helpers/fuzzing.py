@@ -1,6 +1,6 @@
-"""Damaged files in large numbers: how a file is damaged, and what may come of it.
+"""Damage files by a seed, and check that a command handles them.
 
-A number, the seed, gives the same damage everywhere, so a failure can be repeated.
+A seed gives the same damage on every machine, so a failure can be repeated.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from neuronmm.cli import main
 
 SECONDS = 30
-"""Nothing tiny takes as long, on however busy a machine; what does, hangs."""
+"""A command on a tiny file that takes longer hangs, however busy the machine is."""
 
-MOST_GROWTH = 1 << 30
-"""Bytes by which a tiny damaged file may raise the peak of the process's memory."""
+MAX_GROWTH = 1 << 30
+"""Bytes by which a tiny damaged file may raise the process's peak memory."""
 
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 5, 7, 63, 64, 255, 65_536, 2**31 - 1, 2**31, 2**63, 2**64, 10**30, -(2**63)),
@@ -55,11 +55,11 @@ KEYS = (
 
 
 class Hangs(BaseException):
-    """Not an Exception: whoever turns those into a line of text must not turn this one."""
+    """Not an Exception, so that no code turns it into a one-line error."""
 
 
 def damage_json(document: Any, seed: int) -> bytes:
-    """``document`` as JSON with one to three places of it changed, every sixth time as bytes."""
+    """Return ``document`` as JSON with one to three entries changed; every sixth seed damages bytes instead."""
     draw = random.Random(seed)
     damaged = deepcopy(document)
     if seed % 6 == 0:
@@ -68,23 +68,23 @@ def damage_json(document: Any, seed: int) -> bytes:
         places = list(_places(damaged))
         if not places:
             break
-        holder, key = draw.choice(places)
+        container, key = draw.choice(places)
         action = draw.randrange(5)
         if action == 0:
-            del holder[key]
-        elif action == 1 and isinstance(holder, dict):
-            holder[draw.choice(KEYS)] = deepcopy(draw.choice(VALUES))
-        elif action == 2 and isinstance(holder, dict):
-            holder[str(draw.choice(VALUES))] = holder.pop(key)
+            del container[key]
+        elif action == 1 and isinstance(container, dict):
+            container[draw.choice(KEYS)] = deepcopy(draw.choice(VALUES))
+        elif action == 2 and isinstance(container, dict):
+            container[str(draw.choice(VALUES))] = container.pop(key)
         else:
-            holder[key] = deepcopy(draw.choice(VALUES))
+            container[key] = deepcopy(draw.choice(VALUES))
     if draw.randrange(40) == 0:
         damaged = deepcopy(draw.choice(VALUES))
     return json.dumps(damaged).encode()
 
 
 def _places(document: Any) -> Iterator[tuple[Any, Any]]:
-    """Every entry of nested dicts and lists, as what holds it and its key there."""
+    """Yield every entry of nested dicts and lists as its container and its key."""
     entries = document.items() if isinstance(document, dict) else enumerate(document) if _is_list(document) else ()
     for key, value in entries:
         yield document, key
@@ -96,7 +96,7 @@ def _is_list(document: Any) -> bool:
 
 
 def damage_bytes(content: bytes, seed: int, first: int = 0, last: int | None = None) -> bytes:
-    """``content`` cut short, or a few bytes of it, from ``first`` up to ``last``, replaced, removed or doubled."""
+    """Truncate ``content``, or replace, remove or repeat a few bytes between ``first`` and ``last``."""
     draw, damaged = random.Random(seed), bytearray(content)
     at = draw.randrange(first, last or len(content))
     end = at + draw.randrange(1, 40)
@@ -134,18 +134,18 @@ def bounded() -> Iterator[None]:
 
 @contextmanager
 def modest() -> Iterator[None]:
-    """Fail if the block raises the peak of this process's memory by more than MOST_GROWTH."""
+    """Fail if the block raises this process's peak memory by more than MAX_GROWTH."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    assert grown < MOST_GROWTH, f"memory grew by {grown / 1e9:.1f} GB"
+    assert grown < MAX_GROWTH, f"memory grew by {grown / 1e9:.1f} GB"
 
 
 def ends_well(command: list[str], capsys: Any) -> bool:
-    """Whether a command succeeds; fail unless it does, or ends with one line that says what is wrong."""
+    """Return whether a command succeeds; fail unless it succeeds or ends with a one-line error."""
     with bounded():
         status = main(command)
-    if status == 130:  # the command's answer to Ctrl-C, which no file can press
+    if status == 130:  # the status for Ctrl-C, which no file can cause
         raise KeyboardInterrupt
     out, err = capsys.readouterr()
     if status == 0:
@@ -158,17 +158,17 @@ def ends_well(command: list[str], capsys: Any) -> bool:
 
 
 def each(seeds: range, write: Callable[[int], None], check: Callable[[], bool], path: Path) -> int:
-    """Damage a file by every seed and check what comes of it; the number of times that it still served.
+    """Damage a file with every seed, check the result, and return how often the command still succeeded.
 
-    A run that is interrupted ends there: the file of that moment is not to blame.
+    An interruption ends the run without blaming the current file.
     """
-    served = 0
+    successes = 0
     with modest():
         for seed in seeds:
             write(seed)
             try:
-                served += check()
+                successes += check()
             except (Exception, SystemExit, Hangs) as error:
                 content = path.read_bytes()[:2000]
-                raise AssertionError(f"seed {seed} made of {path.name}: {content!r}") from error
-    return served
+                raise AssertionError(f"seed {seed} gives {path.name} the content {content!r}") from error
+    return successes

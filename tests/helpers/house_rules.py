@@ -1,6 +1,6 @@
-"""The rules of the house, as functions from a source tree to the list of what breaks them.
+"""The rules of this repository, as functions from a source tree to the list of violations.
 
-``test_house.py`` runs them on this repository and, so that they can be seen to fail, on small made-up trees.
+``test_house.py`` runs them on this repository and, to see them fail, on small artificial trees.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = {"neuronmm", "measure", "engine", "models", "compression", "kernels", "emulator", "configs"}
-"""The folders that install, ``neuronmm`` as itself and the others as ``neuronmm.<folder>``."""
-
-MOST_LINES = 400
+MAX_LINES = 400
 CODE = {".py", ".cpp", ".h", ".sh", ".yaml"}
 SKIPPED = re.compile(r"^(\..*|build|dist|out|__pycache__|.*\.egg-info)$")
 LEFTOVERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b|(^|[\s\"'`(=])/(work|root)/")
 
 
+def packages(root: Path) -> list[str]:
+    """Return the folders of ``root`` that install: ``neuronmm``, and the others as ``neuronmm.<folder>``."""
+    return sorted(path.parent.name for path in root.glob("*/__init__.py"))
+
+
 def files(root: Path, suffixes: set[str]) -> Iterator[Path]:
-    """Every file of ``root`` with one of the suffixes, but for environments, caches and build results."""
+    """Yield every file of ``root`` with one of the suffixes, without environments, caches and build results."""
     for path in sorted(root.iterdir()):
         if SKIPPED.match(path.name) and path.name != ".ci":
             continue
-        if path.is_symlink():  # the links in neuronmm/ lead to folders that are read anyway
+        if path.is_symlink():  # the links in neuronmm/ lead to folders of the root
             continue
         if path.is_dir():
             yield from files(path, suffixes)
@@ -33,15 +35,14 @@ def files(root: Path, suffixes: set[str]) -> Iterator[Path]:
 
 
 def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
-    """Every Python file that installs, parsed."""
-    for folder in sorted(FOLDERS):
-        if (root / folder).is_dir():
-            for path in files(root / folder, {".py"}):
-                yield path, ast.parse(path.read_text(encoding="utf-8"))
+    """Yield every Python file that installs, with its syntax tree."""
+    for folder in packages(root):
+        for path in files(root / folder, {".py"}):
+            yield path, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def op_problems(root: Path) -> list[str]:
-    """Ops of the dispatch table without a reference implementation, or that no kernel test names."""
+    """Report ops without a reference implementation, and ops that no kernel test names."""
     ops: dict[str, int] = {}
     referenced: set[str] = set()
     for path in files(root / "kernels", {".py"}):
@@ -61,13 +62,13 @@ def op_problems(root: Path) -> list[str]:
 
 
 def length_problems(root: Path) -> list[str]:
-    """Code files that are too long."""
+    """Report code files of more than MAX_LINES lines."""
     counts = ((path, len(path.read_text(encoding="utf-8").splitlines())) for path in files(root, CODE))
-    return [f"{path.relative_to(root)}: {n} lines, more than {MOST_LINES}" for path, n in counts if n > MOST_LINES]
+    return [f"{path.relative_to(root)}: {n} lines, more than {MAX_LINES}" for path, n in counts if n > MAX_LINES]
 
 
 def docstring_problems(root: Path) -> list[str]:
-    """Modules that do not say what they are, and commands whose help shows no example."""
+    """Report modules without a docstring, and commands whose help shows no example."""
     problems = []
     for path, tree in modules(root):
         where, text = path.relative_to(root), ast.get_docstring(tree) or ""
@@ -80,7 +81,7 @@ def docstring_problems(root: Path) -> list[str]:
 
 
 def example_problems(root: Path) -> list[str]:
-    """Properties that fix how many examples they draw, so that a longer run could not raise it."""
+    """Report properties with a fixed number of examples, which `make test-random` could not raise."""
     paths = (path for path in files(root / "tests", {".py"}) if path.name != "draws.py")
     fixed = re.compile(r"^\s*(@|\w+ = )settings\(", re.MULTILINE)
     return [
@@ -91,7 +92,7 @@ def example_problems(root: Path) -> list[str]:
 
 
 def leftover_problems(root: Path) -> list[str]:
-    """Notes to oneself, and paths of one machine, in code or documents."""
+    """Report notes to oneself and paths of one machine, in code and documents."""
     problems = []
     for path in files(root, CODE | {".md", ".toml"}):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

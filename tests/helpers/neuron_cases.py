@@ -1,4 +1,4 @@
-"""What the tests of the Neuron hosts share: prompts, ranks, and the tokens that are wanted."""
+"""Shared by the tests of the Neuron hosts: prompts, ranks, kernel counts, and the expected tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ EVERY = {
     "mlp.gate_proj": 12, "mlp.up_proj": 16, "mlp.down_proj": 8,
 }  # fmt: skip
 MIXED = {**{f"{LAYERS}.0.{name}": rank for name, rank in EVERY.items()}, f"{LAYERS}.1.mlp.gate_proj": 12}
-"""One layer all low-rank, five kernels; the other dense but for gate, one kernel."""
+"""Layer 0 is all low-rank, with five kernels; layer 1 is dense except for gate, with one kernel."""
 KERNELS = {"dense": 0, "mlp": 2, "shared": 2 * 4, "mixed": 5 + 1}
-"""NKI kernels in the graph of a two-layer model."""
+"""NKI kernels in the graph of a two-layer model, by kind of checkpoint."""
 NORMS = {"dense": 2 * 2 + 1, "mlp": 2 + 1, "shared": 1, "mixed": 2 + 1}
-"""Norms of the hidden state in that graph that no kernel applies, the final one included."""
+"""Norms of the hidden state in that graph that no kernel applies, including the final norm."""
 
 
 def neuron_host(engine: Engine) -> NeuronRunner:

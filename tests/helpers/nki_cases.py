@@ -1,4 +1,4 @@
-"""The kernel bodies run on torch tensors under the emulator, with the exact and the plain torch result beside them."""
+"""Random calls of the NKI kernels: run under the emulator, in torch in the same dtype, and in float64."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.nn.functional import silu
 
 from neuronmm.emulator.nki import Run, TensorSpec, nki_modules, run
 from neuronmm.kernels.hardware import TRN1, TRN2
-from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans
 from neuronmm.kernels.nki.layout import pack
+from neuronmm.kernels.nki.problem import Blocks, Ranks
 
 CORES = {"neuronxcc": TRN1, "nki": TRN2}
-"""The first Trainium that each dialect is for."""
+"""The first Trainium generation that each dialect supports."""
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
@@ -36,14 +36,16 @@ def to_torch(array: np.ndarray) -> Tensor:
 
 
 def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the features, axis 0, as transformers computes it."""
+    """RMSNorm over the features (axis 0), as transformers computes it."""
     y = x.float() if x.dtype is not torch.float64 else x
     return weight[:, None] * (y * torch.rsqrt(y.square().mean(0, keepdim=True) + epsilon)).to(x.dtype)
 
 
 @dataclass
 class Case:
-    """One call of a kernel: activations [features, tokens], factors [out, in] as linears hold them.
+    """One call of the linear's or the MLP's kernel.
+
+    Dimensions: activations [features, tokens] whatever the layout, weights [out, in], ``norm`` [in], ``bias`` [out].
 
     ``weights``: (A, B) of a linear, or (A, B) of gate, up and down; a shared A is the same tensor twice.
     """
@@ -94,11 +96,11 @@ class Case:
         return len(self.weights) == 6 and self.weights[0] is self.weights[2]
 
     def plain(self) -> Tensor:
-        """Torch in the case's own dtype."""
+        """The result in torch, in the case's own dtype."""
         return self._result(lambda t: t)
 
     def exact(self) -> Tensor:
-        """Torch in float64."""
+        """The result in torch, in float64."""
         return self._result(lambda t: t.double())
 
     def _result(self, cast: Any) -> Tensor:
@@ -113,15 +115,15 @@ class Case:
         return y if self.residual is None else y + cast(self.residual)
 
     def packed(self) -> list[np.ndarray]:
-        """The factors as the kernels read them; the norm's weight is in those that read the input."""
-        first = (0,) if len(self.weights) == 2 else (0, 2)
-        return [to_numpy(pack(t, self.norm if i in first else None)) for i, t in enumerate(self.weights)]
+        """The packed factors; those that read the input include the norm's weight."""
+        readers = (0,) if len(self.weights) == 2 else (0, 2)
+        return [to_numpy(pack(t, self.norm if i in readers else None)) for i, t in enumerate(self.weights)]
 
     def ranks(self) -> Ranks:
         return Ranks(*(len(self.weights[i]) for i in (0, 2, 4)), intermediate=len(self.weights[1]))
 
     def arguments(self) -> list[np.ndarray]:
-        """The tensors in the entries' order, in the case's layout."""
+        """The kernel's input tensors in the entries' order, in the case's layout."""
         extras = [] if self.bias is None else [to_numpy(self.bias)]
         extras += [] if self.residual is None else [to_numpy(self._laid(self.residual))]
         return [to_numpy(self._laid(self.x)), *self.packed(), *extras]
@@ -131,45 +133,51 @@ class Case:
         return TensorSpec(shape[::-1] if self.tokens_first else shape, to_numpy(self.x).dtype)
 
     def result(self, array: np.ndarray) -> Tensor:
-        """An output of the kernel as [features, tokens]."""
+        """Return an output of the kernel as [features, tokens]."""
         return self._laid(to_torch(array))
 
     def run(self, kernels: Any, dialect: str, sizes: Blocks | None = None) -> Tensor:
-        """The body in ``kernels`` on a dialect, under the emulator."""
+        """Run the kernel of ``kernels`` on a dialect under the emulator and return its result."""
         return self.result(self.trace(kernels, dialect, sizes).outputs[0])
 
     def trace(self, kernels: Any, dialect: str, sizes: Blocks | None = None, shapes: bool = False) -> Run:
-        """``sizes`` None: what the tiling solver chooses."""
-        first, core = self.tokens_first, CORES[dialect]
+        """Run the kernel under the emulator; ``sizes`` None: the tiling solver chooses. ``shapes``: without values."""
+        core = CORES[dialect]
 
-        def body(x: Any, *rest: Any) -> None:
-            d = getattr(kernels, f"dialect_{dialect}").Dialect()
-            *tensors, y = rest
-            extra = tensors.pop() if self.residual is not None else 0.0
-            bias = tensors.pop() if self.bias is not None else 0.0
-            asked = self.norm is not None, self.residual is not None, first
-            options = kernels.objects.Options(
-                self.epsilon, self.bias is not None, bias, self.residual is not None, extra, first
-            )
+        def body(x: Any, *tensors: Any) -> None:
+            *inputs, y = tensors
+            norm_residual_layout = self.norm is not None, self.residual is not None, self.tokens_first
             if len(self.weights) == 2:
-                a, b = (
-                    kernels.objects.factor(t, factor_plan(w.shape[1], len(w), x))
-                    for t, w in zip(tensors, self.weights, strict=True)
-                )
-                chosen = sizes or linear_blocks(x, len(self.weights[0]), len(self.weights[1]), core, *asked)
-                kernels.low_rank_matmul.low_rank_matmul(d, x, a, b, y, chosen, options)
+                a, b = self.weights
+                chosen = sizes or linear_blocks(x, len(a), len(b), core, *norm_residual_layout)
+                kernel = kernels.low_rank_matmul.low_rank_matmul
             else:
-                w = self.factors(kernels, x, tensors)
-                chosen = sizes or mlp_blocks(x, self.ranks(), self.shared, core, *asked)
-                kernels.low_rank_mlp.low_rank_swiglu_mlp(d, x, w, y, chosen, options)
+                chosen = sizes or mlp_blocks(x, self.ranks(), self.shared, core, *norm_residual_layout)
+                kernel = kernels.low_rank_mlp.low_rank_swiglu_mlp
+            d = getattr(kernels, f"dialect_{dialect}").Dialect()
+            kernel(d=d, y=y, blocks=chosen, **self.named(kernels, x, *inputs))
 
         arguments: list[Any] = list(self.arguments())
         if shapes:
             arguments = [TensorSpec(a.shape, a.dtype) for a in arguments]
         return run(body, *arguments, outputs=[self.output()], core=core)
 
+    def named(self, kernels: Any, x: Any, *tensors: Any, partial: bool = False) -> dict[str, Any]:
+        """The arguments that the kernel's body and its torch reference share, from tensors in the entries' order."""
+        inputs = list(tensors)
+        residual = inputs.pop() if self.residual is not None else 0.0
+        bias = inputs.pop() if self.bias is not None else 0.0
+        options = kernels.objects.Options(
+            self.epsilon, self.bias is not None, bias, self.residual is not None, residual, self.tokens_first, partial
+        )
+        if len(self.weights) == 6:
+            return {"x": x, "w": self.factors(kernels, x, inputs), "options": options}
+        plans = (factor_plan(w.shape[1], len(w), x) for w in self.weights)
+        a, b = (kernels.objects.factor(t, plan) for t, plan in zip(inputs, plans, strict=True))
+        return {"x": x, "a": a, "b": b, "options": options}
+
     def factors(self, kernels: Any, x: Any, tensors: list[Any]) -> Any:
-        """The MLP's weights inside a kernel."""
+        """The MLP's weights as its kernel takes them."""
         hidden = self.weights[0].shape[1]
         return kernels.low_rank_mlp.weights(tensors, mlp_plans(hidden, self.ranks(), x, self.shared), self.shared)
 
@@ -181,8 +189,8 @@ Baseline = tuple[str, Callable[..., None], list[Tensor], Tensor, Tensor]
 
 
 def baselines_of(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Iterator[Baseline]:
-    """(name, body, tensors, exact, plain) of the kernels that a linear's case is compared with."""
-    dialect_of, b = getattr(kernels, f"dialect_{dialect}").Dialect, kernels.baselines
+    """Yield (name, body, tensors, exact, plain) of the baselines of a linear's case."""
+    new_dialect, b = getattr(kernels, f"dialect_{dialect}").Dialect, kernels.baselines
     x, (A, B), rank = case.x, case.weights, len(case.weights[0])
     exact, plain = case.exact(), case.plain()
 
@@ -191,31 +199,31 @@ def baselines_of(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Itera
 
     def recomputing(x: Any, a: Any, v: Any, y: Any) -> None:
         fa, fb = packed(a, x.shape[0], rank, x), packed(v, rank, y.shape[0], x)
-        b.recomputing(dialect_of(), x, fa, fb, y, sizes, columns=128)
+        b.recomputing(new_dialect(), x, fa, fb, y, sizes, columns=128)
 
     def sequential(x: Any, u: Any, v: Any, y: Any) -> None:
-        b.sequential(dialect_of(), x, u, v, y, b.Tutorial(rows=1, columns=1))
+        b.sequential(new_dialect(), x, u, v, y, b.Tutorial(rows=1, columns=1))
 
     def blocked(w: Any, x: Any, y: Any) -> None:
-        b.dense_blocked(dialect_of(), w, x, y, b.Tutorial())
+        b.dense_blocked(new_dialect(), w, x, y, b.Tutorial())
 
     def strips(x: Any, w: Any, y: Any) -> None:
-        b.dense_strips(dialect_of(), x, packed(w, x.shape[0], y.shape[0], x), y, sizes)
+        b.dense_strips(new_dialect(), x, packed(w, x.shape[0], y.shape[0], x), y, sizes)
 
-    once = A.double() @ x.double(), A @ x
+    one_matmul = A.double() @ x.double(), A @ x
     yield "naive fusion (Algorithm 1)", recomputing, [x, pack(A), pack(B)], exact, plain
     yield "sequential XUV", sequential, [x, A.T, B.T], exact.T, plain.T
-    yield "dense, tutorial blocking", blocked, [A.T, x], *once
-    yield "dense, strips", strips, [x, pack(A)], *once
+    yield "dense, tutorial blocking", blocked, [A.T, x], *one_matmul
+    yield "dense, strips", strips, [x, pack(A)], *one_matmul
 
 
 def two_kernel_mlp(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Tensor:
-    """The paper's split of an MLP, the activation through HBM."""
+    """Run the paper's split of an MLP into two kernels, with the activation in HBM between them."""
 
-    def body(x: Any, *rest: Any) -> None:
+    def body(x: Any, *tensors: Any) -> None:
         d = getattr(kernels, f"dialect_{dialect}").Dialect()
-        *tensors, y = rest
-        w = case.factors(kernels, x, tensors)
+        *factors, y = tensors
+        w = case.factors(kernels, x, factors)
         act = d.hbm((case.ranks().intermediate, x.shape[1]), x.dtype)
         kernels.baselines.gate_up(d, x, w, act, sizes)
         kernels.low_rank_matmul.low_rank_matmul(d, act, w.down_a, w.down_b, y, sizes, kernels.objects.Options())
@@ -228,7 +236,6 @@ def kernel_modules() -> SimpleNamespace:
     with nki_modules():
         from neuronmm.kernels.nki import (
             baselines,
-            blocks,
             dialect_neuronxcc,
             dialect_nki,
             entry_neuronxcc,
@@ -236,9 +243,10 @@ def kernel_modules() -> SimpleNamespace:
             low_rank_matmul,
             low_rank_mlp,
             objects,
+            problem,
         )
     return SimpleNamespace(
-        baselines=baselines, blocks=blocks, objects=objects, low_rank_matmul=low_rank_matmul,
+        baselines=baselines, problem=problem, objects=objects, low_rank_matmul=low_rank_matmul,
         low_rank_mlp=low_rank_mlp, dialect_neuronxcc=dialect_neuronxcc, dialect_nki=dialect_nki,
         entry_neuronxcc=entry_neuronxcc, entry_nki=entry_nki,
     )  # fmt: skip

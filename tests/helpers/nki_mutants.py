@@ -17,8 +17,8 @@ from neuronmm.kernels import nki as package
 
 FOLDER = Path(package.__file__).parent
 FILES = (
-    "blocks", "objects", "layout", "strip", "tiling", "choice", "moves", "stages", "low_rank_matmul", "low_rank_mlp",
-    "packed_matmul", "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc", "entry_nki",
+    "problem", "objects", "layout", "strip", "tiling", "choice", "moves", "stages", "low_rank_matmul", "low_rank_mlp",
+    "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc", "entry_nki",
 )  # fmt: skip
 """The modules that may have a bug, each after those it imports."""
 
@@ -204,8 +204,8 @@ MUTANTS = [
     Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c], one", "row[0:1, 0:n, 0], one"),
     Mutant("one token: the input is doubled", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
     Mutant("every chunk of a panel is its first one", "stages", "slots.append(slot)", "slots.append(0)"),
-    Mutant("the last strip is dropped", "low_rank_matmul", "    if rest > 0:", "    if rest > 1000:"),
-    Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, rest", "0, rest"),
+    Mutant("the last strip is dropped", "low_rank_matmul", "    if tail > 0:", "    if tail > 1000:"),
+    Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, tail", "0, tail"),
     Mutant("strips overlap", "low_rank_matmul", "y, i * blocks.tokens,", "y, i * (blocks.tokens - 1),"),
     Mutant("no SiLU", "stages", "d.silu(dst, src)", "d.copy(dst, src)"),
     Mutant(
@@ -215,7 +215,7 @@ MUTANTS = [
         "d.copy(dst, src)",
     ),
     Mutant("a panel of each block is skipped", "objects", "if first <= panel.first", "if first < panel.first"),
-    Mutant("up uses gate's input", "low_rank_mlp", "return made[0], made[1]", "return made[0], made[0]"),
+    Mutant("up uses gate's input", "low_rank_mlp", "return both[0], both[1]", "return both[0], both[0]"),
     Mutant("neuronxcc: products overwrite", "dialect_neuronxcc", "tile[key] += nisa", "tile[key] = nisa"),
     Mutant(
         "neuronxcc: accumulation begins on unwritten memory",
@@ -281,14 +281,14 @@ MUTANTS = [
     Mutant(
         "neuronxcc: transpositions leave in the source's dtype",
         "dialect_neuronxcc",
-        "nl.float32 if first else src.dtype",
+        "nl.float32 if is_v2 else src.dtype",
         "src.dtype",
     ),
     Mutant(
         "nki: transpositions leave in float32",
         "dialect_nki",
-        "turned = nl.ndarray(shape, dtype=src.dtype",
-        "turned = nl.ndarray(shape, dtype=nl.float32",
+        "transposed = nl.ndarray(shape, dtype=src.dtype",
+        "transposed = nl.ndarray(shape, dtype=nl.float32",
     ),
 ]
 
@@ -322,9 +322,9 @@ def planted(mutant: Mutant | None) -> Iterator[Any]:
 
 def battery(kernels: Any, make: Any) -> None:
     """What the kernels are held to, on a few small shapes that have every kind of tail."""
-    small = kernels.blocks.Blocks(tokens=40, moving=24, depth=1, intermediate=2, panels=2)
-    parts = kernels.blocks.Blocks(tokens=30, moving=30, depth=1)
-    long = kernels.blocks.Blocks(tokens=520)
+    small = kernels.problem.Blocks(tokens=40, moving=24, depth=1, intermediate=2, panels=2)
+    parts = kernels.problem.Blocks(tokens=30, moving=30, depth=1)
+    long = kernels.problem.Blocks(tokens=520)
     for dialect in ("neuronxcc", "nki"):
         for case, sizes in (
             (make.linear(300, 150, 270, 70, torch.float32, norm=True, residual=True), small),
@@ -338,9 +338,9 @@ def battery(kernels: Any, make: Any) -> None:
             (make.linear(130, 520, 700, 520, torch.float32, bias=True, residual=True), long),
             (make.linear(130, 20, 700, 100, torch.float32), None),
             (make.linear(257, 40, 300, 3, torch.float32, norm=True), None),
-            (make.linear(130, 1100, 1300, 6, torch.float32), kernels.blocks.Blocks(tokens=6, moving=6, panels=2)),
-            (make.linear(140, 40, 30, 50, torch.float32, norm=True), kernels.blocks.Blocks(tokens=50, moving=24)),
-            (make.linear(130, 20, 140, 600, torch.float32), kernels.blocks.Blocks(tokens=600)),
+            (make.linear(130, 1100, 1300, 6, torch.float32), kernels.problem.Blocks(tokens=6, moving=6, panels=2)),
+            (make.linear(140, 40, 30, 50, torch.float32, norm=True), kernels.problem.Blocks(tokens=50, moving=24)),
+            (make.linear(130, 20, 140, 600, torch.float32), kernels.problem.Blocks(tokens=600)),
             (make.linear(257, 40, 300, 1, torch.float32, residual=True), None),
             (make.linear(257, 40, 300, 1, torch.float32, tokens_first=True), None),
             (make.mlp(140, 700, (100, 60, 80), 50, torch.float32), small),
@@ -352,9 +352,9 @@ def battery(kernels: Any, make: Any) -> None:
     even = make.linear(8192, 64, 64, 8, torch.bfloat16, norm=True)
     even.x = even.x.sign() * 1.18  # each block adds the same to the sum of squares, and bfloat16 rounds that up
     for case, sizes in (
-        (even, kernels.blocks.Blocks(tokens=8, moving=8, depth=1)),
-        (make.linear(65_700, 8, 64, 1, torch.bfloat16), kernels.blocks.Blocks(tokens=1, moving=1)),
-        (make.linear(8192, 64, 64, 8, torch.bfloat16), kernels.blocks.Blocks(tokens=8, moving=8, depth=1)),
+        (even, kernels.problem.Blocks(tokens=8, moving=8, depth=1)),
+        (make.linear(65_700, 8, 64, 1, torch.bfloat16), kernels.problem.Blocks(tokens=1, moving=1)),
+        (make.linear(8192, 64, 64, 8, torch.bfloat16), kernels.problem.Blocks(tokens=8, moving=8, depth=1)),
         (make.linear(576, 300, 576, 30, torch.bfloat16), None),
     ):
         result = case.run(kernels, "nki", sizes)

@@ -46,14 +46,14 @@ CUTTING = [
     Mutant(
         "gathered: every run of chunks is the first",
         "stages",
-        "made.result[p][0:wide, at : at + n",
-        "made.result[p][0:wide, 0:n",
+        "h.result[p][0:wide, at : at + n",
+        "h.result[p][0:wide, 0:n",
     ),
     Mutant(
         "stored in parts: every part is the first",
         "stages",
-        "store_rows(d, y, made.result[p], cut",
-        "store_rows(d, y, made.result[0], cut",
+        "store_rows(d, y, h.result[p], cut",
+        "store_rows(d, y, h.result[0], cut",
     ),
     Mutant(
         "tokens first: the input in blocks", "stages", "0 if options.tokens_first else blocks.depth", "blocks.depth"
@@ -66,7 +66,7 @@ CUTTING = [
     ),
     Mutant("squares of a block use the chunk lengths of the first", "stages", "cut.length(first + c)", "cut.length(c)"),
     Mutant(
-        "tokens first: stored panel by panel", "stages", "tokens >= LONG_ROW and not first_tokens", "tokens >= LONG_ROW"
+        "tokens first: stored panel by panel", "stages", "tokens >= LONG_ROW and not tokens_first", "tokens >= LONG_ROW"
     ),
     Mutant(
         "the residual of a span starts at the first feature",
@@ -93,14 +93,19 @@ CUTTING = [
         "src = d.columns(x, start + t0,",
         "src = d.columns(x, t0,",
     ),
-    Mutant("blocks of the MLP are whole panels of one of the two", "low_rank_mlp", "whole = max(", "whole = min("),
+    Mutant("blocks of the MLP are whole panels of one of the two", "low_rank_mlp", "group = max(", "group = min("),
     Mutant("MLP: every strip is the first", "low_rank_mlp", "i * blocks.tokens, blocks.tokens", "0, blocks.tokens"),
-    Mutant("packed: every strip is the first", "packed_matmul", "i * ", "0 * "),
-    Mutant("packed: the last strip is the first", "packed_matmul", "strips * ", "0 * "),
-    Mutant("packed: the last strip is dropped", "packed_matmul", "    if rest", "    if 0 * rest"),
+    Mutant("packed: every strip is the first", "low_rank_matmul", "i * step", "0 * step"),
+    Mutant("packed: the last strip is the first", "low_rank_matmul", "strips * step", "0 * step"),
+    Mutant(
+        "packed: the last strip is dropped",
+        "low_rank_matmul",
+        "    if tail > 0:\n        _packed",
+        "    if tail > 1000:\n        _packed",
+    ),
     Mutant(
         "packed: held in the wrong order",
-        "packed_matmul",
+        "low_rank_matmul",
         "cut.count, start, tokens, options",
         "cut.count, 0, tokens, options",
     ),

@@ -13,7 +13,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 def write_gguf(
     path: Path, *, vocabulary: int = 64, hidden: int = 32, wide: int = 48, heads: int = 4, keys: int = 2
 ) -> None:
-    """One layer, float32."""
+    """Write a one-layer float32 model to ``path``."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(128)
@@ -59,5 +59,5 @@ def write_gguf(
 
 
 def header_length(path: Path) -> int:
-    """Where the weights begin, in bytes."""
+    """Return the offset of the weights, in bytes."""
     return int(GGUFReader(path).data_offset)

@@ -1,4 +1,4 @@
-"""Tiny random models and compressed checkpoints, written by hand, that every folder's tests share."""
+"""Tiny random models and compressed checkpoints, shared by the tests of all folders."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from neuronmm.models.load import DTYPE
 
 LAYER_COUNT = 2
 RANKS = {"mlp.gate_proj": 12, "mlp.up_proj": 16, "mlp.down_proj": 8, "self_attn.q_proj": 8, "self_attn.k_proj": 4}
-"""A rank for every linear of a tiny model that a test may factorise by itself; ``v_proj`` and ``o_proj`` stay dense."""
+"""The ranks of the linears that tests factorise; ``v_proj`` and ``o_proj`` stay dense."""
 LEADERS = {
     "mlp.up_proj": "mlp.gate_proj",
     "self_attn.k_proj": "self_attn.q_proj",
     "self_attn.v_proj": "self_attn.q_proj",
 }
-"""Whose A a linear uses in a model that shares all it can."""
+"""Linear -> its leader, in a model with every possible shared A."""
 
 
 def make_tiny(
@@ -34,9 +34,9 @@ def make_tiny(
     vocabulary: int = 64,
     **shape: float,
 ) -> PreTrainedModel:
-    """A random two-layer model in eval mode; the weights are large enough for greedy tokens to differ by prompt.
+    """Create a random two-layer model in eval mode, with weights so large that greedy tokens depend on the prompt.
 
-    ``shape`` takes the place of the configuration's sizes and scale.
+    ``shape`` overrides the sizes and the scale of the configuration.
     """
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
@@ -60,7 +60,7 @@ def make_tiny(
         eos_token_id=2,
         pad_token_id=0,
     )
-    # Not .to(dtype) afterwards: that would round the rotary frequencies too, which from_pretrained keeps in fp32.
+    # A later .to(dtype) would also round the rotary frequencies, which from_pretrained keeps in fp32.
     model = AutoModelForCausalLM.from_config(config, **{DTYPE: dtype}).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,7 +70,7 @@ def make_tiny(
 
 
 def vary_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with norms whose weights are not all one, so that a norm's weight that is lost shows."""
+    """Randomise the norm weights of ``model``, so that a test notices a lost one."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -79,7 +79,7 @@ def vary_norms(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def make_spec(ranks: dict[str, int], **changes: object) -> CompressionSpec:
-    """A valid spec of these ranks; its figures are made up."""
+    """Create a valid spec with these ranks and arbitrary figures."""
     block = {
         "ranks": ranks,
         "method": "svd",
@@ -94,12 +94,12 @@ def make_spec(ranks: dict[str, int], **changes: object) -> CompressionSpec:
 
 
 def layer_ranks(linears: tuple[str, ...] = TARGETS["mlp"], layers: int = LAYER_COUNT) -> dict[str, int]:
-    """Full linear name -> rank for the named linears of every layer."""
+    """Map the full name of the given linears in every layer to their ranks."""
     return {f"{LAYERS}.{i}.{linear}": RANKS[linear] for i in range(layers) for linear in linears}
 
 
 def shared_spec(layers: int = LAYER_COUNT, **changes: object) -> CompressionSpec:
-    """Gate and up share their A, as do q, k and v; ``down_proj`` has its own, ``o_proj`` is dense."""
+    """Create a spec where gate and up share an A, as do q, k and v; ``down_proj`` has its own, ``o_proj`` is dense."""
     shared = {
         f"{LAYERS}.{i}.{name}": f"{LAYERS}.{i}.{leader}" for i in range(layers) for name, leader in LEADERS.items()
     }
@@ -113,7 +113,7 @@ def compress_tiny(model: PreTrainedModel, ranks: dict[str, int]) -> CompressionS
 
 
 def fill_tiny(model: PreTrainedModel, spec: CompressionSpec) -> CompressionSpec:
-    """Patch ``model`` in place; A from the linear's truncated SVD, B the best that goes with it."""
+    """Patch ``model`` in place; A is from the linear's truncated SVD, B the least-squares fit."""
     linears = {name: model.get_submodule(name) for name in spec.ranks}
     patch(model, spec)
     for name in sorted(linears, key=lambda name: name in spec.shared):
@@ -141,7 +141,7 @@ def _fill(factor: torch.nn.Module, weight: torch.Tensor) -> None:
 
 
 def write_checkpoint(model: PreTrainedModel, spec: CompressionSpec, folder: Path, **kwargs: object) -> Path:
-    """Save a patched model the way the format is specified: plain tensors, and the block inside config.json."""
+    """Save a patched model in the checkpoint format: plain tensors, and the block inside config.json."""
     model.save_pretrained(folder, **kwargs)
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -150,7 +150,7 @@ def write_checkpoint(model: PreTrainedModel, spec: CompressionSpec, folder: Path
 
 
 def load_plain(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: object) -> PreTrainedModel:
-    """transformers' own ``from_pretrained``, nothing of ours but the registered quantizer."""
+    """Load with transformers' ``from_pretrained``; only the registered quantizer is ours."""
     return AutoModelForCausalLM.from_pretrained(folder, **{DTYPE: dtype}, **kwargs).eval()
 
 
@@ -170,5 +170,5 @@ def tiny_checkpoint(
 
 
 def make_tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
-    """Token ids [batch, length], none of them special."""
+    """Create token ids [batch, length] without special tokens."""
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(7))

@@ -1,4 +1,4 @@
-"""A tokenizer made on the spot: one token a word, the ids of a tiny model's vocabulary."""
+"""A tokenizer for tiny models: one token per word."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TEMPLATE = "{% for m in messages %}w3 {{ m['content'] }} w4{% endfor %}{% if add
 
 
 def word_tokenizer() -> PreTrainedTokenizerBase:
-    """``w3`` to ``w63`` have the ids 3 to 63; BOS is 1, EOS 2; a chat template marks a user's words by w3 and w4."""
+    """Create a tokenizer: ``w3`` to ``w63`` have the ids 3 to 63, BOS is 1, EOS 2; the chat template adds w3 and w4."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 64)}}
     raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

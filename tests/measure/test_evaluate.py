@@ -109,18 +109,8 @@ def test_the_dtype_names_int8_factors(checkpoint: Callable[..., Path], tmp_path:
     }
 
 
-def test_multiple_choice(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    folder, file = checkpoint(), tmp_path / "task.jsonl"
-    rows = [
-        {
-            "id": i,
-            "query": f"w{10 + i} w{20 + i}",
-            "choices": [f"w{30 + i}", f"w{40 + i} w5 w6", "w7 w8"],
-            "gold": i % 3,
-        }
-        for i in range(12)
-    ]
-    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+def test_multiple_choice(checkpoint: Callable[..., Path], choice_task: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, (file, rows) = checkpoint(), choice_task
     result = evaluate(folder, tasks=[file], dtype="fp32")
     model = load_plain(folder)
     plain, normed = [], []

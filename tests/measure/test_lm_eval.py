@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,7 @@ metric_list:
 
 def test_same_accuracy_as_evaluate(
     checkpoint: Callable[..., Path],
+    choice_task: tuple[Path, list[dict[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -42,17 +43,7 @@ def test_same_accuracy_as_evaluate(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    folder, file = checkpoint(), tmp_path / "task.jsonl"
-    rows = [
-        {
-            "id": i,
-            "query": f"w{10 + i} w{20 + i}",
-            "choices": [f"w{30 + i}", f"w{40 + i} w5 w6", "w7 w8"],
-            "gold": i % 3,
-        }
-        for i in range(12)
-    ]
-    file.write_text("\n".join(map(json.dumps, rows)))
+    folder, (file, _) = checkpoint(), choice_task
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "tiny.yaml").write_text(TASK.format(file=file))
     theirs = lm_eval.simple_evaluate(

@@ -288,7 +288,7 @@ def test_a_point_created_elsewhere_is_measured_and_shown(
     assert (point["name"], point["bytes"], point["targets"]) == ("peer", 1234, "all")
     same = finished[1].points[3]
     assert (point["perplexity"], point["accuracy"]) == (same["perplexity"], same["accuracy"])
-    assert "32 bits a weight, all" in as_markdown(result)
+    assert "32 bits per weight, all" in as_markdown(result)
 
 
 def test_the_legend_of_long_names_stays_inside_the_picture(

@@ -1,4 +1,4 @@
-"""What is supported, and a refusal that names it for what is not."""
+"""The supported families, and the refusal of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge to transformers: a plain ``from_pretrained`` gives the compressed model, whatever is asked of it."""
+"""The bridge to transformers: a plain ``from_pretrained`` loads the compressed model with any options."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_many_small_shards(tmp_path: Path) -> None:
 
 
 def test_a_fused_model_saves_every_weight(tmp_path: Path) -> None:
-    """Fused factors share one buffer; each must still be written, once."""
+    """Fused factors share one buffer, but each must be written once."""
     tiny_checkpoint(tmp_path / "one")
     fuse(load_plain(tmp_path / "one")).save_pretrained(tmp_path / "two")
     one, two = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "two"))

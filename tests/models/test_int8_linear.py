@@ -1,4 +1,4 @@
-"""8-bit factors: stored in int8, computed in the model's precision, through everything transformers does to a model."""
+"""8-bit factors: stored in int8, computed in the model's precision, with the features of transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def int8_checkpoint(folder: Path, model_type: str = "llama", kind: str = "own A", **kwargs: Any) -> PreTrainedModel:
-    """Write a checkpoint with int8 factors; the patched model it was saved from."""
+    """Write a checkpoint with int8 factors, and return the patched model."""
     model = make_tiny(model_type, **kwargs)
     write_checkpoint(model, fill_tiny(model, SPECS[kind]), folder)
     return model
@@ -48,7 +48,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def dequantised(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with ordinary linears of the dequantised weights."""
+    """Return a copy of the model with dequantised weights in ordinary linears."""
     twin = copy.deepcopy(model)
     for name, module in list(twin.named_modules()):
         if isinstance(module, Int8Linear):
@@ -92,7 +92,7 @@ def test_loading_shows_no_missing_or_unexpected_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_an_fp32_checkpoint_in_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Loaded in it, or converted to it: the factors stay what they were, to the last bit."""
+    """Whether loaded in the dtype or converted to it, the factors are bit-identical."""
     model = int8_checkpoint(tmp_path)
     factors = {name: p for name, p in model.named_parameters() if ".A.weight" in name or ".B.weight" in name}
     for other in (

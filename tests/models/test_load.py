@@ -1,4 +1,4 @@
-"""``load_pretrained``: every weight accounted for, or one clear line that says which is not."""
+"""``load_pretrained``: every weight is present, or a one-line error names the one that is not."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_the_dtype_is_the_asked_one(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_weight_files_maps_every_tensor_to_its_shard(sharded: Path) -> None:
-    held = weight_files(sharded)
-    assert len(set(held.values())) > 3
-    assert all(name in load_file(file) for name, file in held.items())
+    files = weight_files(sharded)
+    assert len(set(files.values())) > 3
+    assert all(name in load_file(file) for name, file in files.items())
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

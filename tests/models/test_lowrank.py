@@ -1,4 +1,4 @@
-"""The low-rank modules against the dense ones they stand for, and against the kernels they hand over to."""
+"""The low-rank modules against the dense modules that they replace, and against the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neuronmm.models import LowRankLinear, LowRankSwiGLU, fuse
 
 
 def exact_factors(linear: nn.Linear) -> LowRankLinear:
-    """A full-rank factorisation of ``linear``: it must compute the same function."""
+    """Return a full-rank factorisation of ``linear``, which computes the same function."""
     rank = min(linear.weight.shape)
     low_rank = LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)
     u, s, vt = torch.linalg.svd(linear.weight.detach(), full_matrices=False)

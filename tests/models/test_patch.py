@@ -1,4 +1,4 @@
-"""``patch`` and ``fuse`` on whole models: what is swapped, what stays, and what is refused."""
+"""``patch`` and ``fuse`` on models: what they replace, what they keep and what they refuse."""
 
 from __future__ import annotations
 

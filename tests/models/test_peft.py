@@ -1,4 +1,4 @@
-"""LoRA on top of a compressed model: adapters sit on the factors, and everything PEFT does works."""
+"""LoRA on a compressed model: adapters on the factors train, save, load and merge."""
 
 from __future__ import annotations
 

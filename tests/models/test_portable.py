@@ -1,4 +1,4 @@
-"""Folders that both generations of transformers read alike."""
+"""Checkpoint folders that transformers 4 and 5 read identically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rope_base(config: object) -> float:
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["plain", "llama3"])
 def test_the_new_names_are_read_by_this_transformers(scaling: dict | None, tmp_path: Path) -> None:
-    """A config.json that has only transformers 5's entries."""
+    """A config.json with only the entries of transformers 5."""
     new = {"rope_parameters": {"rope_theta": 500000.0, **(scaling or {"rope_type": "default"})}, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64, **new}))
     make_portable(tmp_path)

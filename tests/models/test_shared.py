@@ -1,4 +1,4 @@
-"""Linears that share one A: one tensor in the file, one in memory, whatever is done to the model."""
+"""Linears that share one A: one tensor in the file and one in memory, after every operation on the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = shared_spec()
 
 
 def shared_checkpoint(folder: Path, model_type: str = "llama", **kwargs: Any) -> PreTrainedModel:
-    """Write a checkpoint whose linears share all they can; the patched model it was saved from."""
+    """Write a checkpoint with every possible shared A, and return the patched model."""
     model = make_tiny(model_type, **kwargs)
     write_checkpoint(model, fill_tiny(model, SPEC), folder)
     return model
@@ -36,7 +36,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def assert_one_copy(model: Any) -> None:
-    """Every follower reads its leader's very weight, and the model counts it once."""
+    """Check that every follower uses its leader's weight, and that the model counts it once."""
     for name, leader in SPEC.shared.items():
         assert model.get_submodule(name).A.weight is model.get_submodule(leader).A.weight
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -65,7 +65,7 @@ def test_round_trip(model_type: str, tied: bool, tmp_path: Path) -> None:
 def test_loading_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shared_checkpoint(tmp_path / "out", tied=True)
     logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)  # transformers' own does not pass records on
+    logger.addHandler(caplog.handler)  # the transformers logger does not propagate records
     try:
         _, info = AutoModelForCausalLM.from_pretrained(
             tmp_path / "out", output_loading_info=True, low_cpu_mem_usage=True
@@ -149,7 +149,7 @@ def test_torch_compile_traces_it() -> None:
 
 
 def test_one_adapter_serves_all_that_share(tmp_path: Path) -> None:
-    """A LoRA on a shared A is one adapter; it moves every linear that reads the A, and merges into the one weight."""
+    """A LoRA on a shared A is one adapter; it changes every linear that uses the A, and merges into the one weight."""
     shared_checkpoint(tmp_path / "base")
     config = LoraConfig(r=2, target_modules=["A", "B"], task_type="CAUSAL_LM", init_lora_weights=False)
     lora = get_peft_model(load_plain(tmp_path / "base"), config)
@@ -172,7 +172,7 @@ def test_one_adapter_serves_all_that_share(tmp_path: Path) -> None:
 
 
 def test_an_adapter_on_a_followers_a_alone_is_refused() -> None:
-    """It has none of its own; PEFT finds no such module and says so."""
+    """A follower has no A of its own, so PEFT finds no such module."""
     model = make_tiny()
     fill_tiny(model, SPEC)
     with pytest.raises(ValueError, match=r"up_proj\.A"):
@@ -190,7 +190,7 @@ def test_inputs_of_other_widths_are_refused_and_leave_the_model_alone() -> None:
 
 
 def test_a_second_patch_may_not_use_a_leader_of_the_first() -> None:
-    """Both have to be named in one spec."""
+    """One spec must name both."""
     with pytest.raises(UserError, match=r"shared: .*gate_proj has no rank"):
         make_spec(
             {"model.layers.0.mlp.up_proj": 8}, shared={"model.layers.0.mlp.up_proj": "model.layers.0.mlp.gate_proj"}

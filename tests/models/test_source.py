@@ -1,4 +1,4 @@
-"""Where a model may come from, and what is refused."""
+"""The sources of a model, and the refusal of others."""
 
 from __future__ import annotations
 

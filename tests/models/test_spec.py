@@ -1,4 +1,4 @@
-"""The self-describing block: what it accepts, and one clear line for what it does not."""
+"""The ``quantization_config`` block: what it accepts, and one-line errors for the rest."""
 
 from __future__ import annotations
 

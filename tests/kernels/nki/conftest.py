@@ -1,4 +1,4 @@
-"""The kernel modules, and the cases they are run on."""
+"""Fixtures: the kernel modules and the random calls that they run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kernels() -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def make() -> type[Case]:
-    """The maker of cases: ``make.linear(...)`` and ``make.mlp(...)``."""
+    """The constructors of random calls: ``make.linear(...)`` and ``make.mlp(...)``."""
     return Case
 
 

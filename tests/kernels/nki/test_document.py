@@ -1,4 +1,4 @@
-"""The Python block of docs/nki.md runs as it stands."""
+"""The Python block of docs/nki.md runs unchanged."""
 
 from __future__ import annotations
 

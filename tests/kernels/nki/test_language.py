@@ -1,4 +1,4 @@
-"""The kernels are in the language of the compilers they are for, and what runs before them stays out of it."""
+"""The kernels use only the language of their compilers, and the solver runs outside the compiled kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.contract import check_values
 from neuronmm.kernels import nki as kernels_package
 from neuronmm.kernels.nki import tiling
-from neuronmm.kernels.nki.blocks import Ranks
+from neuronmm.kernels.nki.problem import Ranks
 
 FOLDER = Path(kernels_package.__file__).parent
-BODIES = ("objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "packed_matmul", "baselines")
+BODIES = ("objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
 COMPILED = (*BODIES, "dialect_nki", "jitted")
 MODULES = {f"neuronmm.kernels.nki.{name}" for name in COMPILED}
 
@@ -62,11 +62,11 @@ def test_kernels_keep_to_the_subset(name: str) -> None:
         ("def f(a):\n    raise ValueError(a)", "Raise in f"),
     ],
 )
-def test_what_the_compilers_do_not_take_is_found(source: str, problem: str) -> None:
-    assert any(problem in found for found in problems(source, MODULES))
+def test_what_the_compilers_reject_is_reported(source: str, problem: str) -> None:
+    assert any(problem in reported for reported in problems(source, MODULES))
 
 
-def test_what_they_take_is_let_through() -> None:
+def test_what_they_accept_is_not_reported() -> None:
     source = (
         "from dataclasses import dataclass\nimport nki.language as nl\n\n@dataclass\nclass C(nl.NKIObject):\n"
         "    x: int\n    y: bool = False\n\n    def toggle(self):\n        self.y = self.y == False\n\n"
@@ -79,58 +79,58 @@ def test_what_they_take_is_let_through() -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies_count_with_the_dialects_unrolled_loop(name: str) -> None:
-    """Python's ``range`` would be a loop with a symbol for its index to the compiler of the first dialect."""
+def test_bodies_use_the_dialects_unrolled_loop(name: str) -> None:
+    """The first dialect's compiler would turn Python's ``range`` into a loop whose index is a symbol."""
     names = [node.id for node in ast.walk(ast.parse(text(name))) if isinstance(node, ast.Name)]
     assert "range" not in names
 
 
 def launches(kernels: Any) -> Iterator[tuple[Any, list[TensorSpec]]]:
-    """Every variant of the second dialect's kernels with the shapes of its tensors."""
+    """Yield every variant of the second dialect's kernels with the shapes of its tensors."""
     entry, ranks, vector = kernels.entry_nki, Ranks(8, 8, 8, 40), TensorSpec((16,))
     small, large = TensorSpec((128,)), TensorSpec((320,))
     for residual, layout in product((False, True), ("HSB", "BSH")):
         x = TensorSpec((16, 4) if layout == "HSB" else (4, 16))
         extra = [x] if residual else []
-        asked = {"residual": residual, "layout": layout, "epsilon": 0.1}
-        yield entry.low_rank_matmul(8, **asked), [x, small, small, *extra]
-        yield entry.low_rank_matmul(8, bias=True, **asked), [x, small, small, vector, *extra]
-        yield entry.low_rank_swiglu_mlp(ranks, **asked), [x, small, large, small, large, large, small, *extra]
-        yield entry.low_rank_swiglu_mlp_shared(ranks, **asked), [x, small, large, large, large, small, *extra]
+        static = {"residual": residual, "layout": layout, "epsilon": 0.1}
+        yield entry.low_rank_matmul(8, **static), [x, small, small, *extra]
+        yield entry.low_rank_matmul(8, bias=True, **static), [x, small, small, vector, *extra]
+        yield entry.low_rank_swiglu_mlp(ranks, **static), [x, small, large, small, large, large, small, *extra]
+        yield entry.low_rank_swiglu_mlp_shared(ranks, **static), [x, small, large, large, large, small, *extra]
 
 
 def test_kernels_get_tensors_numbers_and_tuples(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Solver and packing run before the kernel: the compiled functions see plain values, every variant of them."""
-    seen = []
+    """Solver and packing run before the kernel: every variant of the compiled functions gets plain values only."""
+    launched = []
 
     class Recorded:
         def __init__(self, function: Any) -> None:
             self.function = function
 
         def __getitem__(self, grid: int) -> Any:
-            return lambda *arguments: seen.append((self.function.__name__, arguments))
+            return lambda *arguments: launched.append((self.function.__name__, arguments))
 
     monkeypatch.setattr(kernels.entry_nki.nki, "jit", Recorded)
     for launch, tensors in launches(kernels):
         launch(*tensors)
     defined = [n.name for n in ast.parse(text("jitted")).body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
-    assert {name for name, _ in seen} == set(defined)
+    assert {name for name, _ in launched} == set(defined)
 
     def plain(value: Any) -> bool:
         return isinstance(value, (bool, int, float)) or (isinstance(value, tuple) and all(map(plain, value)))
 
-    for _, arguments in seen:
+    for _, arguments in launched:
         assert all(isinstance(a, TensorSpec) or plain(a) for a in arguments)
         run(lambda arguments=arguments: check_values("kernel", list(arguments)))
         assert isinstance(hash(tuple(a for a in arguments if not isinstance(a, TensorSpec))), int)
 
 
-def test_the_solver_is_out_before_the_kernel_begins(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = []
+def test_the_solver_returns_before_the_kernel_begins(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    solved_in_kernel = []
     original = kernels.entry_nki.jitted.linear
 
     def solve(problem: Any, core: Any) -> Any:
-        inside.append(running[0])
+        solved_in_kernel.append(running[0])
         return tiling.search(problem, core)
 
     def watched(*arguments: Any) -> Any:
@@ -144,11 +144,11 @@ def test_the_solver_is_out_before_the_kernel_begins(kernels: Any, monkeypatch: p
     monkeypatch.setattr("neuronmm.kernels.nki.choice.solve", solve)
     monkeypatch.setattr(kernels.entry_nki.jitted, "linear", watched)
     launch = kernels.entry_nki.low_rank_matmul(8)
-    made = launch(np.ones((16, 4), np.float32), np.ones(128, np.float32), np.ones(128, np.float32))
-    assert inside == [False] and np.array_equal(made, np.full((16, 4), 128, np.float32))
+    result = launch(np.ones((16, 4), np.float32), np.ones(128, np.float32), np.ones(128, np.float32))
+    assert solved_in_kernel == [False] and np.array_equal(result, np.full((16, 4), 128, np.float32))
 
 
-def test_an_object_of_the_host_is_refused(kernels: Any) -> None:
+def test_an_ordinary_object_is_refused_as_an_argument(kernels: Any) -> None:
     """The emulator's rule, on one of the project's own kernels."""
     import nki_cases
 
@@ -159,10 +159,10 @@ def test_an_object_of_the_host_is_refused(kernels: Any) -> None:
     x, w = np.ones((16, 4), np.float32), np.ones(128, np.float32)
     plan = 16, 8, 1, ((0, 0, 1, 8),)
     with pytest.raises(NkiError, match="NKIObject"):
-        kernel[1](x, w, w, plan, plan, kernels.blocks.Blocks(), 0.0, False)
+        kernel[1](x, w, w, plan, plan, kernels.problem.Blocks(), 0.0, False)
 
 
-def test_the_versions_that_are_served_are_said() -> None:
+def test_the_supported_versions_are_documented() -> None:
     document = (Path(__file__).parents[3] / "docs" / "nki.md").read_text(encoding="utf-8")
-    for said in (document.replace("\n", " "), text("entry_nki"), text("dialect_nki"), text("jitted")):
-        assert "0.3 to 0.6" in said
+    for content in (document.replace("\n", " "), text("entry_nki"), text("dialect_nki"), text("jitted")):
+        assert "0.3 to 0.6" in content

@@ -1,4 +1,4 @@
-"""Each planted bug must be caught, by a rule of the emulator or by the numbers."""
+"""Every planted bug is caught, by a rule of the emulator or by wrong numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nki_mutants_cutting import CUTTING
 from neuronmm.emulator.nki import NkiError
 
 
-def test_the_battery_passes_on_the_kernels(kernels: Any, make: Any) -> None:
+def test_the_battery_passes_on_the_correct_kernels(kernels: Any, make: Any) -> None:
     battery(kernels, make)
     with planted(None) as copy:
         battery(copy, make)

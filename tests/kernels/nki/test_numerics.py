@@ -1,6 +1,6 @@
-"""Every kernel, both dialects, bfloat16 and float32, over drawn shapes with tails.
+"""Every kernel in both dialects, in bfloat16 and float32, over random shapes with tails.
 
-float32: 1e-5 relative of float64. bfloat16: at most twice the error of torch in bfloat16 (``rule``).
+float32: within 1e-5 of float64, relative. bfloat16: at most twice the error of torch in bfloat16 (``error_rule``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from draws import examples
 from error_rule import assert_twice_plain, draws
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.kernels import KernelError
-from neuronmm.kernels.nki.blocks import Blocks
+from neuronmm.kernels.nki.problem import Blocks
 
 DIALECTS = ("neuronxcc", "nki")
 SIZES = st.sampled_from([1, 2, 7, 64, 127, 128, 129, 200, 255, 256, 257, 300, 384])
@@ -35,18 +35,18 @@ QUICK = examples(20)
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Relative error of the whole result: of a single number it would be that of its cancellation."""
+    """Check the relative error of the result as a whole; that of a single number would measure its cancellation."""
     error = (actual.double() - expected).norm() / expected.norm()
     assert error <= 1e-5, f"relative error {error:.3g}"
 
 
 def seeds_for(dtype: torch.dtype, independent: int) -> range:
-    """Draws of the inputs to judge together: an error is that of many numbers that do not hang together."""
+    """Seeds of the calls to judge together, so that an error is an average over many independent numbers."""
     return range(draws(independent) if dtype is torch.bfloat16 else draws(independent, most=8))
 
 
 def judge(cases: list[Any], execute: Any) -> None:
-    """The project's rule for the cases' dtype."""
+    """Apply the rule for the cases' dtype."""
     if cases[0].x.dtype is torch.float32:
         near(torch.stack([execute(c) for c in cases]), torch.stack([c.exact() for c in cases]))
     else:
@@ -99,20 +99,20 @@ def test_the_dialects_agree_to_the_bit(kernels: Any, make: Any, dtype: torch.dty
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("layout", ["HSB", "BSH"])
 def test_entries_of_both_dialects(kernels: Any, make: Any, tokens: int, residual: bool, layout: str) -> None:
-    options = {"norm": True, "residual": residual, "tokens_first": layout == "BSH"}
-    for shared in (False, True):  # for the linear this says whether there is a bias
-        linear = make.linear(200, 130, 150, tokens, torch.float32, bias=shared, **options)
-        mlp = make.mlp(200, 300, (130, 130, 70), tokens, torch.float32, shared=shared, **options)
+    drawn = {"norm": True, "residual": residual, "tokens_first": layout == "BSH"}
+    for shared in (False, True):  # a linear has a bias where the MLP has a shared A
+        linear = make.linear(200, 130, 150, tokens, torch.float32, bias=shared, **drawn)
+        mlp = make.mlp(200, 300, (130, 130, 70), tokens, torch.float32, shared=shared, **drawn)
         for case in (linear, mlp):
             tensors = case.arguments()
             if case.shared:
                 del tensors[3]
             name = "low_rank_matmul" if case is linear else f"low_rank_swiglu_mlp{'_shared' * shared}"
             static = len(case.weights[0]) if case is linear else case.ranks()
-            asked = {"epsilon": case.epsilon, "residual": residual, "layout": layout}
-            asked |= {"bias": shared} if case is linear else {}
-            first = getattr(kernels.entry_neuronxcc, name)(static, **asked)
-            second = getattr(kernels.entry_nki, name)(static, **asked)
+            options = {"epsilon": case.epsilon, "residual": residual, "layout": layout}
+            options |= {"bias": shared} if case is linear else {}
+            first = getattr(kernels.entry_neuronxcc, name)(static, **options)
+            second = getattr(kernels.entry_nki, name)(static, **options)
             near(case.result(run(first, *tensors, outputs=[case.output()]).outputs[0]), case.exact())
             near(case.result(second(*tensors)), case.exact())
 
@@ -151,11 +151,11 @@ def test_baselines(kernels: Any, make: Any, arrays: Any, dialect: str, dtype: to
     case, sizes = make.linear(300, 130, 200, tokens, dtype), Blocks(tokens=512, moving=256, intermediate=2)
     for name, body, tensors, exact, plain in baselines_of(case, kernels, dialect, sizes):
         spec = TensorSpec(tuple(exact.shape), arrays.to_numpy(case.x).dtype)
-        got = arrays.to_torch(run(body, *(arrays.to_numpy(t) for t in tensors), outputs=[spec]).outputs[0])
+        actual = arrays.to_torch(run(body, *(arrays.to_numpy(t) for t in tensors), outputs=[spec]).outputs[0])
         if dtype is torch.float32:
-            near(got, exact)
+            near(actual, exact)
         else:
-            assert_twice_plain([name], lambda _, y=got: y, lambda _, y=plain: y, lambda _, y=exact: y)
+            assert_twice_plain([name], lambda _, y=actual: y, lambda _, y=plain: y, lambda _, y=exact: y)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -1,4 +1,4 @@
-"""One packed weight: both layouts, any sizes, by the project's rule."""
+"""The matmul with one packed weight: both layouts, random sizes, held to the rule of ``error_rule``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TOKENS = st.sampled_from([1, 3, 65, 128, 513, 1100])
 
 
 def apply(kernels: Any, arrays: Any, w: Tensor, x: Tensor, layout: str) -> Tensor:
-    """``x @ w.T`` by the kernel. Dimensions: w [out, in], x [tokens, in] -> [tokens, out]."""
-    given_x = x if layout == "BSH" else x.T
+    """Compute ``x @ w.T`` with the kernel. Dimensions: w [out, in], x [tokens, in] -> [tokens, out]."""
+    activation = x if layout == "BSH" else x.T
     shape = (len(x), len(w)) if layout == "BSH" else (len(w), len(x))
-    inputs = [arrays.to_numpy(tensor) for tensor in (given_x, pack(w))]
+    inputs = [arrays.to_numpy(tensor) for tensor in (activation, pack(w))]
     kernel = kernels.entry_neuronxcc.packed_matmul(layout)
     y = arrays.to_torch(run(kernel, *inputs, outputs=[TensorSpec(shape, inputs[0].dtype)]).outputs[0])
     return y if layout == "BSH" else y.T
@@ -46,7 +46,7 @@ def test_packed_matmul(
         return case[1].double() @ case[0].double().T
 
     if dtype is torch.float32:
-        got, want = (torch.cat([f(case).flatten().double() for case in cases]) for f in (kernel, exact))
-        assert (got - want).norm() <= 1e-5 * want.norm()
+        actual, expected = (torch.cat([f(case).flatten().double() for case in cases]) for f in (kernel, exact))
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
     else:
         assert_twice_plain(cases, kernel, lambda case: case[1] @ case[0].T, exact)

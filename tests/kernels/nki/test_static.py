@@ -1,4 +1,4 @@
-"""Read as text: the kernels touch a dialect only through its layer, and the layer only what that dialect has."""
+"""Static checks: a kernel uses NKI only through a dialect layer, and a layer uses only what its dialect has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from neuronmm.emulator.nki.modules import surface
 from neuronmm.kernels import nki as kernels
 
 FOLDER = Path(kernels.__file__).parent
-BODIES = ("moves", "stages", "low_rank_matmul", "low_rank_mlp", "packed_matmul", "baselines")
+BODIES = ("moves", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
 REMOVED = {
     "neuronxcc": {"tensor_copy_dynamic_src", "tensor_copy_dynamic_dst", "loop_reduce", "dma_transpose", "nc_matmul_mx"},
     "nki": {"arange", "mgrid", "par_dim", "load", "store", "affine_range", "loop_reduce", "dma_transpose"},
 }
-"""What the SDK's releases removed, deprecated, or has no place in these kernels, by dialect."""
+"""Functions that the SDK removed or deprecated, or that these kernels must not use, by dialect."""
 
 ISA = {
     "neuronxcc": {
@@ -80,10 +80,9 @@ ISA = {
         "tensor_copy_predicated": "dst src predicate reverse_pred name",
     },
 }
-"""Parameters in their order, from the SDK's documentation: 2.26 for ``neuronxcc.nki.isa``, 2.32 for ``nki.isa``.
+"""Parameters in order, from the SDK's documentation: 2.26 for ``neuronxcc.nki.isa``, 2.32 for ``nki.isa``.
 
-The signature that 2.26 prints for ``dma_transpose`` ends in ``**kwargs``; its ``dge_mode`` is among the described
-parameters.
+The signature of ``dma_transpose`` in 2.26 ends in ``**kwargs``; the text describes ``dge_mode`` as a parameter.
 """
 
 
@@ -96,14 +95,14 @@ def calls(name: str) -> list[ast.Call]:
 
 
 def primitives(name: str) -> dict[str, list[str]]:
-    """Public methods of a dialect's class with their parameters."""
+    """Return the public methods of a dialect's class with their parameters."""
     (dialect,) = [node for node in tree(name).body if isinstance(node, ast.ClassDef)]
-    found = [node for node in dialect.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
-    return {f.name: [a.arg for a in f.args.args[1:]] for f in found}
+    methods = [node for node in dialect.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+    return {f.name: [a.arg for a in f.args.args[1:]] for f in methods}
 
 
 @pytest.mark.parametrize("dialect", ["neuronxcc", "nki"])
-def test_the_layer_uses_what_its_dialect_has(dialect: str) -> None:
+def test_the_layer_uses_only_what_its_dialect_has(dialect: str) -> None:
     prefix = "neuronxcc.nki" if dialect == "neuronxcc" else "nki"
     table = {"nisa": surface(dialect)[f"{prefix}.isa"], "nl": surface(dialect)[f"{prefix}.language"]}
     used = [
@@ -141,15 +140,15 @@ def test_both_layers_have_the_same_functions() -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies_know_no_dialect(name: str) -> None:
+def test_bodies_depend_on_no_dialect(name: str) -> None:
     for node in ast.walk(tree(name)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             text = ast.unparse(node)
             assert "nki.language" not in text and "nki.isa" not in text and "neuronxcc" not in text
     layer = primitives("dialect_nki")
-    through = [c for c in calls(name) if isinstance(c.func, ast.Attribute) and ast.unparse(c.func.value) == "d"]
-    assert through
-    for call in through:
+    primitive_calls = [c for c in calls(name) if isinstance(c.func, ast.Attribute) and ast.unparse(c.func.value) == "d"]
+    assert primitive_calls
+    for call in primitive_calls:
         parameters = layer[call.func.attr]  # type: ignore[attr-defined]
         assert len(call.args) == len(parameters), ast.unparse(call)
         assert not call.keywords

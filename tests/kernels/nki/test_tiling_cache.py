@@ -1,4 +1,4 @@
-"""What is kept on disk: whole documents and folders or none, whoever writes; and the tiling solver's choices."""
+"""The cache on disk: documents and folders appear completely or not at all; and the tiling solver's use of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 from neuronmm.kernels import cache
 from neuronmm.kernels.hardware import TRN1, TRN2
 from neuronmm.kernels.nki import tiling
-from neuronmm.kernels.nki.tiling import MlpProblem, Problem, solve
+from neuronmm.kernels.nki.problem import MlpProblem, Problem
+from neuronmm.kernels.nki.tiling import solve
 
 LINEAR = Problem(200, 576, 128, 300)
 MLP = MlpProblem(200, 576, 1536, 128, 128, 128)
@@ -23,7 +24,7 @@ MLP = MlpProblem(200, 576, 1536, 128, 128, 128)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; the folder is not there yet."""
+    """An empty cache, whose folder does not exist yet."""
     monkeypatch.setenv("NEURONMM_CACHE", str(tmp_path / "cache"))
     solve.cache_clear()
     return tmp_path / "cache"
@@ -34,10 +35,10 @@ def documents(folder: Path) -> list[Path]:
 
 
 def no_search(*_: Any) -> Any:
-    raise AssertionError("searched, though the choice was kept")
+    raise AssertionError("the solver searched, though the choice was cached")
 
 
-def test_a_document_comes_back_and_leaves_nothing_else(folder: Path) -> None:
+def test_a_document_is_read_back_and_no_other_file_remains(folder: Path) -> None:
     assert cache.read("a/b.json") is None
     cache.write("a/b.json", {"x": [1, 2.5, "y"]})
     cache.write("a/b.json", {"x": [3]})
@@ -48,31 +49,31 @@ def test_a_document_comes_back_and_leaves_nothing_else(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kept: b"",
-        lambda kept: kept[: len(kept) // 2],
-        lambda kept: b"[]",
-        lambda kept: b"1",
-        lambda kept: b"\xff\xfe",
-        lambda kept: kept.replace(b"256", b"257"),
-        lambda kept: kept.replace(b"blocks", b"others"),
+        lambda text: b"",
+        lambda text: text[: len(text) // 2],
+        lambda text: b"[]",
+        lambda text: b"1",
+        lambda text: b"\xff\xfe",
+        lambda text: text.replace(b"256", b"257"),
+        lambda text: text.replace(b"blocks", b"others"),
     ],
 )
 def test_a_damaged_document_counts_as_missing(folder: Path, damage: Any) -> None:
     cache.write("x.json", {"blocks": 256})
-    whole = (folder / "x.json").read_bytes()
-    assert damage(whole) != whole
-    (folder / "x.json").write_bytes(damage(whole))
+    content = (folder / "x.json").read_bytes()
+    assert damage(content) != content
+    (folder / "x.json").write_bytes(damage(content))
     assert cache.read("x.json") is None
 
 
-def test_a_folder_that_cannot_be_written_is_done_without(folder: Path) -> None:
+def test_the_solver_works_without_a_writable_folder(folder: Path) -> None:
     folder.write_text("a file")
     cache.write("a/b.json", 1)
     assert cache.read("a/b.json") is None
     assert solve(LINEAR).blocks == tiling.search(LINEAR, TRN1).blocks
 
 
-def test_readers_see_whole_documents_while_processes_write(folder: Path) -> None:
+def test_readers_see_complete_documents_while_processes_write(folder: Path) -> None:
     script = "import runpy, sys\nwrite = runpy.run_path(sys.argv[1])['write']\n"
     script += "for _ in range(20):\n    write('x.json', [int(sys.argv[2])] * 20000)"
     cache.write("x.json", [0] * 20_000)
@@ -86,11 +87,11 @@ def test_readers_see_whole_documents_while_processes_write(folder: Path) -> None
     assert documents(folder) == [folder / "x.json"]
 
 
-def test_a_folder_appears_whole_or_not_at_all(folder: Path) -> None:
+def test_a_folder_appears_completely_or_not_at_all(folder: Path) -> None:
     def fill(inside: Path, *, fail: bool = False, other: bool = False) -> None:
         assert not (folder / "model").exists()
         (inside / "a").write_text("ours")
-        if other:  # another process finishes the same folder while this one writes
+        if other:  # another process completes the same folder while this one writes
             (folder / "model").mkdir()
             (folder / "model" / "a").write_text("theirs")
         if fail:
@@ -110,25 +111,25 @@ def test_a_folder_appears_whole_or_not_at_all(folder: Path) -> None:
 @pytest.mark.parametrize("problem", [LINEAR, MLP], ids=["linear", "mlp"])
 def test_a_choice_outlives_the_process(folder: Path, problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = solve(problem)
-    (kept,) = documents(folder)
-    assert kept.parent == folder / "tiling"
-    assert json.loads(kept.read_text())["document"]["blocks"] == asdict(first.blocks)
+    (document,) = documents(folder)
+    assert document.parent == folder / "tiling"
+    assert json.loads(document.read_text())["document"]["blocks"] == asdict(first.blocks)
     solve.cache_clear()
     monkeypatch.setattr(tiling, "search", no_search)
     assert solve(problem) == first
 
 
-def test_a_damaged_choice_is_made_anew(folder: Path) -> None:
+def test_a_damaged_choice_is_computed_again(folder: Path) -> None:
     first = solve(LINEAR)
     (file,) = documents(folder)
-    whole = file.read_text()
-    file.write_text(whole.replace('"tokens": 200', '"tokens": 128'))  # these fit as well, but were not chosen
+    content = file.read_text()
+    file.write_text(content.replace('"tokens": 200', '"tokens": 128'))  # this size fits too, but was not chosen
     solve.cache_clear()
     assert solve(LINEAR) == first
-    assert file.read_text() == whole
+    assert file.read_text() == content
 
 
-def test_a_choice_belongs_to_everything_it_follows_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_cached_under_everything_that_determines_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variants: list[tuple[Any, Any]] = [(LINEAR, TRN1), (MLP, TRN1), (LINEAR, TRN2)]
     for problem in (LINEAR, MLP):
         for field in fields(problem):
@@ -145,8 +146,8 @@ def test_a_choice_belongs_to_everything_it_follows_from(folder: Path, monkeypatc
     assert len(documents(folder)) == len(variants) + 1
 
 
-def test_the_code_that_counts_is_all_there() -> None:
-    """What the solver imports of this project decides what it finds: each such file is in its digest."""
+def test_the_digest_covers_all_code_of_the_solver() -> None:
+    """Every file of this project that the solver imports determines its choice, so the digest covers it."""
     folder = Path(tiling.__file__).resolve().parent
     known = {(folder / name).resolve() for name in tiling.SOURCES}
     kernels = folder.parent

@@ -1,4 +1,4 @@
-"""What the kernels move and hold, from shape-only runs at the sizes of the models and the paper."""
+"""The kernels' traffic and memory, from shape-only runs at the sizes of the models and of the paper."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.trace import Engine, Space, Trace
 from neuronmm.kernels.hardware import TRN1, TRN2
-from neuronmm.kernels.nki.blocks import Blocks, Ranks
 from neuronmm.kernels.nki.choice import factor_plan
 from neuronmm.kernels.nki.layout import Packing
-from neuronmm.kernels.nki.tiling import MlpProblem, solve
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Ranks
+from neuronmm.kernels.nki.tiling import solve
 
 MLPS = {
     "Llama-3.2-1B": (2048, 8192, 1280),
@@ -21,7 +21,7 @@ MLPS = {
     "Llama-3.1-8B": (4096, 14336, 2560),
     "SmolLM2-135M": (576, 1536, 320),
 }
-"""Hidden size, intermediate size, rank at ratio 0.2 (SmolLM2's is made up)."""
+"""Hidden size, intermediate size, rank at ratio 0.2 (SmolLM2's rank is arbitrary)."""
 
 
 def packed(rows: int, columns: int) -> TensorSpec:
@@ -54,8 +54,8 @@ def test_decode_reads_every_weight_once_and_nothing_else(kernels: Any, name: str
     weights = 2 * 3 * (hidden + middle) * rank
     assert weights + 2 * hidden * tokens <= read <= 1.01 * weights + 2 * hidden * tokens
     assert written == 2 * hidden * tokens
-    laid = hidden * (tokens == 1)  # the only token is laid over the partitions by products with 1
-    assert trace.multiply_adds() == 3 * (hidden + middle) * rank * tokens + laid
+    spread = hidden * (tokens == 1)  # matmuls with 1 spread the only token over the partitions
+    assert trace.multiply_adds() == 3 * (hidden + middle) * rank * tokens + spread
     assert trace.peak(Space.SBUF) <= TRN2.sbuf_partition_bytes
     long = sum(i.bytes for i in trace.instructions if i.engine is Engine.DMA and i.row_bytes >= 2048)
     assert long >= 0.99 * weights
@@ -72,8 +72,8 @@ def test_prefill_keeps_the_activation_on_chip(kernels: Any, name: str) -> None:
     assert written == 2 * hidden * tokens
     assert read <= 1.01 * strips * weights + 2 * hidden * tokens
     assert trace.multiply_adds() == 3 * (hidden + middle) * rank * tokens
-    moved = {b.shape for b in trace.buffers if b.space is Space.HBM}
-    assert not any(middle in shape for shape in moved)
+    hbm_shapes = {b.shape for b in trace.buffers if b.space is Space.HBM}
+    assert not any(middle in shape for shape in hbm_shapes)
 
 
 def test_the_solvers_blocks_fit_the_largest_model(kernels: Any) -> None:
@@ -89,21 +89,21 @@ def test_traffic_of_the_published_shape_is_that_of_equation_10(kernels: Any) -> 
     assert trace.peak(Space.SBUF) <= TRN1.sbuf_partition_bytes
 
 
-def test_what_does_not_fit_is_refused(kernels: Any) -> None:
+def test_a_strip_that_does_not_fit_is_refused(kernels: Any) -> None:
     with pytest.raises(NkiError, match="sbuf capacity") as caught:
         linear(kernels, 8192, 4096, 16384, 2048, Blocks(tokens=2048, depth=8))
     assert "moves.py" in caught.value.location or "stages.py" in caught.value.location
 
 
-def test_tails_cost_what_they_are(kernels: Any) -> None:
+def test_tails_are_not_padded(kernels: Any) -> None:
     """Rank 1664 is 13 chunks, not 16; 576 inputs are 5, not 8; 130 tokens are 130."""
     trace = linear(kernels, 576, 1664, 576, 130, Blocks(tokens=128, moving=128))
-    products = [i for i in trace.instructions if i.op == "matmul"]
-    assert len(products) == 2 * (5 * 13 + 13 * 5)
+    matmuls = [i for i in trace.instructions if i.op == "matmul"]
+    assert len(matmuls) == 2 * (5 * 13 + 13 * 5)
     assert trace.multiply_adds() == 130 * 1664 * (576 + 576)
 
 
-def test_decode_moves_the_short_operand_and_transposes_nothing(kernels: Any) -> None:
+def test_decode_moves_the_tokens_and_transposes_nothing(kernels: Any) -> None:
     trace = mlp(kernels, "Llama-3.2-1B", 4)
     assert {i.n for i in trace.instructions if i.op == "matmul"} == {4}
     assert not any(i.op == "transpose" for i in trace.instructions)
@@ -111,8 +111,8 @@ def test_decode_moves_the_short_operand_and_transposes_nothing(kernels: Any) -> 
 
 
 @pytest.mark.parametrize(("inputs", "rows"), [(2048, [4096]), (576, [1150, 2])])
-def test_a_token_alone_is_moved_in_one_row(kernels: Any, inputs: int, rows: list[int]) -> None:
-    """Not in 128 rows of a few bytes, whose number a DMA's time goes by. 576 are five chunks, the last one shorter."""
+def test_a_single_token_is_loaded_as_one_row(kernels: Any, inputs: int, rows: list[int]) -> None:
+    """128 rows of a few bytes would take a DMA longer. 576 features are five chunks whose last partition is ragged."""
     trace = linear(kernels, inputs, 128, 128, 1, Blocks(tokens=1, moving=1))
     loads = [i for i in trace.instructions if i.engine is Engine.DMA and i.partitions == 1 and i.target is Space.SBUF]
     assert [i.row_bytes for i in loads] == rows
@@ -124,7 +124,7 @@ def test_evictions_alternate_between_engines(kernels: Any) -> None:
     assert copies.count(Engine.SCALAR) == copies.count(Engine.VECTOR) == len(copies) // 2
 
 
-def test_baselines_move_what_their_schedules_say(kernels: Any) -> None:
+def test_baselines_move_the_bytes_of_their_schedules(kernels: Any) -> None:
     d, b = kernels.dialect_nki.Dialect(), kernels.baselines
     m, k, r, n = 2048, 1024, 512, 2048
 
@@ -147,5 +147,5 @@ def test_baselines_move_what_their_schedules_say(kernels: Any) -> None:
         lambda x, a, v, y: b.recomputing(d, x, factor(a, k, r), factor(v, r, n), y, Blocks()),
         plain(k, m), packed(k, r), packed(r, n), out=plain(n, m),
     )  # fmt: skip
-    again = n // 1024
-    assert written == 2 * m * n and read == 2 * (again * (k * m + m // 512 * k * r) + m // 512 * r * n)
+    blocks_of_outputs = n // 1024
+    assert written == 2 * m * n and read == 2 * (blocks_of_outputs * (k * m + m // 512 * k * r) + m // 512 * r * n)

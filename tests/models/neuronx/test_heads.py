@@ -1,4 +1,4 @@
-"""Heads over ranks: every head once, every query with its key, none too many."""
+"""Heads over cores: every head once, every query with its key, no more than needed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ sizes = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 16))
 
 @given(sizes)
 def test_every_query_once_and_with_its_key(drawn: tuple[int, int, int]) -> None:
-    kv_heads, group, ranks = drawn
+    kv_heads, group, cores = drawn
     heads = kv_heads * group
-    plan = distribute(heads, kv_heads, ranks)
-    assert len(plan.queries) == len(plan.keys) == ranks
-    assert {len(mine) for mine in plan.queries} == {plan.queries_per_rank}
-    assert {len(mine) for mine in plan.keys} == {plan.keys_per_rank}
+    plan = distribute(heads, kv_heads, cores)
+    assert len(plan.queries) == len(plan.keys) == cores
+    assert {len(mine) for mine in plan.queries} == {plan.queries_per_core}
+    assert {len(mine) for mine in plan.keys} == {plan.keys_per_core}
     assert sorted(h for mine in plan.queries for h in mine if h is not None) == list(range(heads))
-    repeats = plan.queries_per_rank // plan.keys_per_rank
-    assert repeats * plan.keys_per_rank == plan.queries_per_rank
+    repeats = plan.queries_per_core // plan.keys_per_core
+    assert repeats * plan.keys_per_core == plan.queries_per_core
     for queries, keys in zip(plan.queries, plan.keys, strict=True):
         for slot, head in enumerate(queries):
             if head is not None:
@@ -30,9 +30,9 @@ def test_every_query_once_and_with_its_key(drawn: tuple[int, int, int]) -> None:
 
 def test_no_head_is_added_where_they_divide() -> None:
     plan = distribute(32, 8, 4)
-    assert (plan.queries_per_rank, plan.keys_per_rank) == (8, 2)
-    one_key_a_rank = distribute(32, 2, 8)
-    assert (one_key_a_rank.queries_per_rank, one_key_a_rank.keys_per_rank) == (4, 1)
+    assert (plan.queries_per_core, plan.keys_per_core) == (8, 2)
+    one_key_per_core = distribute(32, 2, 8)
+    assert (one_key_per_core.queries_per_core, one_key_per_core.keys_per_core) == (4, 1)
 
 
 def test_uneven_heads_are_padded_by_the_group_not_repeated() -> None:

@@ -36,10 +36,10 @@ def test_arguments_are_found_wherever_they_stand(layer: object, own: list[str | 
 
 def test_a_host_that_differs_is_named() -> None:
     with pytest.raises(
-        UserError, match=r"host 0\.9 is not a version .* its layer has no active_mask; docs/trainium\.md"
+        UserError, match=r"host 0\.9 is not a supported version: its layer has no active_mask; docs/trainium\.md"
     ):
         LayerCall(Host.older, "host 0.9")
     with pytest.raises(
-        UserError, match=r"host 2 .* it hands 13 values to a layer, not the 11 of its own and 3 weights"
+        UserError, match=r"host 2 .* it passes 13 arguments to a layer, not the 11 of its own layer and 3 weights"
     ):
         LayerCall(Host.one, "host 2")([*ONE, "first", "second"], 3)

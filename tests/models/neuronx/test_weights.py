@@ -20,27 +20,27 @@ from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, vary_
 LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
 
 
-def shards(folder: Path, ranks: int) -> Shards:
-    return Shards(Checkpoint(folder, torch.float32), ranks)
+def shards(folder: Path, tp_degree: int) -> Shards:
+    return Shards(Checkpoint(folder, torch.float32), tp_degree)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("cores", [1, 2, 3])
 @pytest.mark.parametrize("model_type", list(FAMILIES))
-def test_the_ranks_together_compute_every_linear(tmp_path: Path, model_type: str, ranks: int) -> None:
-    """y of each rank from its own part of the weights: side by side, or added up, it is the model's own y."""
+def test_the_cores_together_compute_every_linear(tmp_path: Path, model_type: str, cores: int) -> None:
+    """The results of the cores, each from its own part of the weights, concatenate or add up to the model's own."""
     tiny = vary_norms(make_tiny(model_type))
     write_checkpoint(tiny, compress_tiny(tiny, layer_ranks(LINEARS_LOW)), tmp_path)
-    cut = shards(tmp_path, ranks)
+    cut = shards(tmp_path, cores)
     model = load_plain(tmp_path)
     for index in range(2):
         plan, made = cut.plans[index], cut.layer(index)
         weights = dict(zip(names(plan), made, strict=True))
         assert plan.fused == ("mlp_norm",) and "mlp_norm" not in weights and "input_norm" in weights
-        assert all(len(parts) == ranks and len({part.shape for part in parts}) == 1 for parts in made)
+        assert all(len(parts) == cores and len({part.shape for part in parts}) == 1 for parts in made)
         for name, linear in plan.linears:
             module = model.get_submodule(f"model.layers.{index}.{LINEARS[name]}")
             x = torch.randn(5, module.in_features)
-            parts = [part(weights, name, linear, rank, inputs(cut, name, x, rank)) for rank in range(ranks)]
+            parts = [part(weights, name, linear, core, inputs(cut, name, x, core)) for core in range(cores)]
             y = sum(parts) if name in BY_INPUT else gather(cut, name, parts)
             if linear.bias:
                 whole = weights[f"{name}.bias"]
@@ -60,11 +60,11 @@ def test_norms_are_fused_where_all_their_readers_are_factorised(tmp_path: Path) 
     assert [plan.fused for plan in Shards(Checkpoint(tmp_path, torch.float16), 1).plans] == [(), ()]
 
 
-def inputs(cut: Shards, name: str, x: Tensor, rank: int) -> Tensor:
-    """What of x a rank's part reads."""
+def inputs(cut: Shards, name: str, x: Tensor, core: int) -> Tensor:
+    """The part of x that a core reads."""
     if name == "o":
-        return heads_of(cut.heads.queries[rank], x)
-    return x.chunk(cut.ranks, 1)[rank] if name == "down" else x
+        return heads_of(cut.heads.queries[core], x)
+    return x.chunk(cut.tp_degree, 1)[core] if name == "down" else x
 
 
 def heads_of(heads: tuple[int | None, ...], x: Tensor) -> Tensor:
@@ -72,17 +72,17 @@ def heads_of(heads: tuple[int | None, ...], x: Tensor) -> Tensor:
     return torch.cat([x.new_zeros(len(x), size) if h is None else x[:, h * size : (h + 1) * size] for h in heads], 1)
 
 
-def part(weights: dict[str, list[Tensor]], name: str, linear: object, rank: int, x: Tensor) -> Tensor:
-    """A rank's product, with the weights as the graph gets them."""
+def part(weights: dict[str, list[Tensor]], name: str, linear: object, core: int, x: Tensor) -> Tensor:
+    """A core's part of a linear, with the weights as the graph gets them."""
     if linear.rank is None:
-        return x @ weights[f"{name}.W"][rank]
-    a = unpack(weights[f"{name}.A"][rank], linear.inputs, linear.rank)
-    b = unpack(weights[f"{name}.B"][rank], linear.rank, linear.outputs)
+        return x @ weights[f"{name}.W"][core]
+    a = unpack(weights[f"{name}.A"][core], linear.inputs, linear.rank)
+    b = unpack(weights[f"{name}.B"][core], linear.rank, linear.outputs)
     return x @ a.T @ b.T
 
 
 def gather(cut: Shards, name: str, parts: list[Tensor]) -> Tensor:
-    """The whole output of a linear that is split by output, each head from the first rank that has it."""
+    """The whole output of a linear that is split by output, each head from the first core that has it."""
     if name in ("gate", "up"):
         return torch.cat(parts, 1)
     size, found = 8, {}
@@ -95,7 +95,7 @@ def gather(cut: Shards, name: str, parts: list[Tensor]) -> Tensor:
 
 def test_tensor_parallel_degrees_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     make_tiny().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"tp_degree 5: .* between 1 and the model's 4 attention heads"):
+    with pytest.raises(UserError, match=r"tp_degree 5: must be between 1 and the model's 4 attention heads"):
         shards(tmp_path, 5)
     make_tiny(num_attention_heads=8).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="tp_degree 5 does not divide the intermediate size 48"):
@@ -111,8 +111,8 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not in the Neuron hosts"),
-        ({"head_dim": 12}, "hidden size 32 is no multiple of the head size 12"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the Neuron hosts have no rope scaling 'yarn'"),
+        ({"head_dim": 12}, "hidden size 32 is not a multiple of the head size 12"),
         ({"vocab_size": None}, None),
         ({"model_type": "mamba"}, "not supported"),
     ],

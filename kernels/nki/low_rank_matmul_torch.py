@@ -1,0 +1,45 @@
+"""What the kernels of :mod:`.low_rank_matmul` compute, in torch on any machine.
+
+A kernel's torch reference has the kernel's name and parameters, without the dialect, the output and the block sizes,
+and returns the output in float32. It reads the same packed weights and the same layouts. The maths is that of
+:mod:`neuronmm.kernels.reference`; the kernels add RMSNorm of the input, the residual and the layout.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from neuronmm.kernels.nki.layout import unpack
+from neuronmm.kernels.nki.objects import Factor, Options
+from neuronmm.kernels.ops import LowRank
+from neuronmm.kernels.reference import low_rank_linear
+
+
+def low_rank_matmul(x: Tensor, a: Factor, b: Factor, options: Options) -> Tensor:
+    """Compute ``y = B (A x)`` (+ bias) (+ residual); dimensions as in the kernel."""
+    factors = LowRank(unpacked(a), unpacked(b), options.bias if options.biased else None)
+    return output(low_rank_linear(token_rows(x, options), factors), options)
+
+
+def packed_matmul(x: Tensor, w: Factor, options: Options) -> Tensor:
+    """Compute ``y = W x``; dimensions as in the kernel."""
+    return output(token_rows(x, options) @ unpacked(w).float().T, options)
+
+
+def unpacked(f: Factor) -> Tensor:
+    """The weight [out, in] of a packed factor, in its own dtype."""
+    return unpack(f.weights, f.rows.size, f.columns.size)
+
+
+def token_rows(x: Tensor, options: Options) -> Tensor:
+    """The kernel's input as float32 [tokens, features], RMS-normalised if ``options.epsilon`` is above 0."""
+    rows = (x if options.tokens_first else x.T).float()
+    if options.epsilon == 0:
+        return rows
+    return rows * (rows.square().mean(-1, keepdim=True) + options.epsilon).rsqrt()
+
+
+def output(y: Tensor, options: Options) -> Tensor:
+    """The kernel's output from ``y`` [tokens, features]: in the kernel's layout, with the residual added."""
+    y = y if options.tokens_first else y.T
+    return y + options.residual.float() if options.adds else y

@@ -1,0 +1,125 @@
+"""What a kernel is asked to compute and the block sizes it runs with: plain numbers, known before it is traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neuronmm.kernels.hardware import DTYPE_BYTES
+from neuronmm.kernels.ops import KernelError
+
+LARGEST = 1 << 20
+"""Upper bound of every dimension. No model exceeds it, and the solver looks at every panel of a weight."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``y = B (A x)``.
+
+    Dimensions: ``x`` [inputs, tokens], ``A`` [rank, inputs], ``B`` [outputs, rank].
+
+    The options are those of the kernel (:class:`.objects.Options`).
+
+    Raises:
+        KernelError: a size or the dtype is out of range.
+    """
+
+    tokens: int
+    inputs: int
+    rank: int
+    outputs: int
+    dtype: str = "bfloat16"
+    norm: bool = False
+    residual: bool = False
+    tokens_first: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, (self.tokens, self.inputs, self.rank, self.outputs))
+
+    @property
+    def multiply_adds(self) -> int:
+        return self.tokens * self.rank * (self.inputs + self.outputs)
+
+    def __str__(self) -> str:
+        return f"x [{self.inputs}, {self.tokens}], A [{self.rank}, {self.inputs}], B [{self.outputs}, {self.rank}]"
+
+
+@dataclass(frozen=True)
+class MlpProblem:
+    """``down(silu(gate(x)) * up(x))``.
+
+    Dimensions: ``x`` [hidden, tokens], the activation [intermediate, tokens]; ``gate``, ``up`` and ``down`` are ranks.
+
+    ``shared``: gate and up have one A, and ``up`` is not used. The other options are those of the kernel.
+
+    Raises:
+        KernelError: a size or the dtype is out of range.
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    gate: int
+    up: int
+    down: int
+    dtype: str = "bfloat16"
+    shared: bool = False
+    norm: bool = False
+    residual: bool = False
+    tokens_first: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, (self.tokens, self.hidden, self.intermediate, self.gate, self.up, self.down))
+
+    @property
+    def multiply_adds(self) -> int:
+        up_rank = self.gate if self.shared else self.up
+        first = self.hidden * (self.gate + up_rank * (not self.shared)) + self.intermediate * (self.gate + up_rank)
+        return self.tokens * (first + self.down * (self.intermediate + self.hidden))
+
+    def __str__(self) -> str:
+        ranks = f"ranks {self.gate}, {self.up}, {self.down}" + (", one A for gate and up" if self.shared else "")
+        return f"MLP of x [{self.hidden}, {self.tokens}], intermediate {self.intermediate}, {ranks}"
+
+
+def _check(problem: Problem | MlpProblem, sizes: tuple[int, ...]) -> None:
+    if min(sizes) < 1 or max(sizes) > LARGEST:
+        raise KernelError(f"tiling: sizes must be positive and at most {LARGEST}: {problem!r}")
+    if problem.dtype not in DTYPE_BYTES:
+        raise KernelError(f"tiling: dtype {problem.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Static sizes of an MLP: the ranks of gate, up and down, and the intermediate dimension."""
+
+    gate: int
+    up: int
+    down: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Block sizes of a kernel; :mod:`.tiling` chooses them.
+
+    ``tokens``: tokens per strip (the paper's B_M). A strip stays in SBUF while every weight streams past once.
+    ``moving``: tokens per matmul instruction, at most 512.
+    ``depth``: input chunks (of 128) in SBUF at a time. ``A x`` is summed over these blocks in float32. 0: the input of
+    a strip is in SBUF at once, and ``A x`` accumulates in PSUM alone.
+    ``intermediate``: the same for the MLP's activation and the down projection.
+    ``panels``: weight panels per tile. Two tiles are in flight, so this hides the latency of a transfer.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    tokens: int = 512
+    moving: int = 512
+    depth: int = 0
+    intermediate: int = 8
+    panels: int = 1
+
+    def __post_init__(self) -> None:
+        positive = self.tokens >= 1 and 1 <= self.moving <= 512 and self.panels >= 1
+        if not (positive and self.depth >= 0 and self.intermediate >= 0):
+            raise ValueError(f"block sizes out of range: {self}")
