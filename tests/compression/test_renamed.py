@@ -15,7 +15,7 @@ from neuronmm.compression.config import CompressionConfig, _note_renamed
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
 from neuronmm.compression.workspace import RUN
-from neuronmm.measure.sweep import parse_method
+from neuronmm.measure.sweep_config import parse_method
 from neuronmm.models import UserError
 
 NOTICES = [
