@@ -8,18 +8,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from neuronmm.kernels.factors import place_pivots
 from neuronmm.kernels.int8 import Int8
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import inspect
 from neuronmm.models.neuronx.architecture import Architecture
-from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_finite
+from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_finite, check_pivots
 
 
 class Checkpoint:
     """A dense or compressed checkpoint. The constructor reads only config.json and the headers of the shards.
 
-    ``ranks``: the rank of each factorised linear by name. ``shared``: linear -> the linear whose A it uses.
+    ``ranks``: the rank of each factorised linear by name. ``shared``: linear -> the linear whose A it uses. The hosts'
+    kernels take two factors, so linears in a pivoted form are expanded when they are read.
 
     Raises:
         UserError: a shard is corrupt or missing, config.json disagrees with the weights, or the Neuron hosts cannot
@@ -32,6 +34,7 @@ class Checkpoint:
         self.architecture = Architecture.of(content.settings, str(folder / "config.json"))
         self.ranks: dict[str, int] = dict(content.spec.ranks) if content.spec else {}
         self.shared: dict[str, str] = dict(content.spec.shared) if content.spec else {}
+        self._forms = dict(content.spec.forms) if content.spec else {}
         self._files = content.files
 
     def has(self, name: str) -> bool:
@@ -50,6 +53,31 @@ class Checkpoint:
         if tensor.dtype is torch.int8:
             return Int8(tensor, self._read(f"{name}_scale").float()).dequantise(self.dtype)
         return tensor.to(self.dtype)
+
+    def factor(self, linear: str, factor: str) -> Tensor:
+        """Read ``factor`` A [r, in] or B [out, r] of a factorised linear, with the rows or columns of its pivots.
+
+        Raises:
+            UserError: as :meth:`tensor`, or the pivots are invalid.
+        """
+        stored, entry = self.tensor(f"{linear}.{factor}.weight"), self._forms.get(linear)
+        if entry is None or factor != {"rows": "B", "columns": "A"}[entry.form]:
+            return stored
+        rank = self.ranks[linear]
+        identity = torch.eye(rank, dtype=self.dtype)
+        if entry.form == "columns":
+            return torch.cat([stored, identity], dim=1)
+        if entry.first is not None:
+            return place_pivots(entry.first, identity, stored, dim=0)
+        name = f"{linear}.pivots"
+        pivots = self._read(name)
+        check_pivots(name, pivots, rank + len(stored), self.folder)
+        return place_pivots(pivots, identity, stored, dim=0)
+
+    def bias(self, linear: str) -> str:
+        """Return the name that the bias of a linear has if it has one."""
+        in_b = linear in self.ranks and (linear not in self._forms or self._forms[linear].form != "rows")
+        return f"{linear}.B.bias" if in_b else f"{linear}.bias"
 
     def _read(self, name: str) -> Tensor:
         """Read one tensor as it is stored, and check that its numbers are finite."""

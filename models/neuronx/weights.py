@@ -119,14 +119,14 @@ class Shards:
             else:
                 for factor, split in (("A", name in BY_INPUT), ("B", name not in BY_INPUT)):
                     if factor == "B" or linear.leader is None:
-                        weight = checkpoint.tensor(f"{full}.{factor}.weight")
+                        weight = checkpoint.factor(full, factor)
                         parts = self._split(name, weight) if split else [weight]
                         norm = plan.norm_of(name) if factor == "A" else None
                         scale = shards[norm][0] if norm else None
                         packed = [pack(part, scale) for part in parts]
                         shards[f"{name}.{factor}"] = packed if split else packed * self.tp_degree
             if linear.bias:
-                bias = checkpoint.tensor(self._bias(index, name))
+                bias = checkpoint.tensor(checkpoint.bias(full))
                 shards[f"{name}.bias"] = [bias] * self.tp_degree if name in BY_INPUT else self._split(name, bias)
         return [shards[name] for name in names(plan)]
 
@@ -137,11 +137,6 @@ class Shards:
             return [part.contiguous() for part in weight.chunk(self.tp_degree, dim)]
         heads = self.heads.keys if name in ("k", "v") else self.heads.queries
         return [take_heads(weight, assigned, self.checkpoint.architecture.head, dim) for assigned in heads]
-
-    def _bias(self, index: int, name: str) -> str:
-        """The name of the linear's bias in the checkpoint, if it has one."""
-        full = layer_name(index, LINEARS[name])
-        return f"{full}.B.bias" if full in self.checkpoint.ranks else f"{full}.bias"
 
     def _plan(self, index: int) -> LayerPlan:
         architecture = self.checkpoint.architecture
@@ -162,7 +157,7 @@ class Shards:
             full = layer_name(index, LINEARS[name])
             leader = self.checkpoint.shared.get(full)
             short = next((n for n, part in LINEARS.items() if leader == layer_name(index, part)), None)
-            bias = self.checkpoint.has(self._bias(index, name))
+            bias = self.checkpoint.has(self.checkpoint.bias(full))
             linears.append((name, LinearPlan(inputs, outputs, self.checkpoint.ranks.get(full), bias, short)))
         ranks = {name: linear.rank for name, linear in linears}
         fused = [norm for norm, readers in READERS.items() if all(ranks[reader] for reader in readers)]
