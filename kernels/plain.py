@@ -87,8 +87,10 @@ def _apply_gate_up_a(x: Tensor, gate: LowRank, up: LowRank, matmul: Matmul) -> t
 
 @register(Op.LINEAR, "naive", refuses=lambda *_: None, priority=-1)
 def naive_linear(x: Tensor, factors: LowRank) -> Tensor:
-    """Two GEMMs with the rank-r intermediate in memory, and a copy or an addition for the pivots: the baseline that a
-    fused kernel has to beat."""
+    """Two GEMMs with the rank-r intermediate in memory: the baseline that a fused kernel has to beat.
+
+    The pivots of a pivoted form are copied or added in a pass of their own.
+    """
     return _linear(x, factors, _matmul)
 
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kBlock = 16 << 10;  // bytes of weights that a worker pops at a time
 constexpr int kSwigluRows = 64;       // outputs of gate and up that a prefill computes before it evaluates SwiGLU
-constexpr int kSwigluCost = 64;       // a prefill evaluates SwiGLU in about the time it takes for so many bytes of weights
+constexpr int kSwigluCost = 64;       // bytes of weights that a prefill multiplies in about the time of one SwiGLU
 
 // The matmuls between two barriers. Their weight rows form one list, which is split over the workers by bytes. A worker thus
 // reads one long contiguous part; each new start would wait for memory.
@@ -37,8 +37,7 @@ struct Phase {
         }
         return row;
     }
-    // First of the n outputs of gate and up that a prefill leaves to the workers from `id` on. Pivots cost nothing but
-    // SwiGLU.
+    // In a prefill, worker `id` computes the outputs of gate and up from this one on, of n. A pivot costs SwiGLU only.
     int swiglu_begin(int n, int id, int workers) const {
         const auto cost = [&](int output) {
             int64_t sum = static_cast<int64_t>(output) * kSwigluCost;

@@ -32,6 +32,12 @@ void Multiplier::multiply(const MatMul& p, const Matrix& m, int begin, int end, 
     kernels_.gemv(m, begin, end, inputs_, batch_, y, ldy, bias, add);
 }
 
+// y[to] (+)= value + bias[to]
+static inline void put(const MatMul& p, float* y, int to, float value) {
+    if (p.bias) value += p.bias[to];
+    y[to] = p.add ? y[to] + value : value;
+}
+
 void Multiplier::rows(const MatMul& p, int begin, int end) {
     if (p.row_form) return p.row_form->pivots ? rows_between_pivots(p, begin, end) : rows_around_range(p, begin, end);
     if (p.column_form)
@@ -68,24 +74,20 @@ void Multiplier::rows_between_pivots(const MatMul& p, int begin, int end) {
         for (int b = 0; b < batch_; b++) {
             const float* values = block + b * kScattered;
             float* y = p.y.row(b);
-            for (int i = 0; i < n; i++) {
-                const int to = outputs[i];
-                const float value = p.bias ? values[i] + p.bias[to] : values[i];
-                y[to] = p.add ? y[to] + value : value;
-            }
+            for (int i = 0; i < n; i++) put(p, y, outputs[i], values[i]);
         }
     }
 }
 
 void Multiplier::pivots(const MatMul& p, int begin, int end) const {
+    const Linear& linear = *p.row_form;
     for (int b = 0; b < batch_; b++) {
         const float* h = p.x.row(b);
         float* y = p.y.row(b);
-        for (int i = begin; i < end; i++) {
-            const int to = output_of_pivot(*p.row_form, i);
-            const float value = p.bias ? h[i] + p.bias[to] : h[i];
-            y[to] = p.add ? y[to] + value : value;
-        }
+        if (linear.pivots)
+            for (int i = begin; i < end; i++) put(p, y, linear.pivots[i], h[i]);
+        else
+            for (int i = begin; i < end; i++) put(p, y, linear.first + i, h[i]);
     }
 }
 

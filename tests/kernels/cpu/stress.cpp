@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -61,8 +62,22 @@ struct Memory {
 
     Linear linear(Type type, int out, int in, int rank) {
         float* bias = floats(out);
-        if (!rank) return {matrix(type, out, in), {}, bias};
-        return {matrix(type, rank, in), matrix(type, out, rank), bias};
+        if (!rank) return {matrix(type, out, in), {}, bias, nullptr, 0, kTwo};
+        return {matrix(type, rank, in), matrix(type, out, rank), bias, nullptr, 0, kTwo};
+    }
+
+    Linear column_form(Type type, int out, int in, int rank) {
+        return {matrix(type, rank, in - rank), matrix(type, out, rank), floats(out), nullptr, 0, kColumns};
+    }
+
+    // Every other output is a pivot where there are enough outputs; as a tensor or, of `first` or more, as a range.
+    Linear row_form(Type type, int out, int in, int rank, int first = -1) {
+        Linear linear{matrix(type, rank, in), matrix(type, out - rank, rank), floats(out), nullptr, first, kRows};
+        if (first >= 0) return linear;
+        int32_t* pivots = static_cast<int32_t*>(bytes(rank * sizeof(int32_t)));
+        for (int i = 0; i < rank; i++) pivots[i] = std::min(2 * i + 1, out - rank + i);
+        linear.pivots = pivots;
+        return linear;
     }
 };
 
@@ -77,9 +92,9 @@ bool close(const std::vector<float>& a, const std::vector<float>& b) {
     return worst <= 1e-4f * largest;
 }
 
-// Logits of a few steps of a model of this weight type, batch and rank (0: dense). `shared`: q and v share one A, and
-// so do gate and up of the first layer.
-std::vector<float> decode(Type type, Type cache, int batch, int rank, bool shared, int threads) {
+// Logits of a few steps of a model of this weight type, batch and rank (0: dense). `shared`: q and v have one A in
+// common, as have gate and up of the first layer. `pivoted`: both row forms and the column form.
+std::vector<float> decode(Type type, Type cache, int batch, int rank, bool shared, bool pivoted, int threads) {
     random_bits.seed(11);
     Memory memory;
     const int hidden = 37, heads = 6, kv_heads = 2, head_dim = 10, intermediate = 275, vocab = 53, max_len = 21;
@@ -99,6 +114,12 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, bool share
         layer.gate = memory.linear(type, intermediate, hidden, rank);
         layer.up = memory.linear(type, intermediate, hidden, i ? 0 : rank);
         layer.down = memory.linear(type, hidden, intermediate, rank);
+        if (pivoted) {
+            layer.q = memory.row_form(type, q_size, hidden, rank);
+            layer.o = i ? memory.column_form(type, hidden, q_size, rank) : memory.row_form(type, hidden, q_size, rank);
+            layer.gate = memory.row_form(type, intermediate, hidden, rank, i ? intermediate - rank : 70);
+            layer.down = memory.column_form(type, hidden, intermediate, rank);
+        }
         if (shared && rank) layer.v.a = layer.q.a;
         if (shared && rank && !i) layer.up.a = layer.gate.a;
         layer.keys = memory.bytes(cached);
@@ -135,16 +156,16 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, bool share
     return all;
 }
 
-// The bytes of both ops' results. One worker computes each row, so they must not depend on the number of threads at
-// all.
-std::vector<char> low_rank(Type type, int batch, bool shared, int threads) {
+// The bytes of both ops' results: every row is one worker's, so they do not depend on the number of threads at all.
+std::vector<char> low_rank(Type type, int batch, bool shared, bool pivoted, int threads) {
     random_bits.seed(13);
     Memory memory;
     const int hidden = 67, intermediate = 131;
-    const Linear gate = memory.linear(type, intermediate, hidden, 9);
+    const Linear gate = pivoted ? memory.row_form(type, intermediate, hidden, 9) : memory.linear(type, intermediate, hidden, 9);
     Linear up = memory.linear(type, intermediate, hidden, shared ? 9 : 33);
     if (shared) up.a = gate.a;
-    const Linear down = memory.linear(type, hidden, intermediate, 17);
+    const Linear down = pivoted ? memory.column_form(type, hidden, intermediate, 17)
+                                : memory.linear(type, hidden, intermediate, 17);
     const size_t size = type == kFloat32 ? 4 : 2;
     void* x = memory.values(type, static_cast<size_t>(batch) * hidden);
     std::vector<char> y(batch * (hidden + intermediate) * size);
@@ -187,7 +208,63 @@ bool multiplies_shared_a_once(Type type, int batch, int threads) {
     return results[0] == results[3] && results[1] == results[4] && results[2] == results[5];
 }
 
-// Every item of a phase is visited once, although one worker starts with all of them and the others steal.
+// The outputs of a linear of random pivots are those of its expansion: the same A, and B with rows of the identity.
+bool expands(Type type, int batch, int threads) {
+    random_bits.seed(19);
+    Memory memory;
+    const int in = 29, out = 150;
+    const size_t size = type == kBFloat16 ? 2 : 4;
+    for (const int rank : {1, 8, 75, 149, 150}) {
+        for (const int first : {-1, 0, out - rank, (out - rank) / 2}) {
+            const Linear pivoted = memory.row_form(type, out, in, rank, first);
+            Linear plain = pivoted;
+            plain.form = kTwo;
+            plain.b = memory.matrix(type, out, rank);
+            char* to = static_cast<char*>(const_cast<void*>(plain.b.data));
+            const char* from = static_cast<const char*>(pivoted.b.data);
+            for (int i = 0, pivot = 0; i < out; i++, to += rank * size) {
+                const int next = pivot == rank ? out : first < 0 ? pivoted.pivots[pivot] : first + pivot;
+                if (i != next) {
+                    std::memcpy(to, from, rank * size), from += rank * size;
+                    continue;
+                }
+                const float one = 1;
+                std::memset(to, 0, rank * size);
+                std::memcpy(to + pivot++ * size, reinterpret_cast<const char*>(&one) + 4 - size, size);
+            }
+            if (!neuronmm_pivots_fit(&pivoted)) return false;
+            const void* x = memory.values(kFloat32, static_cast<size_t>(batch) * in);
+            std::vector<float> y(batch * out), expected(batch * out);
+            neuronmm_low_rank_linear(&pivoted, x, kFloat32, batch, y.data(), threads);
+            neuronmm_low_rank_linear(&plain, x, kFloat32, batch, expected.data(), threads);
+            for (size_t i = 0; i < y.size(); i++)  // a plain linear rounds h to bf16 where the processor multiplies bf16
+                if (!(std::fabs(y[i] - expected[i]) <= (type == kBFloat16 ? 1.0f / 128 : 1e-6f) * (std::fabs(expected[i]) + 1)))
+                    return false;
+        }
+    }
+    return true;
+}
+
+// Pivots that are not strictly increasing outputs are seen.
+bool sees_hostile_pivots() {
+    Memory memory;
+    Linear linear = memory.row_form(kFloat32, 12, 8, 4);
+    if (!neuronmm_pivots_fit(&linear)) return false;
+    const int32_t lowest = std::numeric_limits<int32_t>::min(), highest = std::numeric_limits<int32_t>::max();
+    for (const auto& bad : std::vector<std::vector<int32_t>>{
+             {0, 2, 1, 3}, {0, 1, 1, 3}, {-1, 1, 2, 3}, {0, 1, 2, 12}, {0, 1, 2, highest}, {lowest, 1, 2, 3}}) {
+        linear.pivots = bad.data();
+        if (neuronmm_pivots_fit(&linear)) return false;
+    }
+    linear.pivots = nullptr;
+    for (const int32_t bad : {-1, 9, lowest, highest}) {
+        linear.first = bad;
+        if (neuronmm_pivots_fit(&linear)) return false;
+    }
+    return true;
+}
+
+// Every item of a phase is visited once, though all of them begin as one worker's and the others take from it.
 bool visits_each_once(int threads) {
     const int phases = 40;
     std::vector<int> visits(5000);
@@ -212,6 +289,10 @@ int main() {
             std::printf("items: threads %d\n", threads);
             failures++;
         }
+    if (!sees_hostile_pivots()) {
+        std::printf("hostile pivots\n");
+        failures++;
+    }
     for (const char* isa : {"avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable"}) {
         if (neuronmm_set_isa(isa)) {
             std::printf("%s: not on this processor\n", isa);
@@ -220,24 +301,35 @@ int main() {
         for (const Type type : {kFloat32, kBFloat16, kInt8})
             for (int batch = 1; batch <= kMaxBatch; batch++)
                 for (const int threads : {2, 3}) {
-                    for (const int rank : {0, 5, 19}) {
-                        const Type cache = batch % 2 ? kFloat32 : kBFloat16;
-                        const bool shared = rank == 5;
-                        const auto one = decode(type, cache, batch, rank, shared, 1);
-                        if (!one.empty() && close(decode(type, cache, batch, rank, shared, threads), one)) continue;
-                        std::printf("%s: step: type %d batch %d rank %d threads %d\n", isa, type, batch, rank, threads);
+                    for (const int rank : {0, 5, 19})
+                        for (const bool pivoted : {false, true}) {
+                            if (pivoted && !rank) continue;
+                            const Type cache = batch % 2 ? kFloat32 : kBFloat16;
+                            const bool shared = rank == 5;
+                            const auto one = decode(type, cache, batch, rank, shared, pivoted, 1);
+                            if (!one.empty() && close(decode(type, cache, batch, rank, shared, pivoted, threads), one))
+                                continue;
+                            std::printf("%s: step: type %d batch %d rank %d pivoted %d threads %d\n", isa, type, batch,
+                                        rank, pivoted, threads);
+                            failures++;
+                        }
+                    if (type != kInt8 && !expands(type, batch, threads)) {
+                        std::printf("%s: expansion: type %d batch %d threads %d\n", isa, type, batch, threads);
                         failures++;
                     }
                     if (!multiplies_shared_a_once(type, batch, threads)) {
                         std::printf("%s: shared: type %d batch %d threads %d\n", isa, type, batch, threads);
                         failures++;
                     }
-                    for (const bool shared : {false, true}) {
-                        if (type == kInt8) continue;
-                        if (low_rank(type, batch, shared, threads) == low_rank(type, batch, shared, 1)) continue;
-                        std::printf("%s: low rank: type %d batch %d threads %d\n", isa, type, batch, threads);
-                        failures++;
-                    }
+                    for (const bool shared : {false, true})
+                        for (const bool pivoted : {false, true}) {
+                            if (type == kInt8) continue;
+                            if (low_rank(type, batch, shared, pivoted, threads) == low_rank(type, batch, shared, pivoted, 1))
+                                continue;
+                            std::printf("%s: low rank: type %d batch %d pivoted %d threads %d\n", isa, type, batch, pivoted,
+                                        threads);
+                            failures++;
+                        }
                 }
         std::printf("%s: done\n", isa);
     }

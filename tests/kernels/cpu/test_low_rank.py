@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -72,37 +73,31 @@ def linear_case(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: t
     return y, plain, exact, magnitude
 
 
-Layouts = tuple[str, str, str]
+class Mlp(NamedTuple):
+    """A SwiGLU call. ``ranks`` and ``layouts`` are gate's, up's and down's.
+
+    ``shared``: up uses gate's A if it has its shape.
+    """
+
+    rows: int
+    hidden: int
+    ranks: tuple[int, int, int]
+    inter: int
+    bias: bool
+    dtype: torch.dtype
+    layouts: tuple[str, str, str] = ("two", "two", "two")
+    shared: bool = False
 
 
-def check_swiglu(
-    rows: int,
-    hidden: int,
-    ranks: tuple[int, int, int],
-    inter: int,
-    bias: bool,
-    dtype: torch.dtype,
-    layouts: Layouts = ("two", "two", "two"),
-    shared: bool = False,
-) -> None:
-    """``shared``: up uses gate's A, if both have one shape."""
-    independent = rows * min(hidden, inter, *ranks)  # what passes through the narrowest place shares its rounding
-    cases = [
-        swiglu_case(rows, hidden, ranks, inter, bias, dtype, layouts, shared) for _ in range(draws(independent, POOL))
-    ]
-    assert_rule(cases, 2 * (hidden + max(ranks[:2])) + inter + ranks[2] + 12)
+def check_swiglu(mlp: Mlp) -> None:
+    # What passes through the narrowest place shares its rounding.
+    independent = mlp.rows * min(mlp.hidden, mlp.inter, *mlp.ranks)
+    cases = [swiglu_case(mlp) for _ in range(draws(independent, POOL))]
+    assert_rule(cases, 2 * (mlp.hidden + max(mlp.ranks[:2])) + mlp.inter + mlp.ranks[2] + 12)
 
 
-def swiglu_case(
-    rows: int,
-    hidden: int,
-    ranks: tuple[int, int, int],
-    inter: int,
-    bias: bool,
-    dtype: torch.dtype,
-    layouts: Layouts,
-    shared: bool,
-) -> Case:
+def swiglu_case(mlp: Mlp) -> Case:
+    rows, hidden, ranks, inter, bias, dtype, layouts, shared = mlp
     shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
     factors = [
         make_factors(*shape, rank, bias, dtype, layout)
@@ -156,7 +151,7 @@ class TestRule:
     ) -> None:
         torch.manual_seed(seed)
         with torch.inference_mode():
-            check_swiglu(rows, hidden, ranks, inter, bias, dtype)
+            check_swiglu(Mlp(rows, hidden, ranks, inter, bias, dtype))
 
     @examples(20)
     @given(
@@ -181,7 +176,7 @@ class TestRule:
         ranks = (rank, min(rank, hidden, inter) if shared else draw(SIZES), draw(SIZES))
         torch.manual_seed(seed)
         with torch.inference_mode():
-            check_swiglu(rows, hidden, ranks, inter, draw(st.booleans()), dtype, layouts, shared)
+            check_swiglu(Mlp(rows, hidden, ranks, inter, draw(st.booleans()), dtype, layouts, shared))
 
 
 @built
@@ -190,7 +185,7 @@ class TestRule:
 @torch.inference_mode()
 def test_every_instruction_set_and_batch(isa: str, rows: int, dtype: torch.dtype) -> None:
     check_linear(rows, 576, 77, 193, True, dtype)
-    check_swiglu(rows, 64, (16, 33, 7), 300, True, dtype)
+    check_swiglu(Mlp(rows, 64, (16, 33, 7), 300, True, dtype))
 
 
 @built
@@ -202,7 +197,8 @@ def test_every_instruction_set_and_form(isa: str, layout: str, rows: int, dtype:
     check_linear(rows, 576, 77, 193, True, dtype, layout)
     rows_of_gate = "index" if layout == "index" else "rows"
     for up in ("two", layout):
-        check_swiglu(rows, 64, (33, 33, 50), 300, True, dtype, (rows_of_gate, up, "columns"), shared=up != "columns")
+        layouts = (rows_of_gate, up, "columns")
+        check_swiglu(Mlp(rows, 64, (33, 33, 50), 300, True, dtype, layouts, shared=up != "columns"))
 
 
 @built

@@ -51,7 +51,7 @@ PLANS = {
     "one P in the MLP": Plan({"gate": "rows", "up": "two", "down": "columns"}, leaders={"up": "gate"}),
     "two P in the MLP": Plan({"gate": "rows", "up": "rows", "down": "columns"}, {"gate": 13, "up": 9}),
     "index": Plan({"gate": "index", "up": "index", "down": "index", "o": "index"}),
-    "columns": Plan(dict.fromkeys((*MLP, *ATTENTION), "columns"), {"q": 7, "v": 9}, {"k": "q"}),
+    "columns": Plan(dict.fromkeys((*MLP, *ATTENTION), "columns"), {"q": 9, "v": 5}, {"k": "q"}),
     "all": Plan(ALL, leaders=LEADERS),
     "full rank": Plan({**ALL, "down": "index", "o": "columns"}, dict.fromkeys((*MLP, *ATTENTION), 99)),
     "rank 1": Plan({**ALL, "k": "index"}, dict.fromkeys((*MLP, *ATTENTION), 1)),
