@@ -189,7 +189,9 @@ def test_of_equal_spectra_the_one_that_writes_more_of_the_stream_gets_more() -> 
     spectra = {linear.name: falling(linear, 2.0) for linear in targets}  # steep enough that none is best dense
     fractions = {linear.name: 1.0 if linear.name.startswith("0.") else 0.5 for linear in targets}
     ranks = allocate(targets, spectra, fractions, 0.6, 1)
-    for more, less in ((ranks[one.name], ranks[other.name]) for one, other in zip(targets[:2], targets[2:], strict=True)):
+    for more, less in (
+        (ranks[one.name], ranks[other.name]) for one, other in zip(targets[:2], targets[2:], strict=True)
+    ):
         assert more is not None and less is not None
         # Gains per parameter are equal where fraction / rank^2 is.
         assert more == pytest.approx(2**0.5 * less, abs=2)
