@@ -28,7 +28,8 @@ LEAST = 0.05
 class Skeleton:
     """Rows of ``W' = B A`` that span all of its rows, and the coefficients of the other rows.
 
-    Dimensions: ``pivots`` [r] and ``others`` [out - r] are row numbers; ``coefficients`` [out - r, r], float64.
+    Dimensions: ``pivots`` [r] and ``others`` [out - r] are row numbers, in increasing order until :meth:`move`;
+    ``coefficients`` [out - r, r], float64.
     """
 
     def __init__(self, A: Tensor, B: Tensor, candidates: Tensor | None = None) -> None:
@@ -51,6 +52,9 @@ class Skeleton:
         for _ in range(4 * len(A)):  # a limit for rounding errors; each exchange enlarges the volume
             if not self._exchange_best(candidates, anywhere, BOUND):
                 break
+        self.pivots, columns = self.pivots.sort()
+        self.others, rows = self.others.sort()
+        self.coefficients = self.coefficients[rows][:, columns]
 
     def move(self, count: int, enter: Tensor, leave: Tensor) -> None:
         """Replace up to ``count`` pivots in the mask ``leave`` [out] by rows in the mask ``enter`` [out]."""

@@ -54,6 +54,7 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         report = renamed(read_object(folder / REPORT), notice=False)
         as_markdown(report)
+        sum(one["dense_parameters"] + (one["rank"] or 0) * sum(one["shape"]) for one in report["matrices"])
     except (UserError, ValueError, TypeError, LookupError, AttributeError):
         raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None
     return report

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from neuronmm.version import VERSION as __version__
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ imports them from _MODULES
+    from neuronmm.compression.convert import convert
     from neuronmm.compression.pipeline import compress
     from neuronmm.compression.recover import recover
     from neuronmm.engine.engine import load
@@ -20,11 +21,12 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ impo
     from neuronmm.measure.prediction import predict
     from neuronmm.models.patch import fuse, patch
 
-__all__ = ["__version__", "benchmark", "compress", "evaluate", "fuse", "load", "patch", "predict", "recover"]
+__all__ = ["__version__", "benchmark", "compress", "convert", "evaluate", "fuse", "load", "patch", "predict", "recover"]
 
 _MODULES = {
     "benchmark": "neuronmm.measure.benchmark",
     "compress": "neuronmm.compression.pipeline",
+    "convert": "neuronmm.compression.convert",
     "evaluate": "neuronmm.measure.evaluate",
     "fuse": "neuronmm.models.patch",
     "load": "neuronmm.engine.engine",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -53,38 +55,40 @@ def test_published_shapes_land_within_half_a_point(model: str, ratio: float) -> 
     shapes=st.lists(st.tuples(st.integers(8, 300), st.integers(8, 300)), min_size=1, max_size=12),
     ratio=st.floats(MIN_RATIO, MAX_RATIO),
     align=st.sampled_from([1, 4, 16]),
+    pivoted=st.booleans(),
 )
-@example(shapes=[(8, 8), (18, 142), (18, 145)], ratio=0.5, align=16)  # nothing below any exact rank
-def test_every_rank_is_aligned_below_break_even_and_next_to_the_exact_one(
-    shapes: list[tuple[int, int]], ratio: float, align: int
+@example(shapes=[(8, 8), (18, 142), (18, 145)], ratio=0.5, align=16, pivoted=False)  # nothing below any exact rank
+@example(shapes=[(8, 8), (17, 142), (18, 145)], ratio=0.2, align=16, pivoted=True)
+def test_every_rank_is_aligned_pays_and_is_next_to_the_exact_one(
+    shapes: list[tuple[int, int]], ratio: float, align: int, pivoted: bool
 ) -> None:
-    linears = [Linear(str(i), out, into) for i, (out, into) in enumerate(shapes)]
+    linears = [Linear(str(i), out, into, pivoted=pivoted) for i, (out, into) in enumerate(shapes)]
+    exact_ranks = {linear.name: linear.rank_with((1 - ratio) * linear.dense) for linear in linears}
     try:
         ranks = balance(linears, ratio, align)
     except UserError:
-        smallest = [max(align, int(x.break_even * (1 - ratio) // align) * align) for x in linears]
-        # Refusal is right only if some matrix had no tile strictly under break-even on either side of its exact rank.
-        assert any(rank + align >= linear.break_even for rank, linear in zip(smallest, linears, strict=True))
+        smallest = [max(align, int(exact // align) * align) for exact in exact_ranks.values()]
+        # Refusal is right only if some matrix had no tile strictly under the limit on either side of its exact rank.
+        assert any(rank + align >= linear.limit for rank, linear in zip(smallest, linears, strict=True))
         return
     step = max(align * (x.out_features + x.in_features) for x in linears)
     for linear in linears:
-        rank = ranks[linear.name]
-        exact = linear.break_even * (1 - ratio)
+        rank, exact = ranks[linear.name], exact_ranks[linear.name]
         if rank is None:
-            assert (exact // align + 1) * align >= linear.break_even
+            assert (exact // align + 1) * align >= linear.limit
         else:
             assert rank > 0 and rank % align == 0 and abs(rank - exact) <= align
             assert linear.parameters(rank) < linear.dense
     wanted = (1 - ratio) * sum(linear.dense for linear in linears)
     # A matrix too small for a tile below its exact rank keeps more whatever is chosen; the others can make up for it.
     forced = sum(linear.parameters(_least(linear, align)) - (1 - ratio) * linear.dense for linear in linears
-                 if linear.break_even * (1 - ratio) < align)  # fmt: skip
+                 if exact_ranks[linear.name] < align)  # fmt: skip
     assert -step <= sum(linear.parameters(ranks[linear.name]) for linear in linears) - wanted <= step + forced
 
 
 def _least(linear: Linear, align: int) -> int | None:
-    """Return the smallest aligned rank, if it saves parameters."""
-    return align if align < linear.break_even else None
+    """The smallest aligned rank there is, if it saves parameters."""
+    return align if align < linear.limit else None
 
 
 def test_the_low_and_the_high_tile_alternate_over_the_depth() -> None:
@@ -107,9 +111,9 @@ def test_a_tile_wider_than_every_matrix_is_refused() -> None:
         balance(mlps(64, 128, 1), 0.2, 0)
 
 
-def linears(layers: int, hidden: int, wide: int) -> list[Linear]:
+def linears(layers: int, hidden: int, wide: int, pivoted: bool = False) -> list[Linear]:
     return [
-        Linear(f"{index}.{name}", *shape)
+        Linear(f"{index}.{name}", *shape, pivoted=pivoted)
         for index in range(layers)
         for name, shape in (("up", (wide, hidden)), ("down", (hidden, wide)))
     ]
@@ -133,26 +137,27 @@ def alike(targets: list[Linear]) -> dict[str, float]:
     ratio=st.floats(0.05, 0.6),
     align=st.sampled_from([1, 4, 8]),
     powers=st.lists(st.floats(0, 4), min_size=24, max_size=24),
+    pivoted=st.booleans(),
 )
 def test_budget_floor_and_tiles_are_respected(
-    layers: int, hidden: int, wide: int, ratio: float, align: int, powers: list[float]
+    layers: int, hidden: int, wide: int, ratio: float, align: int, powers: list[float], pivoted: bool
 ) -> None:
-    targets = linears(layers, hidden, wide)
+    targets = linears(layers, hidden, wide, pivoted)
     spectra = {linear.name: falling(linear, power) for linear, power in zip(targets, powers, strict=False)}
     fractions = {linear.name: power for linear, power in zip(targets, powers[::-1], strict=False)}
     ranks = allocate(targets, spectra, fractions, ratio, align)
     even = balance(targets, ratio, align)
     assert realised(targets, ranks) >= realised(targets, even) - 1e-12
     smallest = min((linear.out_features + linear.in_features) * align for linear in targets)
-    widest = max(linear.dense - linear.parameters(int(linear.break_even) // align * align) for linear in targets)
+    widest = max(linear.dense - linear.parameters((math.ceil(linear.limit) - 1) // align * align) for linear in targets)
     slack = max(smallest, widest) / sum(linear.dense for linear in targets)
     full = all(rank is None for rank in ranks.values())
     assert full or realised(targets, ranks) <= realised(targets, even) + slack + 1e-12
     for linear in targets:
         rank = ranks[linear.name]
         if rank is not None:
-            assert rank % align == 0 and align <= rank < linear.break_even
-            assert rank >= int(FLOOR * linear.break_even * (1 - ratio) // align) * align
+            assert rank % align == 0 and align <= rank < linear.limit
+            assert rank >= int(FLOOR * linear.rank_with((1 - ratio) * linear.dense) // align) * align
 
 
 def test_the_linear_with_the_flatter_spectrum_gets_more_ranks() -> None:
@@ -181,27 +186,54 @@ def test_a_massive_activation_takes_no_rank_from_the_other_tokens() -> None:
 
 def test_of_equal_spectra_the_linear_that_writes_more_of_the_stream_gets_more_ranks() -> None:
     targets = linears(2, 64, 128)
-    spectra = {linear.name: falling(linear, 1.0) for linear in targets}
+    spectra = {linear.name: falling(linear, 2.0) for linear in targets}  # steep enough that none is best dense
     fractions = {linear.name: 1.0 if linear.name.startswith("0.") else 0.5 for linear in targets}
-    first, second = (
-        [rank if (rank := ranks[linear.name]) is not None else int(linear.break_even) for linear in group]
-        for ranks in (allocate(targets, spectra, fractions, 0.4, 1),)
-        for group in (targets[:2], targets[2:])
-    )
-    for more, less in zip(first, second, strict=True):
-        # Gains per parameter are equal where fraction / rank is equal.
-        assert more == pytest.approx(2 * less, abs=2)
+    ranks = allocate(targets, spectra, fractions, 0.6, 1)
+    for more, less in (
+        (ranks[one.name], ranks[other.name]) for one, other in zip(targets[:2], targets[2:], strict=True)
+    ):
+        assert more is not None and less is not None
+        # Gains per parameter are equal where fraction / rank^2 is.
+        assert more == pytest.approx(2**0.5 * less, abs=2)
 
 
 def test_the_losses_of_linears_that_share_an_a_add_up() -> None:
     """A rank of an A that two linears share reduces the loss of both."""
     pair = Linear.sharing([Linear("a", 64, 64), Linear("b", 64, 64)], [1.0, 1.0])
     alone = Linear("c", 64, 64)
-    losses = {pair.name: 2 * falling(alone, 1.0), alone.name: falling(alone, 1.0)}
-    ranks = allocate([pair, alone], losses, alike([pair, alone]), 0.4, 1)
+    losses = {pair.name: 2 * falling(alone, 2.0), alone.name: falling(alone, 2.0)}
+    ranks = allocate([pair, alone], losses, alike([pair, alone]), 0.5, 1)
     assert ranks[pair.name] is not None and ranks[alone.name] is not None
-    # Gains per parameter: 2 / (3 x 64 rank) for the pair, 1 / (2 x 64 rank) for the one alone.
-    assert ranks[pair.name] == pytest.approx(4 / 3 * ranks[alone.name], abs=2)
+    # Gains per parameter: 2 / (3 x 64 rank^2) for the pair, 1 / (2 x 64 rank^2) for the one alone.
+    assert ranks[pair.name] == pytest.approx((4 / 3) ** 0.5 * ranks[alone.name], abs=2)
+
+
+def test_a_flat_spectrum_is_dense_or_at_its_floor() -> None:
+    """Where each rank is worth as much as any other, pivoted ranks get cheaper, so one linear is kept whole."""
+    targets = linears(2, 64, 64, pivoted=True)
+    ranks = allocate(targets, {linear.name: falling(linear, 0.0) for linear in targets}, alike(targets), 0.3, 1)
+    floor = int(FLOOR * targets[0].rank_with(0.7 * 64 * 64))
+    kept = sorted(ranks.values(), key=lambda rank: rank or 64)
+    assert kept[0] == floor and None in kept and sum(rank not in (None, floor) for rank in kept) <= 1
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.2, 0.4, 0.6])
+@pytest.mark.parametrize("shape", [(64, 64), (576, 1536), (3072, 576), (7, 300)])
+def test_pivoted_factors_have_more_rank_at_equal_parameters(shape: tuple[int, int], ratio: float) -> None:
+    two, pivoted = (Linear("a", *shape, pivoted=pivoted) for pivoted in (False, True))
+    parameters = (1 - ratio) * two.dense
+    ranks = two.rank_with(parameters), pivoted.rank_with(parameters)
+    assert ranks[0] < ranks[1] < pivoted.limit == min(shape)
+    for linear, rank in zip((two, pivoted), ranks, strict=True):
+        below, above = linear.parameters(int(rank)), linear.parameters(int(rank) + 1)
+        assert below <= parameters <= above
+    assert pivoted.parameters(min(shape)) == pivoted.dense and pivoted.rank_with(2 * pivoted.dense) == min(shape)
+
+
+def test_the_pivots_of_linears_that_share_an_a_are_outputs_of_the_leader() -> None:
+    small, large = Linear("k", 16, 64, pivoted=True), Linear("q", 64, 64, pivoted=True)
+    assert Linear.sharing([small, large], [1.0, 1.0]).limit == 16
+    assert Linear.sharing([large, small], [1.0, 1.0]).limit == 64
 
 
 @pytest.mark.parametrize("same", [True, False])
