@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <new>
 
+#include "pivots.h"
+
 namespace neuronmm {
 namespace {
 
@@ -54,6 +56,18 @@ struct Phase {
                 end = middle;
         }
         return begin;
+    }
+    // In a prefill, the end of the block of outputs of gate and up from `begin` on. A block of a linear with scattered
+    // pivots is longer, so that its rows of b fill the GEMM's panels.
+    int swiglu_end(int begin) const {
+        int end = begin + kSwigluRows;
+        for (int i = 0; i < count; i++) {
+            const Linear* linear = matmuls[i].row_form;
+            if (!linear || !linear->pivots) continue;
+            const int full = output_of_row(*linear, matmuls[i].rows_before(begin) + kSwigluRows);
+            end = std::max(end, std::min(full, begin + 2 * kSwigluRows));
+        }
+        return end;
     }
 };
 
@@ -142,8 +156,8 @@ void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, 
     if (x.rounded) {
         Multiplier multiplier(kernels, batch);
         const int last = both.swiglu_begin(n, worker.id + 1, worker.count);
-        for (int begin = both.swiglu_begin(n, worker.id, worker.count); begin < last; begin += kSwigluRows) {
-            const int end = std::min(begin + kSwigluRows, last);
+        for (int begin = both.swiglu_begin(n, worker.id, worker.count), end; begin < last; begin = end) {
+            end = std::min(both.swiglu_end(begin), last);
             for (int i = 0; i < both.count; i++) multiplier.outputs(both.matmuls[i], begin, end);
             combine(begin, end);
         }

@@ -6,7 +6,8 @@
 
 namespace neuronmm {
 
-constexpr int kScattered = 64;  // rows that are multiplied together before their results go to scattered outputs
+constexpr int kScattered = 64;                // rows multiplied together before their results go to scattered outputs
+constexpr int kScatterStride = kScattered + 16;  // a power of two would make the batch compete for the same cache sets
 
 void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n, int batch) {
     if (!rows.rounded) return;
@@ -57,7 +58,7 @@ void Multiplier::rows_around_range(const MatMul& p, int begin, int end) {
 
 void Multiplier::rows_between_pivots(const MatMul& p, int begin, int end) {
     static thread_local Spare<float> spare;
-    float* block = spare.reserve(static_cast<size_t>(batch_) * kScattered);
+    float* block = spare.reserve(static_cast<size_t>(batch_) * kScatterStride);
     const Linear& linear = *p.row_form;
     const int rank = linear.a.rows;
     int output = output_of_row(linear, begin), pivot = output - begin;
@@ -70,9 +71,9 @@ void Multiplier::rows_between_pivots(const MatMul& p, int begin, int end) {
         }
         const Matrix part{static_cast<const char*>(p.m->data) + from * p.m->row_bytes(),
                           p.m->scale ? p.m->scale + from : nullptr, n, p.m->cols, p.m->type};
-        multiply(p, part, 0, n, block, kScattered, nullptr, false);
+        multiply(p, part, 0, n, block, kScatterStride, nullptr, false);
         for (int b = 0; b < batch_; b++) {
-            const float* values = block + b * kScattered;
+            const float* values = block + b * kScatterStride;
             float* y = p.y.row(b);
             for (int i = 0; i < n; i++) put(p, y, outputs[i], values[i]);
         }
