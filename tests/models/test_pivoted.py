@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -115,6 +116,8 @@ def test_device_maps(device_map: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("buffers", [False, True], ids=["weights", "and buffers"])
 def test_layers_offloaded_to_disk(buffers: bool, tmp_path: Path) -> None:
+    if not buffers and transformers.__version__.startswith("4.47"):
+        pytest.skip("transformers 4.47 loses buffers of layers on the disk without offload_buffers")
     model = pivoted_checkpoint(tmp_path / "out", "qwen2")
     where = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     where |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
