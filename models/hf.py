@@ -100,8 +100,9 @@ class NeuronMMQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, Int8Linear):
                 module.weight_scale.requires_grad_(False)
-            if isinstance(module, LowRankLinear) and isinstance(module.factors.pivots, Tensor):
-                check_pivots(f"{name}.pivots", module.factors.pivots, module.out_features, model.name_or_path)
+            pivots = module.factors.pivots if isinstance(module, LowRankLinear) else None
+            if isinstance(pivots, Tensor) and not pivots.is_meta:  # offloaded buffers have no values here
+                check_pivots(f"{name}.pivots", pivots, module.out_features, model.name_or_path)
         # The other factors are ordinary floating-point weights: .half(), .to(dtype) and training remain possible.
         model.is_quantized = False
         return model

@@ -361,7 +361,7 @@ def test_only_a_newline_ends_a_row(dense: Path, fitted: list[str], tmp_path: Pat
         (b"damping: .nan", "damping = nan"),
         (b"ratio: {b: {c: [1]}}", "ratio = {'b'"),
         (b"[" * 2000, "not a readable recipe"),
-        (b"a: &a [x, x]\nb: &b [*a, *a]\nratio: *b", "cannot contain references"),
+        (b"a: &a [x, x]\nb: &b [*a, *a]\nratio: *b", "a recipe cannot contain references"),
         (b"x" * (1 << 17), "a recipe is a few lines"),
         (b"calibration_rows: 999999999999\ncalibration_length: 20", "GB of memory available"),
         (b"calibration_length: 100000000", "the model's context is 128 tokens"),

@@ -13,16 +13,18 @@ import torch
 from word_tokenizer import word_tokenizer
 
 from neuronmm.cli import main
+from neuronmm.kernels import Form
 from neuronmm.models import LowRankLinear
 from tiny_models import load_plain, make_tiny
 
 PROMPT = "w7 w21 w40 w9"
 
 
+@pytest.mark.parametrize("form", ["two", "pivoted"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # transformers 5 only loads Qwen2's tokenizer for qwen2
 def test_compress_then_generate_equals_transformers(
-    model_type: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_type: str, tied: bool, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     make_tiny(model_type, tied=tied).save_pretrained(model)
@@ -32,13 +34,14 @@ def test_compress_then_generate_equals_transformers(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("calibration_length: 64\n")  # the default is longer than the context of a tiny model
     command = ["compress", str(model), "-o", str(out), "--ratio", "0.3", "--targets", "all", "--align", "2"]
-    command += ["--recipe", str(recipe)]
+    command += ["--recipe", str(recipe), "--form", form]
     assert main([*command, "--calibration", str(text), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["realised_ratio"] == pytest.approx(0.3, abs=0.05)
 
     plain = load_plain(out)
-    assert sum(isinstance(m, LowRankLinear) for m in plain.modules()) > 0
+    forms = {module.form is Form.TWO for module in plain.modules() if isinstance(module, LowRankLinear)}
+    assert forms and (False in forms) == (form == "pivoted")
     tokens = word_tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         expected = plain.generate(tokens, max_new_tokens=16, do_sample=False)[0, tokens.shape[1] :]

@@ -29,6 +29,9 @@ def test_a_baseline_is_not_refined_unless_that_is_asked_for() -> None:
     assert CompressionConfig(method="svd").refine == CompressionConfig(method="asvd").share_a == "off"
     assert CompressionConfig(method="asvd").allocation == "uniform" != CompressionConfig().allocation
     assert CompressionConfig().refine == CompressionConfig(method="svd", refine="fast").refine == "fast"
+    forms = [CompressionConfig(method=method).form for method in ("svd", "asvd", "whitened", "anchored")]
+    assert forms == ["two", "two", "pivoted", "pivoted"]
+    assert CompressionConfig(method="svd", form="pivoted").form == "pivoted"
     assert not CompressionConfig(method="svd").needs_text and CompressionConfig(method="svd", refine="fast").needs_text
 
 
@@ -38,6 +41,7 @@ def test_a_baseline_is_not_refined_unless_that_is_asked_for() -> None:
         ("ratio: 0.9", "ratio = 0.9"),
         ("ratios: 0.2", "ratios = 0.2"),
         ("method: magic", "method = 'magic'"),
+        ("form: rows", "form = 'rows'"),
         ("damping: 0", "damping = 0"),
         ("damping: much", "damping = 'much'"),
         ("- ratio", "a recipe is a YAML mapping"),

@@ -52,6 +52,7 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[...,
     def make(more: dict[str, Any] | None = None, **saving: Any) -> tuple[Path, Path]:
         source, out = dense("llama", **saving), tmp_path / "low"
         usual = {"ratio": 0.5, "align": 2, "calibration": str(text), "calibration_length": 16, "refine": "off"}
+        usual |= {"form": "two"}
         compress(source, out, CompressionConfig.build(None, **{**usual, "share_a": "off", **(more or {})}))
         return source, out
 
@@ -95,12 +96,16 @@ def test_distilling_a_model_from_itself_costs_nothing(dense: Callable[..., Path]
 CASES = [{"rank": 4}, {"rank": 4, "two_stage": False}, {"rank": 0, "two_stage": False}, {"rank": 0, "autocast": True}]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("distil", [True, False])
-def test_training_lowers_the_held_out_loss_and_changes_only_the_factors(
-    low: Callable[..., tuple[Path, Path]], case: dict[str, Any], distil: bool
+TRAINED = [(form, distil, case) for form in ("two", "pivoted") for distil in (True, False) for case in CASES]
+# Pivoted factors begin at three quarters of the loss; 28 random rows hold too little for those that start from them.
+TRAINED = [one for one in TRAINED if one[:2] != ("pivoted", True) or one[2] == CASES[3]]
+
+
+@pytest.mark.parametrize(("form", "distil", "case"), TRAINED, ids=str)
+def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
+    low: Callable[..., tuple[Path, Path]], form: str, distil: bool, case: dict[str, Any]
 ) -> None:
-    source, folder = low(dtype=torch.bfloat16, max_shard_size="20KB")
+    source, folder = low({"form": form}, dtype=torch.bfloat16, max_shard_size="20KB")
     before, config = tensors(folder), (folder / "config.json").read_text()
     fractions: dict[str, float] = {}
 
@@ -141,9 +146,12 @@ def test_the_same_run_gives_the_same_bytes(low: Callable[..., tuple[Path, Path]]
     assert results[0] == results[1] != results[2]
 
 
+@pytest.mark.parametrize("form", ["two", "pivoted"])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_shared_a_is_trained_once_and_stays_shared(low: Callable[..., tuple[Path, Path]], rank: int) -> None:
-    source, folder = low({"share_a": "auto", "targets": "all"})
+def test_a_shared_a_is_trained_once_and_stays_shared(
+    low: Callable[..., tuple[Path, Path]], rank: int, form: str
+) -> None:
+    source, folder = low({"share_a": "auto", "targets": "all", "form": form})
     shared = json.loads((folder / "config.json").read_text())["quantization_config"]["shared"]
     assert shared, "nothing is shared, so nothing is tested"
     before = tensors(folder)
@@ -217,6 +225,15 @@ def test_an_interrupted_training_resumes_after_its_last_epoch_to_the_same_bytes(
     assert contents(folder) == contents(uninterrupted)
     assert [stage["losses"] for stage in done["stages"]] == [stage["losses"] for stage in expected["stages"]]
     assert 0 < done["resumed_seconds"] < done["seconds"]
+
+
+def test_an_interrupted_run_of_pivoted_factors_goes_on_to_the_same_bytes(
+    low: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    def make(more: dict[str, Any] | None = None, **saving: Any) -> tuple[Path, Path]:
+        return low({"form": "pivoted", "targets": "all", "share_a": "auto", **(more or {})}, **saving)
+
+    test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(make, CASES[3], 1, tmp_path)
 
 
 def test_training_that_does_not_help_changes_nothing(low: Callable[..., tuple[Path, Path]]) -> None:

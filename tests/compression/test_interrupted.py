@@ -19,8 +19,10 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.models import UserError
 
-ALL: dict[str, Any] = {**SMALL, **EVERYTHING, "targets": "all", "recover": "factors", "calibration_rows": 16}
-"""The settings of a run that writes every kind of file."""
+ALL: dict[str, Any] = {
+    **SMALL, **EVERYTHING, "form": "pivoted", "targets": "all", "recover": "factors", "calibration_rows": 16,
+}  # fmt: skip
+"""Settings of a run that writes every kind of file."""
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda data: b"",

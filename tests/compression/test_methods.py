@@ -20,16 +20,17 @@ from neuronmm.models.load import load_pretrained
 
 @pytest.mark.parametrize("method", ["svd", "asvd", "whitened", "anchored"])
 @pytest.mark.parametrize(
-    "extra", [{}, {"share_a": "auto"}, {"allocation": "global"}, {"refine": "fast"}, {"recover": "factors"}]
+    "extra", [{}, {"share_a": "auto"}, {"allocation": "global"}, {"refine": "fast"}, {"recover": "factors"}], ids=str
 )
+@pytest.mark.parametrize("form", ["two", "pivoted"])
 def test_every_method_writes_what_it_reports(
-    method: str, extra: dict[str, str], dense: Callable[..., Path], tmp_path: Path
+    method: str, extra: dict[str, str], form: str, dense: Callable[..., Path], tmp_path: Path
 ) -> None:
     source, out = dense("qwen2"), tmp_path / "out"
-    report = compress(source, out, config(method=method, targets="all", ratio=0.3, **extra))
+    report = compress(source, out, config(method=method, targets="all", ratio=0.3, form=form, **extra))
     model = load_pretrained(out, torch.float32)
     assert torch.isfinite(model(torch.randint(3, 64, (2, 9))).logits).all()
-    after = tensors(out)
+    after = {name: tensor for name, tensor in tensors(out).items() if not name.endswith(".pivots")}
     assert sum(t.numel() for t in after.values()) == report["parameters"]["compressed"]
     kept = sum(m["kept_parameters"] for m in report["matrices"])
     assert report["realised_ratio"] == pytest.approx(1 - kept / sum(m["dense_parameters"] for m in report["matrices"]))
@@ -43,13 +44,15 @@ def test_every_method_writes_what_it_reports(
         assert all(torch.equal(after[name], tensor) for name, tensor in untouched.items())
 
 
+@pytest.mark.parametrize("form", ["two", "pivoted"])
 @pytest.mark.parametrize("recover", ["off", "lora"])
-def test_int8_factors_are_stored_last_and_reported(recover: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+def test_int8_factors_are_stored_last_and_reported(
+    recover: str, form: str, dense: Callable[..., Path], tmp_path: Path
+) -> None:
     source = dense("qwen3", max_shard_size="20KB", dtype=torch.bfloat16)
-    report = compress(
-        source, tmp_path / "out", config(factor_dtype="int8", recover=recover, share_a="auto", targets="all")
-    )
-    plain = compress(source, tmp_path / "plain", config(recover=recover, share_a="auto", targets="all"))
+    settings = {"recover": recover, "share_a": "auto", "targets": "all", "form": form}
+    report = compress(source, tmp_path / "out", config(factor_dtype="int8", **settings))
+    plain = compress(source, tmp_path / "plain", config(**settings))
     assert (report["factor_dtype"], plain["factor_dtype"]) == ("int8", "model")
     assert report["bytes"]["compressed"] < plain["bytes"]["compressed"] < plain["bytes"]["dense"]
     ids = torch.randint(3, 64, (2, 9))

@@ -25,14 +25,15 @@ from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import load_pretrained, load_tokenizer
 
 
+@pytest.mark.parametrize("form", ["two", "pivoted"])
 @pytest.mark.parametrize("targets", ["mlp", "attention", "all"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_result_is_a_loadable_checkpoint_of_the_promised_size(
-    model_type: str, targets: str, dense: Callable[..., Path], tmp_path: Path
+    model_type: str, targets: str, form: str, dense: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = dense(model_type, tied=model_type == "qwen2", dtype=torch.bfloat16, max_shard_size="20KB")
     out = tmp_path / "out"
-    report = compress(source, out, config(targets=targets, ratio=0.3))
+    report = compress(source, out, config(targets=targets, ratio=0.3, form=form))
     assert not (tmp_path / "out.partial").exists()
     model = load_pretrained(out, torch.float32)
     assert load_tokenizer(out)("w5 w6")["input_ids"] == load_tokenizer(source)("w5 w6")["input_ids"]
@@ -43,6 +44,9 @@ def test_the_result_is_a_loadable_checkpoint_of_the_promised_size(
     assert len(report["matrices"]) == 2 * len(TARGETS[targets])
 
     before, after = tensors(source), tensors(out)
+    pivots = {name: after.pop(name) for name in list(after) if name.endswith(".pivots")}
+    indexed = {name for name in found if "self_attn" in name} if form == "pivoted" else set()
+    assert {name.removesuffix(".pivots") for name in pivots} == indexed
     assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
     assert sum(t.numel() for t in before.values()) == report["parameters"]["dense"]
     assert sum(t.numel() for t in after.values()) == report["parameters"]["compressed"]
@@ -50,6 +54,8 @@ def test_the_result_is_a_loadable_checkpoint_of_the_promised_size(
         assert torch.equal(before[name], after[name])
     gone = before.keys() - after.keys()
     assert {name.rpartition(".")[0] for name in gone} == set(ranks)
+    block = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert ("forms" in block, block["format"]) == ((True, 2) if form == "pivoted" else (False, 1))
     kept = sum(m["kept_parameters"] for m in report["matrices"]) / sum(
         m["dense_parameters"] for m in report["matrices"]
     )
@@ -118,7 +124,9 @@ def _after(count: int) -> Callable[[str, float], None]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"method": "svd"}, {"method": "whitened"}, EVERYTHING], ids=["svd", "plain", "all"]
+    "changes",
+    [{"method": "svd"}, {"method": "whitened"}, EVERYTHING, {**EVERYTHING, "form": "pivoted"}],
+    ids=["svd", "plain", "all", "pivoted"],
 )
 def test_an_interrupted_run_resumes_to_identical_bytes(
     changes: dict[str, str], dense: Callable[..., Path], tmp_path: Path

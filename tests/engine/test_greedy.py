@@ -17,7 +17,7 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models import FAMILIES
 from neuronmm.models.load import load_pretrained, load_tokenizer
 from neuronmm.models.source import resolve
-from tiny_models import load_plain, shared_spec
+from tiny_models import load_plain, pivoted_spec, shared_spec
 
 NEW = 64
 PROMPTS = ["w7", "w11 w12 w13 w14 w15", "w20 w21 w3", "w60 w5 w33 w34 w35 w36 w37 w38 w39"]
@@ -56,6 +56,26 @@ def test_shared_factors_equal_transformers(
     checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, model_type: str, factors: str
 ) -> None:
     assert_equals_transformers(checkpoint(model_type, spec=shared_spec(factors=factors)), tokenizer)
+
+
+@pytest.mark.parametrize("factors", ["model", "int8"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "one P"])
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_pivoted_factors_equal_transformers(
+    checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, model_type: str, shared: bool, factors: str
+) -> None:
+    spec = pivoted_spec(shared=shared, factors=factors)
+    assert_equals_transformers(checkpoint(model_type, spec=spec), tokenizer)
+
+
+@pytest.mark.parametrize("targets", ["mlp", "attention"])
+def test_partly_pivoted_models_equal_transformers(
+    checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, targets: str
+) -> None:
+    part, spec = {"mlp": "mlp", "attention": "self_attn"}[targets], pivoted_spec()
+    ranks, forms = ({name: one for name, one in each.items() if part in name} for each in (spec.ranks, spec.forms))
+    spec = spec.model_copy(update={"ranks": ranks, "forms": forms})
+    assert_equals_transformers(checkpoint("qwen2", spec=spec), tokenizer)
 
 
 def assert_equals_transformers(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import neuronmm
+from neuronmm.kernels import Form
 from neuronmm.kernels.int8 import dense, quantise
 from neuronmm.models import CompressionSpec, Int8Linear, LowRankLinear, patch
 from neuronmm.models.families import LAYERS, TARGETS
@@ -107,6 +108,23 @@ def shared_spec(layers: int = LAYER_COUNT, **changes: object) -> CompressionSpec
     return make_spec(ranks | {name: ranks[leader] for name, leader in shared.items()}, shared=shared, **changes)
 
 
+def pivoted_spec(layers: int = LAYER_COUNT, *, shared: bool = False, **changes: object) -> CompressionSpec:
+    """Every linear in a pivoted form, attention's with an index; or, ``shared``, those that are in no follower."""
+    forms: dict[str, dict[str, object]] = {
+        "mlp.gate_proj": {"form": "rows", "first": 5},
+        "mlp.up_proj": {"form": "rows", "first": 9},
+        "mlp.down_proj": {"form": "columns"},
+        **{f"self_attn.{name}_proj": {"form": "rows"} for name in "qkvo"},
+    }
+    ranks = layer_ranks((*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj"), layers)
+    ranks |= {f"{LAYERS}.{i}.self_attn.{name}_proj": rank for i in range(layers) for name, rank in (("v", 4), ("o", 6))}
+    block = shared_spec(layers).model_dump() if shared else {"ranks": ranks, "shared": {}}
+    ranks, followers = block["ranks"], block["shared"]
+    named = {f"{LAYERS}.{i}.{name}": form for i in range(layers) for name, form in forms.items()}
+    kept = {name: form for name, form in named.items() if name in ranks and name not in followers}
+    return make_spec(ranks, shared=followers, forms=kept, format=2, **changes)
+
+
 def compress_tiny(model: PreTrainedModel, ranks: dict[str, int]) -> CompressionSpec:
     """Patch ``model`` in place and fill each factor pair with the linear's truncated SVD."""
     return fill_tiny(model, make_spec(ranks))
@@ -125,12 +143,30 @@ def fill_tiny(model: PreTrainedModel, spec: CompressionSpec) -> CompressionSpec:
             if name in spec.shared:
                 shared = dense(low_rank.factors.A, torch.float32).float()
                 _fill(low_rank.B, linear.weight.float() @ torch.linalg.pinv(shared))
-            else:
+            elif low_rank.form is Form.TWO:
                 _fill(low_rank.B, u[:, : low_rank.rank] * root)
                 _fill(low_rank.A, root[:, None] * vt[: low_rank.rank])
+            else:
+                _fill_pivoted(low_rank, linear.weight.float())
             if linear.bias is not None:
-                low_rank.B.bias.copy_(linear.bias)
+                (low_rank if low_rank.form is Form.ROWS else low_rank.B).bias.copy_(linear.bias)
     return spec
+
+
+def _fill_pivoted(low_rank: LowRankLinear, weight: torch.Tensor) -> None:
+    """Fill a linear of the form ROWS with every third row from the second on, or the range that it has as pivots."""
+    rank = low_rank.rank
+    if low_rank.form is Form.COLUMNS:
+        _fill(low_rank.B, weight[:, -rank:])
+        _fill(low_rank.A, torch.linalg.pinv(weight[:, -rank:]) @ weight[:, :-rank])
+        return
+    if low_rank.first_pivot is None:
+        low_rank.pivots.copy_(1 + 3 * torch.arange(rank))
+    first = low_rank.first_pivot
+    pivots = low_rank.pivots.long() if first is None else torch.arange(first, first + rank)
+    others = torch.ones(len(weight), dtype=torch.bool).index_fill(0, pivots, False)
+    _fill(low_rank.A, weight[pivots])
+    _fill(low_rank.B, weight[others] @ torch.linalg.pinv(weight[pivots]))
 
 
 def _fill(factor: torch.nn.Module, weight: torch.Tensor) -> None:
