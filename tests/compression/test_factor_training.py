@@ -227,13 +227,13 @@ def test_an_interrupted_training_resumes_after_its_last_epoch_to_the_same_bytes(
     assert 0 < done["resumed_seconds"] < done["seconds"]
 
 
-def test_an_interrupted_run_of_pivoted_factors_goes_on_to_the_same_bytes(
+def test_an_interrupted_training_of_pivoted_factors_resumes_to_the_same_bytes(
     low: Callable[..., tuple[Path, Path]], tmp_path: Path
 ) -> None:
     def make(more: dict[str, Any] | None = None, **saving: Any) -> tuple[Path, Path]:
         return low({"form": "pivoted", "targets": "all", "share_a": "auto", **(more or {})}, **saving)
 
-    test_an_interrupted_run_goes_on_after_its_last_whole_pass_to_the_same_bytes(make, CASES[3], 1, tmp_path)
+    test_an_interrupted_training_resumes_after_its_last_epoch_to_the_same_bytes(make, CASES[3], 1, tmp_path)
 
 
 def test_training_that_does_not_help_changes_nothing(low: Callable[..., tuple[Path, Path]]) -> None:

@@ -45,7 +45,7 @@ def test_the_result_is_a_loadable_checkpoint_of_the_promised_size(
 
     before, after = tensors(source), tensors(out)
     pivots = {name: after.pop(name) for name in list(after) if name.endswith(".pivots")}
-    indexed = {name for name in found if "self_attn" in name} if form == "pivoted" else set()
+    indexed = {name for name in ranks if "self_attn" in name} if form == "pivoted" else set()
     assert {name.removesuffix(".pivots") for name in pivots} == indexed
     assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
     assert sum(t.numel() for t in before.values()) == report["parameters"]["dense"]
