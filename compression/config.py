@@ -18,7 +18,7 @@ from neuronmm.models.errors import UserError, first_problem, reading
 SELF = "self"
 """The calibration text that the model samples itself."""
 
-BARE: dict[str, Any] = {"allocation": "uniform", "share_a": "off", "refine": "off", "form": "two"}
+BARE: dict[str, Any] = {"allocation": "uniform", "share_a": "off", "refine": "off"}
 """The settings of a method alone, without the steps that ``compress`` adds by default."""
 
 RENAMED = {"share": "share_a", "factors": "factor_dtype"}
@@ -85,7 +85,7 @@ class CompressionConfig(BaseModel):
     share_a: Literal["off", "auto"] = "auto"
     refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
-    form: Literal["two", "pivoted"] = "pivoted"
+    form: Literal["two", "pivoted"] = "two"
     factor_dtype: Literal["model", "int8"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str = SELF

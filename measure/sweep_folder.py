@@ -94,7 +94,8 @@ def write_settings(out: Path, settings: SweepSettings) -> None:
     run = json.loads(json.dumps(settings.to_json()))
     before = read_own(out / RUN) or run
     if isinstance(before.get("base"), dict):
-        before = {**before, "base": renamed(before["base"], notice=False)}
+        # A sweep of a version without the setting ``form`` has two factors.
+        before = {**before, "base": {"form": "two", **renamed(before["base"], notice=False)}}
     texts = before.get("texts")
     known = {name: file for name, file in run["texts"].items() if isinstance(texts, dict) and name in texts}
     comparable = {**run, "texts": known}

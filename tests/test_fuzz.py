@@ -23,7 +23,7 @@ from neuronmm.models import UserError
 from neuronmm.models.families import TARGETS
 from neuronmm.models.load import inspect
 from neuronmm.models.source import resolve
-from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, write_checkpoint
+from tiny_models import fill_tiny, layer_ranks, load_plain, make_spec, make_tiny, pivoted_spec, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 
@@ -54,10 +54,11 @@ def dense(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def low(tmp_path: Path) -> Path:
+@pytest.fixture(params=["two", "pivoted"])
+def low(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     folder, model = tmp_path / "low", make_tiny(num_hidden_layers=1)
-    write_checkpoint(model, compress_tiny(model, layer_ranks(TARGETS["mlp"], 1)), folder)
+    spec = make_spec(layer_ranks(TARGETS["mlp"], 1)) if request.param == "two" else pivoted_spec(1)
+    write_checkpoint(model, fill_tiny(model, spec), folder)
     word_tokenizer().save_pretrained(folder)
     return folder
 

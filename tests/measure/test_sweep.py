@@ -241,6 +241,8 @@ def test_a_methods_words_are_values_of_settings() -> None:
     assert parse_method("svd+all") == {"method": "svd", "targets": "all"}
     wanted = {"method": "anchored", "allocation": "global", "share_a": "auto", "refine": "fast", "factor_dtype": "int8"}
     assert parse_method("anchored+global+share+fast+int8") == wanted
+    assert parse_method("whitened+pivoted") == {"method": "whitened", "form": "pivoted"}
+    assert parse_method("whitened+two") == {"method": "whitened", "form": "two"}
     for text in ("whitened+off", "whitened+damping", "whitened+fast+full", "whitened+fast+fast", "whitened+"):
         with pytest.raises(UserError, match="--methods"):
             parse_method(text)

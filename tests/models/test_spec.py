@@ -92,6 +92,60 @@ def test_a_follower_does_not_lead() -> None:
         make_spec({q: 8, k: 8, v: 8}, shared={v: k, k: q})
 
 
+GATE, UP, DOWN = (f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down"))
+PIVOTED = {
+    **GOOD,
+    "format": 2,
+    "ranks": {GATE: 8, UP: 8, DOWN: 4},
+    "shared": {UP: GATE},
+    "forms": {GATE: {"form": "rows", "first": 16}, DOWN: {"form": "columns", "first": None}},
+}
+
+
+def test_pivoted_forms_survive_json_and_transformers() -> None:
+    spec = CompressionSpec.parse(json.loads(json.dumps(PIVOTED)), "config.json")
+    assert spec.model_dump() == PIVOTED
+    assert not any(form.indexed for form in spec.forms.values())
+    config = NeuronMMConfig.from_dict(json.loads(json.dumps(PIVOTED)))
+    assert config.spec == spec
+    assert json.loads(config.to_json_string(use_diff=False)) == PIVOTED
+    assert CompressionSpec.parse({**PIVOTED, "forms": {GATE: {"form": "rows"}}}, "config.json").forms[GATE].indexed
+
+
+def test_format_1_is_written_as_the_versions_without_forms_wrote_it() -> None:
+    assert "forms" not in GOOD and GOOD["format"] == 1
+    spec = CompressionSpec.parse({name: value for name, value in GOOD.items() if name != "format"}, "config.json")
+    assert spec.model_dump() == GOOD and list(spec.model_dump()) == list(GOOD)
+    assert "forms" not in json.loads(NeuronMMConfig.from_dict(GOOD).to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 1}, "pivoted forms need format 2"),
+        ({"forms": {"layers.1.mlp.gate_proj": {"form": "rows", "first": 0}}}, "layers.1.mlp.gate_proj has no rank"),
+        ({"forms": {UP: {"form": "rows", "first": 0}}}, "up_proj uses the A of layers.0.mlp.gate_proj"),
+        ({"forms": {DOWN: {"form": "columns", "first": 0}}}, "has the form columns, which has no first pivot"),
+        ({"forms": {GATE: {"form": "columns"}}}, "shares no A"),
+        ({"forms": {GATE: {"form": "two"}}}, "Input should be 'rows' or 'columns'"),
+        ({"forms": {GATE: {"form": ["rows"]}}}, "Input should be 'rows' or 'columns'"),
+        ({"forms": {GATE: {"form": "rows", "first": -1}}}, "greater than or equal to 0"),
+        ({"forms": {GATE: {"form": "rows", "first": "x"}}}, "valid integer"),
+        ({"forms": {GATE: {"form": "rows", "pivots": [1, 2]}}}, "Extra inputs"),
+        ({"forms": {GATE: {"first": 3}}}, "Field required"),
+        ({"forms": {GATE: None}}, "forms"),
+        ({"forms": [GATE]}, "forms"),
+        ({"forms": None}, "forms"),
+        ({"ranks": None}, r"quantization_config\.ranks"),
+    ],
+    ids=str,
+)
+def test_bad_forms_are_one_clear_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        CompressionSpec.parse({**PIVOTED, **change}, "here/config.json")
+    assert str(caught.value).startswith("here/config.json: ") and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("field", sorted(GOOD.keys() - OPTIONAL))
 def test_a_missing_field_is_named(field: str) -> None:
     with pytest.raises(UserError, match=rf"quantization_config\.{field}: Field required"):
