@@ -193,4 +193,4 @@ def test_wrong_arguments_are_refused_before_the_core_sees_them() -> None:
         (torch.zeros(2, 2, dtype=torch.long), 0, starts),  # a prompt in fp32
     ):
         with pytest.raises(KernelError):
-            decoder._whole_step(token_ids, slot, begin)
+            decoder._core_step(token_ids, slot, begin)
