@@ -16,7 +16,7 @@ from neuronmm.compression import report
 from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
-from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, to_pivoted, to_two
+from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, forms_of, to_pivoted, to_two
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import check_device
@@ -76,9 +76,9 @@ def convert(
             workspace.save_layer(index, tensors, facts)
             low.close()  # pages of a mapped shard count as resident
             progress("converting", 1 / layers)
-        all_facts = workspace.layer_facts(layers)
-        forms = {name: entry for layer in all_facts for name, entry in layer["forms"].items()}
-        conditions = {name: value for layer in all_facts for name, value in layer["conditions"].items()}
+        layer_facts = workspace.layer_facts(layers)
+        forms = {name: entry for layer in layer_facts for name, entry in layer["forms"].items()}
+        conditions = {name: value for layer in layer_facts for name, value in layer["conditions"].items()}
         new = _update(result, spec, form, forms, conditions)
 
         def finish(final: Path) -> None:
@@ -86,8 +86,8 @@ def convert(
             settings = {**contents.settings, "quantization_config": new.model_dump()}
             assemble(final, low, others, [workspace.part(index) for index in range(layers)], settings)
             result["bytes"]["compressed"] = Reader(final).total_bytes()
-            result["seconds"] += sum(layer["seconds"] for layer in all_facts[:first]) + time.perf_counter() - began
-            peaks = (layer["peak_rss_bytes"] for layer in all_facts)
+            result["seconds"] += sum(layer["seconds"] for layer in layer_facts[:first]) + time.perf_counter() - began
+            peaks = (layer["peak_rss_bytes"] for layer in layer_facts)
             result["peak_rss_bytes"] = max(peak_rss(), result["peak_rss_bytes"], *peaks)
             report.write(result, final)
 
@@ -154,14 +154,7 @@ def _convert_layer(
         if not name.startswith(factorised) and not name.endswith(IGNORED):
             tensors[name] = _in_order(name.removeprefix(prefix), low[name], converted.order)
     facts = {
-        "forms": {
-            prefix + inside: {
-                "form": factors.form.value,
-                "first": factors.pivots if isinstance(factors.pivots, int) else None,
-            }
-            for inside, factors in converted.low_rank.items()
-            if factors.form is not Form.TWO
-        },
+        "forms": forms_of(converted.low_rank, prefix),
         "conditions": {prefix + inside: value for inside, value in converted.conditions.items()},
     }
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, facts
@@ -190,8 +183,8 @@ def _read_layer(low: Reader, spec: CompressionSpec, prefix: str, device: torch.d
             factors = factors._replace(pivots=entry.first)
         elif entry is not None and entry.indexed:
             pivots = read(f"{name}.pivots")
-            factors = factors._replace(pivots=pivots)
             check_pivots(f"{name}.pivots", pivots, factors.out_features, low.folder)
+            factors = factors._replace(pivots=pivots)
         layer.low_rank[inside] = factors
     return layer
 
@@ -218,9 +211,8 @@ def _update(
 ) -> CompressionSpec:
     """Return the spec of the converted checkpoint, and update the report ``result`` in place."""
     for matrix in result["matrices"]:
-        name, rank = matrix["name"], matrix["rank"]
-        outputs, inputs = matrix["shape"]
-        kept = Linear(name, outputs, inputs, pivoted=name in forms).parameters(rank)
+        name, (out_features, in_features) = matrix["name"], matrix["shape"]
+        kept = Linear(name, out_features, in_features, pivoted=name in forms).parameters(matrix["rank"])
         matrix["kept_parameters"], matrix["realised_ratio"] = kept, 1 - kept / matrix["dense_parameters"]
         matrix["pivot_condition"] = conditions.get(name)
     targeted, kept = (sum(one[key] for one in result["matrices"]) for key in ("dense_parameters", "kept_parameters"))

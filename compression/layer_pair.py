@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.factorize import Factors
-from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, to_pivoted
+from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, forms_of, to_pivoted
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
-from neuronmm.kernels import Form, LowRank
+from neuronmm.kernels import LowRank
 from neuronmm.kernels.int8 import dense
 from neuronmm.models.lowrank import LowRankLinear
 
@@ -78,11 +78,7 @@ class LayerPair:
     def forms(self) -> dict[str, dict[str, Any]]:
         """Return the entries of ``forms`` in ``quantization_config``, by the full names of the linears."""
         modules = {name: one for name, one in self.compressed.named_modules() if isinstance(one, LowRankLinear)}
-        return {
-            self.prefix + name: {"form": module.form.value, "first": module.first_pivot}
-            for name, module in modules.items()
-            if module.form is not Form.TWO
-        }
+        return forms_of({name: module.factors for name, module in modules.items()}, self.prefix)
 
     def _reorder_dense(self, order: Tensor) -> None:
         """Put the intermediate dimension of the MLP's dense linears in the order of the pivoted ones."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,18 @@ def to_two(layer: LayerFactors) -> LayerFactors:
     for name, leader in layer.shared.items():
         low_rank[name] = low_rank[name]._replace(A=low_rank[leader].A)
     return LayerFactors(low_rank, layer.shared)
+
+
+def forms_of(low_rank: Mapping[str, LowRank], prefix: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of ``forms`` in ``quantization_config``; ``prefix`` completes the names of the linears."""
+    return {
+        prefix + name: {
+            "form": factors.form.value,
+            "first": factors.pivots if isinstance(factors.pivots, int) else None,
+        }
+        for name, factors in low_rank.items()
+        if factors.form is not Form.TWO
+    }
 
 
 def _skeletons(layer: LayerFactors) -> dict[str, Skeleton]:

@@ -54,8 +54,10 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         report = renamed(read_object(folder / REPORT), notice=False)
         as_markdown(report)
-        sum(one["dense_parameters"] + (one["rank"] or 0) * sum(one["shape"]) for one in report["matrices"])
-    except (UserError, ValueError, TypeError, LookupError, AttributeError):
+        for matrix in report["matrices"]:
+            out_features, in_features = matrix["shape"]
+            (matrix["rank"] or 0) * (out_features + in_features) / matrix["dense_parameters"]
+    except (UserError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
         raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None
     return report
 

@@ -15,7 +15,7 @@ from word_tokenizer import word_tokenizer
 
 from compression_runs import edit_tensors
 from neuronmm.cli import main
-from tiny_models import make_tiny, tiny_checkpoint
+from tiny_models import fill_tiny, make_tiny, pivoted_spec, tiny_checkpoint, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, torch.Tensor]
@@ -175,6 +175,30 @@ def test_a_scalar_factor(low: Path, capsys: Capture) -> None:
     name = "model.layers.0.mlp.up_proj.A.weight"
     edit_tensors(low, lambda t: t.update({name: torch.tensor(1.0)}))
     assert_refused(low, capsys, f"{name} has shape [], not [16, 32]", ("generate", "evaluate"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([1, 7, 4, 10], "increasing numbers from 0 to 15"),
+        ([-1, 4, 7, 10], "increasing numbers from 0 to 15"),
+        ([1, 4, 7, 2**31 - 1], "increasing numbers from 0 to 15"),
+        ([1, 4, 7], "has shape [3], not [4]"),
+        ([], "has shape [0], not [4]"),
+    ],
+    ids=str,
+)
+def test_pivots(numbers: list[int], message: str, tmp_path: Path, capsys: Capture) -> None:
+    folder, model = tmp_path / "pivoted", make_tiny()
+    write_checkpoint(model, fill_tiny(model, pivoted_spec()), folder)
+    word_tokenizer().save_pretrained(folder)
+    assert main(commands(folder)["generate"]) == 0
+    capsys.readouterr()
+    name = "model.layers.1.self_attn.k_proj.pivots"
+    edit_tensors(folder, lambda t: t.update({name: torch.tensor(numbers, dtype=torch.int32)}))
+    say(folder, capsys, f"{name} has", ("generate", "evaluate"))
+    assert message in last_line(commands(folder)["generate"], capsys)
+    last_line(["convert", str(folder), "-o", str(tmp_path / "out"), "--form", "two"], capsys)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -216,7 +216,11 @@ def test_what_cannot_be_converted_is_refused(two: Path, tmp_path: Path) -> None:
         refused(tmp_path / f"int8-{form}", "int8 factors cannot be converted; convert the checkpoint", other)
     report = report_of(two)
     matrix = report["matrices"][0]
-    broken = ({}, {**report, "matrices": [1]}, {**report, "matrices": [{**matrix, "dense_parameters": None}]})
+    broken = [{}, {**report, "matrices": [1]}]
+    broken += [
+        {**report, "matrices": [{**matrix, key: value}]}
+        for key, value in (("dense_parameters", None), ("dense_parameters", 0), ("rank", "8"), ("shape", [1, 2, 3]))
+    ]
     for content in broken:
         (two / "compression_report.json").write_text(json.dumps(content))
         refused(two, "compression_report.json: missing or unreadable")

@@ -12,6 +12,7 @@ import torch
 
 from compression_runs import config
 from neuronmm.compression import memory, tensor_files
+from neuronmm.compression.convert import convert
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.recover import recover
@@ -71,6 +72,27 @@ def test_missing_space_is_named_in_a_unit_that_shows_it(
         monkeypatch.setattr(memory.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         with pytest.raises(UserError, match=f"{tmp_path}: {has} of disk free, about {kilobytes} needed, {lacks} more;"):
             compress(source, tmp_path / "out", config())
+
+
+@pytest.mark.parametrize("form", ["pivoted", "two"])
+def test_a_conversion_never_holds_more_tensors_on_the_disk_than_it_asked_room_for(
+    form: Any, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {"pivoted": "two", "two": "pivoted"}[form]
+    compress(dense(), tmp_path / "low", config(method="svd", targets="all", form=other))
+    save, most, usage = tensor_files.save_file, [0], shutil.disk_usage(tmp_path)
+
+    def watched(tensors: Any, path: Path, **kwargs: Any) -> None:
+        save(tensors, path, **kwargs)
+        most.append(sum(map(_content, (tmp_path / "out.partial").rglob("*.*"))))
+
+    monkeypatch.setattr(tensor_files, "save_file", watched)
+    convert(tmp_path / "low", tmp_path / "out", form)
+    assert max(most) > Reader(tmp_path / "out").total_bytes(), "the largest moment was not seen"
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=max(most) - 1))
+    with pytest.raises(UserError, match="of disk free, about"):
+        convert(tmp_path / "low", tmp_path / "again", form)
+    assert not (tmp_path / "again.partial").exists()
 
 
 def _content(file: Path) -> int:

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from compression_runs import edit_tensors
 from neuronmm.kernels import Form
-from neuronmm.models import FAMILIES, Int8Linear, LowRankLinear, LowRankSwiGLU, UserError, fuse
+from neuronmm.models import FAMILIES, Int8Linear, LowRankLinear, LowRankSwiGLU, UserError, fuse, patch
 from neuronmm.models.load import inspect, load_pretrained
-from tiny_models import fill_tiny, load_plain, make_tiny, make_tokens, pivoted_spec, write_checkpoint
+from tiny_models import fill_tiny, load_plain, make_spec, make_tiny, make_tokens, pivoted_spec, write_checkpoint
 
 PIVOTS = "model.layers.1.self_attn.k_proj.pivots"
 
@@ -242,6 +242,17 @@ def test_a_plain_from_pretrained_refuses_hostile_pivots(damage: str, tmp_path: P
     with pytest.raises(UserError) as caught:
         load_plain(tmp_path)
     assert message in str(caught.value) and PIVOTS in str(caught.value)
+
+
+def test_more_pivots_than_outputs_are_refused_and_leave_the_model_alone() -> None:
+    model = make_tiny()
+    before = model.state_dict().keys()
+    leader, follower = (f"model.layers.0.self_attn.{name}_proj" for name in "kq")
+    ranks = {leader: 20, follower: 20}
+    patch(make_tiny(), make_spec(ranks, shared={follower: leader}))
+    with pytest.raises(UserError, match="cannot have rank 20"):
+        patch(model, make_spec(ranks, shared={follower: leader}, forms={leader: {"form": "rows"}}, format=2))
+    assert model.state_dict().keys() == before
 
 
 GATE, DOWN, KEYS = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.k_proj"
