@@ -18,7 +18,7 @@ from neuronmm.models.families import STAGES
 _HALVES = (STAGES[:2], STAGES[2:])
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
-"""Runs a layer, or its MLP half, on hidden states [rows, length, hidden]."""
+"""A function that runs a layer, or its MLP half, on hidden states [rows, length, hidden]."""
 
 
 def anchored_factors(
@@ -26,19 +26,19 @@ def anchored_factors(
     streams: Streams,
     linears: list[Linear],
     damping: float,
-    factorise: Callable[[Linear, Anchors], None],
+    compress_linear: Callable[[Linear, Anchors], None],
 ) -> Tensor:
-    """Pass through the layer's linears in execution order; ``factorise`` replaces each in the compressed layer.
+    """Visit the layer's linears in execution order; ``compress_linear`` replaces each in the compressed layer.
 
-    The target of linears that write to the residual stream is the dense model's stream, not only their own dense
-    output. They thus correct earlier errors.
+    Linears that write to the residual stream fit the dense model's stream, not only their own dense output, and so
+    correct earlier errors.
 
     Args:
         pair: the dense and the compressed layer; in the latter, linears that are not factorised yet are dense.
         streams: the inputs of both.
-        linears: the linears to factorise; those with a shared A count as one.
+        linears: the linears to compress_linear; those with a shared A count as one.
         damping: relative to the mean diagonal entry of the Gram matrix.
-        factorise: called with each linear and the sums for its factors.
+        compress_linear: called with each linear and the sums that determine its factors.
 
     Returns:
         The dense layer's outputs [rows, length, hidden].
@@ -55,7 +55,7 @@ def anchored_factors(
                 continue
             anchors = _gather(pair, hidden, forward, stage, damping, writes=group is half[-1])
             for linear, sums in zip(stage, anchors, strict=True):
-                factorise(linear, sums)
+                compress_linear(linear, sums)
     return torch.cat([_mlp_half(pair.dense, batch) for batch in batches(hidden[0])])
 
 

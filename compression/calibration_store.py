@@ -1,7 +1,7 @@
-"""A folder with the calibration that several runs share, so that it is made once.
+"""A folder with the calibration of several runs on one text, which is computed once.
 
 It holds the tokens and, for each decoder layer, the moments of the dense model's linears. Neither depends on method,
-ratio or sharing. A run that reads them gets what it would gather itself, to the last bit.
+ratio or shared A. A run that reads them gets what it would compute itself, to the last bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}
 
 
 class CalibrationStore:
-    """A store that keeps nothing: every run makes its own calibration. :class:`SharedStore` keeps it in a folder."""
+    """A store of nothing: every run computes its own calibration. :class:`SharedStore` stores it in a folder."""
 
     seconds = 0.0
     """Time that other runs spent on the contents that this run has read."""
@@ -75,7 +75,7 @@ class CalibrationStore:
 
 
 class SharedStore(CalibrationStore):
-    """The view that one run has of the folder. The first run creates and fills it, the others read it.
+    """The folder of calibration, as one run uses it. The first run creates and fills the folder, the others read it.
 
     Args:
         folder: the store.
@@ -85,7 +85,7 @@ class SharedStore(CalibrationStore):
             share the tokens only.
 
     Raises:
-        UserError: the folder was filled for another model, text or device, or not by a run.
+        UserError: the folder belongs to another model, text or device, or is not a store.
     """
 
     def __init__(self, folder: Path, dense: Reader, device: str, config: CompressionConfig) -> None:

@@ -43,32 +43,34 @@ def check_ours(folder: Path) -> None:
             "replaces only a checkpoint that neuronmm wrote; move that folder away, or give another"
         ) from None
     names = map(str, files) if isinstance(files, list) else ()
-    stranger = stranger_in(folder, [glob.escape(name) for name in names if "/" not in name])  # no patterns, no folders
+    stranger = stranger_in(
+        folder, [glob.escape(name) for name in names if "/" not in name]
+    )  # a name is no pattern and no path
     if stranger is not None:
         raise UserError(f"{folder}: holds {stranger.name}, which neuronmm did not write; move that away first")
 
 
-def assemble(final: Path, source: Reader, others: list[str], parts: list[Path], config: dict[str, Any]) -> None:
+def assemble(final: Path, source: Reader, others: list[str], layers: list[Path], config: dict[str, Any]) -> None:
     """Write a loadable checkpoint.
 
     Args:
         final: the empty folder to write it in.
         source: the dense checkpoint; its tokenizer and generation files are copied.
         others: the tensors outside the decoder layers, copied unchanged.
-        parts: a safetensors file for each layer, in order.
+        layers: a safetensors file for each layer, in order.
         config: the new config.json.
     """
     write_json(final / "config.json", config)
-    _write_shards(final, source, others, parts)
+    _write_shards(final, source, others, layers)
     _copy_beside(source.folder, final)
 
 
-def _write_shards(final: Path, source: Reader, others: list[str], parts: list[Path]) -> None:
+def _write_shards(final: Path, source: Reader, others: list[str], layers: list[Path]) -> None:
     """Write safetensors shards of at most 2 GB with an index, or a single file if everything fits."""
     readers = {name: source for name in others}
-    for file in parts:
-        part = Reader.of_file(file)
-        readers.update(dict.fromkeys(part.names, part))
+    for file in layers:
+        layer = Reader.of_file(file)
+        readers.update(dict.fromkeys(layer.names, layer))
     shards: list[list[str]] = [[]]
     sizes = [0]
     for name, reader in readers.items():
@@ -83,7 +85,7 @@ def _write_shards(final: Path, source: Reader, others: list[str], parts: list[Pa
         single = len(shards) == 1
         shard = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_tensors(final / shard, {name: readers[name][name] for name in names})
-        shutil.copymode(final / "config.json", final / shard)  # only the owner can read what safetensors writes
+        shutil.copymode(final / "config.json", final / shard)  # safetensors lets only the owner read its files
         where.update(dict.fromkeys(names, shard))
         for reader in {id(readers[name]): readers[name] for name in names}.values():
             reader.close()

@@ -3,7 +3,7 @@
 LoRA adapters (peft) are added to the ``A`` and ``B`` linears, trained and merged: ``A <- A + Q_a P_a`` and
 ``B <- B + Q_b P_b`` keep rank, bytes and format. SVD-LLM (arXiv 2403.07378) trains the adapters of ``B`` first and then
 those of ``A``, so that the gradient of one factor does not depend on simultaneous changes of the other. With ``rank`` 0
-the factors are trained themselves, without adapters.
+the factors themselves are trained, without adapters.
 
 The loss is that of :mod:`neuronmm.compression.distillation`: the KL divergence from the dense model's next-token
 distributions or, without a dense model, the cross entropy of the rows' own next tokens.
@@ -80,7 +80,7 @@ def train_factors(
         folder: a complete compressed checkpoint; only its factors are replaced.
         rows: token ids; :func:`neuronmm.compression.refine.split_rows` defines the held-out rows.
         settings: the settings of the training.
-        progress: called at every step.
+        progress: called whenever a fraction of a stage is done.
         dense: the dense checkpoint to distil from; None trains on the rows' own next tokens.
         device: where to train.
         work: a folder for the state of each stage after each epoch. If it holds a state of the same arguments, training
@@ -111,12 +111,12 @@ def train_factors(
         torch.manual_seed(settings.seed)  # for the initial values of the adapters
         for stage in stages:
             file = None if work is None else work / f"recovery-{stage}.safetensors"
-            advance = _part(progress, "recovering", len(stages))
+            advance = _advance(progress, "recovering", len(stages))
             reports.append(_train_stage(model, stage, (training, held_out), settings, generator, advance, file))
     factors = _round_factors(model, folder, settings.seed)
     after = evaluate(model, held_out)
-    kept = after < before
-    if kept:
+    improved = after < before
+    if improved:
         replace_tensors(folder, factors)
     resumed = sum(stage["resumed_seconds"] for stage in reports)
     return {
@@ -125,8 +125,8 @@ def train_factors(
         "objective": "next token" if dense is None else "distillation",
         "rows": {"trained": len(training), "held_out": len(held_out), "length": rows.shape[1]},
         "loss_before": before,
-        "loss_after": after if kept else before,
-        "kept": kept,
+        "loss_after": after if improved else before,
+        "kept": improved,
         "stages": reports,
         "seconds": resumed + time.perf_counter() - began,
         "resumed_seconds": resumed,
@@ -184,8 +184,9 @@ def _train_stage(
     }
 
 
-def _part(progress: Progress, stage: str, parts: int) -> Callable[[float], None]:
-    return lambda fraction: progress(stage, fraction / parts)
+def _advance(progress: Progress, stage: str, count: int) -> Callable[[float], None]:
+    """Return the progress function of one of ``count`` equal parts of ``stage``."""
+    return lambda fraction: progress(stage, fraction / count)
 
 
 @torch.no_grad()

@@ -26,11 +26,11 @@ from neuronmm.models.families import LAYERS
 def compress_layer(
     run: Run, plan: Plan, model: StreamedModel, index: int, streams: Streams, progress: Callable[[float], None]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Compress decoder layer ``index`` of ``model`` and replace ``streams``, its inputs, by its outputs.
+    """Compress decoder layer ``index`` of ``model``, and advance ``streams`` from its inputs to its outputs.
 
     Args:
         run: the run.
-        plan: ranks and sharing.
+        plan: the ranks, and which linears share an A.
         model: the dense model, float32.
         index: the number of the layer.
         streams: the inputs of the dense and of the compressed layer.
@@ -50,19 +50,19 @@ def compress_layer(
         def dtype_of(linear: Linear) -> torch.dtype:
             return model.reader[f"{linear.name}.weight"].dtype
 
-        def factorise(linear: Linear, sums: Moments | Anchors | None) -> None:
+        def compress_linear(linear: Linear, sums: Moments | Anchors | None) -> None:
             factors = factorize(pair.weight(linear), ranks[linear], sums, scaled=config.method == "asvd")
             pair.replace(linear, factors, torch.float32 if config.form == "pivoted" else dtype_of(linear))
             errors[linear.name] = factors.relative_error
 
         try:
             if config.method == "anchored":
-                outputs = anchored_factors(pair, streams, list(ranks), config.damping, factorise)
+                outputs = anchored_factors(pair, streams, list(ranks), config.damping, compress_linear)
             else:
                 names = [pair.inside(part) for linear in plan.of_layer(index) for part in linear.parts]
                 moments, outputs = run.store.gather(index, dense, names, streams.dense, streams.rotary, config.damping)
                 for linear in ranks:
-                    factorise(linear, None if config.method == "svd" else moments[pair.inside(linear)])
+                    compress_linear(linear, None if config.method == "svd" else moments[pair.inside(linear)])
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
             if config.form == "pivoted" and ranks:

@@ -1,4 +1,4 @@
-"""The verb ``compress``: factorise, refine and write a checkpoint in one pass over its decoder layers."""
+"""The verb ``compress``: plan the ranks, then factorise, refine and write a checkpoint layer by layer."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def compress(
     Args:
         model: a Hugging Face folder, a GGUF file or a hub id.
         out: the folder of the new checkpoint; it appears only when it is complete.
-        config: the settings; by default 20 % of the MLP, whitened, refined, self-calibrated.
+        config: the settings; None takes the defaults of :class:`CompressionConfig`.
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
         device: torch's name of the device on which layers run and train: ``cpu`` or ``cuda``.
         store: a folder for the calibration's tokens and moments, which several runs on one text share.
-        progress: called at every step.
+        progress: called whenever a fraction of a stage is done.
 
     Raises:
         UserError: the request or the checkpoint is at fault; the message says what to change.
@@ -118,14 +118,14 @@ def _begin(config: CompressionConfig, workspace: Workspace, dense: Reader, devic
     size = dense.total_bytes()
     # The layers' files and the final shards are on the disk together.
     check_room(workspace.out, 2 * size, size, dense.total_parameters(), plan.parameters, config)
-    run = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
-    workspace.begin({**run, **config.model_dump()})
+    origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
+    workspace.begin({**origin, **config.model_dump()})
     dense.check_finite()
 
 
 @torch.no_grad()
 def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -> int:
-    """Compress layer by layer; return how many layers an interrupted run had finished."""
+    """Compress every layer that an interrupted run has not finished; return the number of those it has."""
     needs_dense_run = not run.store.complete(len(model))
     names = run.config.streams if len(rows) and (needs_dense_run or run.config.streams != ("dense",)) else ()
     first = run.workspace.layers_done(len(model), names)
@@ -134,7 +134,7 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
         return first
     saved = run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
     streams = model.streams(rows, names, saved)
-    refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of the time of a layer
+    refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of a layer's time that refinement takes
     for index in range(first, len(model)):
         began = time.perf_counter()
         tensors, facts = compress_layer(
@@ -152,9 +152,9 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
 
 def _assemble(run: Run, final: Path, contents: Contents, spec: CompressionSpec) -> None:
     """Write the checkpoint ``final`` from the layers' files and the dense checkpoint."""
-    parts = [run.workspace.part(index) for index in range(contents.config.num_hidden_layers)]
+    layer_files = [run.workspace.part(index) for index in range(contents.config.num_hidden_layers)]
     others = [name for name in run.dense.names if not name.startswith(f"{LAYERS}.")]
-    assemble(final, run.dense, others, parts, {**contents.settings, "quantization_config": spec.model_dump()})
+    assemble(final, run.dense, others, layer_files, {**contents.settings, "quantization_config": spec.model_dump()})
 
 
 def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]]) -> CompressionSpec:
@@ -180,7 +180,7 @@ def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]]) -> C
 
 
 def _facts(run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of the report, except for times, sizes and recovery."""
+    """Return the content of the report, except for times, sizes and the facts of the recovery."""
     matrices = [matrix for layer in layers for matrix in layer["matrices"]]
     errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
     total = run.dense.total_parameters()

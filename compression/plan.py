@@ -25,7 +25,11 @@ _FRACTION = "share:"  # + a linear's name: the fraction of the residual stream t
 
 @dataclass(frozen=True)
 class Plan:
-    """``linears`` in the order of the layers; those that share an A count as one. ``ranks`` by name; None is dense."""
+    """The targeted linears and their ranks.
+
+    ``linears`` are in the order of the layers; those that share an A count as one. ``ranks`` are by name; a linear with
+    rank None stays dense.
+    """
 
     linears: list[Linear]
     ranks: dict[str, int | None]
@@ -81,8 +85,8 @@ def needs_spectra(config: CompressionConfig) -> bool:
 def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[str, Tensor] | None = None) -> Plan:
     """Choose the ranks and the linears that share an A.
 
-    Linears with one input share an A if they lose less with it than at their ranks without it. Where the allocation
-    leaves values dense at little cost, for example, one A for queries, keys and values would lose more.
+    Linears with one input share an A if they lose less with it than with an A each, at equal parameters. Queries, keys
+    and values, for example, lose more with one A where the allocation leaves the small values dense at little cost.
 
     Args:
         linears: the targeted linears, each with its own A.
@@ -137,8 +141,8 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
     """Run the dense model over ``rows`` and measure what the plan depends on.
 
     For every linear this is the whitened spectrum and the fraction of the residual stream that its attention or MLP
-    writes; for linears with one input also the loss with a shared A. The result so far is saved in the workspace after
-    every layer, for a resumed run. A store with the moments of every layer makes running the model unnecessary.
+    writes; for linears with one input also the loss with a shared A. After every layer the workspace
+    saves the result so far, for a resumed run. If the store has the moments of every layer, the model does not run.
 
     Raises:
         UserError: weights or activations hold NaN or infinity.

@@ -1,13 +1,14 @@
 """Tile-aligned ranks that together meet the requested ratio: uniform or global.
 
-Paper (arXiv 2510.25977 v4, Eq. 5): ``r = floor(K N (1 - ratio) / ((K + N) b) + 0.5) b``. The same aligned rank in every
-layer cannot meet an arbitrary ratio: Llama-3.2-1B at 0.05 ends at 6.25 %. Each matrix may therefore take the aligned
-rank below or above its exact rank, or stay dense if that rank passes break-even. Matrix by matrix, the choice that
-keeps the running total nearest to the requested fraction is taken. Low and high ranks then alternate over the depth.
+The paper's uniform rank (arXiv 2510.25977 v4, Eq. 5) is ``r = floor(K N (1 - ratio) / ((K + N) b) + 0.5) b``. The same
+aligned rank in every layer cannot meet an arbitrary ratio: Llama-3.2-1B at 0.05 ends at 6.25 %. :func:`balance`
+therefore lets each matrix take the aligned rank below or above its exact rank, or stay dense if that rank passes
+break-even. Matrix by matrix, it makes the choice that keeps the running total nearest to the requested fraction, so low
+and high ranks alternate over the depth.
 
-The global allocation divides one parameter budget over all linears. It is greedy on the whitened spectra: the next
-tile of ranks goes to the linear whose loss it reduces most per parameter. A floor keeps every linear at a fraction of
-its uniform rank, because a spectrum measured on one text predicts little about another.
+The global allocation, :func:`allocate`, divides one parameter budget over all linears. It is greedy on the whitened
+spectra: the next tile of ranks goes to the linear whose loss it reduces most per parameter. A floor keeps every linear
+at a fraction of its uniform rank, because a spectrum measured on one text predicts little about another.
 
 The loss of a linear is relative to its energy without the first direction. No rank drops that direction, but massive
 activations can put nearly all the energy of a down projection into it, and the loss of the other tokens would look
@@ -32,10 +33,10 @@ TILE = 128
 """Width of Trainium's tensor engine, the alignment of ranks if the matrices are large enough."""
 
 FLOOR = 0.5
-"""Fraction of its uniform rank that every linear keeps at least in the global allocation."""
+"""The global allocation leaves every linear at least this fraction of its uniform rank."""
 
 MAX_SCALE = 1e3
-"""Largest scale of a linear relative to those it shares an A with; a dead linear gets no part of A."""
+"""Largest scale of a linear relative to those that share its A. A linear without energy has no weight in A."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Linear:
 
     @property
     def scaled_parts(self) -> list[tuple[Linear, float]]:
-        """Each of them with the scale of its weight during the factorisation."""
+        """:attr:`parts`, each with the scale of its weight during the factorisation."""
         return list(zip(self.parts, self.scales or (1.0,), strict=True))
 
     @property
@@ -169,7 +170,7 @@ def energy(spectrum: Tensor) -> float:
 
 
 def relative(spectrum: Tensor, total: float) -> Tensor:
-    """Return the loss reduction of each rank as a fraction of the energy ``total``; a dead linear has none."""
+    """Return the loss reduction of each rank as a fraction of the energy ``total``; 0 without energy."""
     return spectrum / max(total, 1e-300)
 
 

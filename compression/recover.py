@@ -61,7 +61,7 @@ def recover(
         out: the folder of the new checkpoint; it appears only when it is complete.
         train: the factors themselves, or LoRA adapters on them in SVD-LLM's two stages, merged at the end.
         dense: the dense model; by default the one that the report of ``model`` names.
-        calibration: ``self`` or a file to train on; by default the text of the compression, and as much of it.
+        calibration: ``self`` or a file to train on; by default the text that the compression used, at the same length.
         calibration_rows: number of rows.
         calibration_length: tokens per row.
         factor_dtype: the dtype in which the trained factors are stored.
@@ -69,7 +69,7 @@ def recover(
         force: replace ``out`` if it exists.
         device: torch's name of the device to train on: ``cpu`` or ``cuda``.
         store: a folder for the calibration's tokens, which several runs on one text share; also one of ``compress``.
-        progress: called at every step.
+        progress: called whenever a fraction of a stage is done.
 
     Raises:
         UserError: the request or the checkpoint is at fault; the message says what to change.
@@ -130,9 +130,9 @@ def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
 
 
 def recovery_of(config: CompressionConfig, device: str) -> Recovery:
-    """Return the settings of the recovery: SVD-LLM's two stages of LoRA, or the factors themselves, which learn faster.
+    """Return the settings of the recovery: SVD-LLM's two stages of LoRA, or training of the factors themselves.
 
-    A step of the factors is one forward pass, because eight long rows per step would leave very few steps.
+    The factors train on the rows of one forward pass per step: eight long rows per step would leave very few steps.
     """
     shared = {"seed": config.seed, "autocast": multiplies_bf16(torch.device(device))}
     if config.recover == "lora":
@@ -178,9 +178,9 @@ def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: 
     size = low.total_bytes()
     trained = sum(low.parameters(name) for name in low.names if name.endswith(FACTORS))
     check_room(workspace.out, size, size, low.total_parameters(), trained, config)
-    run = {"verb": "recover", "model": str(low.folder), "bytes": size, "dense": str(dense.folder)}
-    run |= {"version": VERSION, "device": device}
-    workspace.begin({**run, **config.model_dump()})
+    origin = {"verb": "recover", "model": str(low.folder), "bytes": size, "dense": str(dense.folder)}
+    origin |= {"version": VERSION, "device": device}
+    workspace.begin({**origin, **config.model_dump()})
 
 
 def _dense_folder(folder: Path, recorded: str, asked: str | Path | None) -> Path:

@@ -30,7 +30,7 @@ Rotary = tuple[Tensor, Tensor]
 
 @dataclass
 class Streams:
-    """The calibration rows on their way through the layers: the inputs of the next layer.
+    """The hidden states of the calibration rows, which are the inputs of the next layer.
 
     Dimensions: ``dense``, the hidden states of the dense model, and ``compressed``, those of the model compressed so
     far, are both [rows, length, hidden]. A stream that the run does not need has no rows.

@@ -62,14 +62,14 @@ class CpuDecoder(TorchDecoder):
 
 
 def refuses(model: Any, batch: int) -> str | None:
-    """Return why the core cannot decode this model, or None if it can."""
+    """Return the reason why the core cannot decode this model; None if it can."""
     if core() is None:
         return NOT_BUILT
     if batch > MAX_BATCH:
-        return f"{batch} rows, it takes {MAX_BATCH}"
+        return f"{batch} rows; the core takes at most {MAX_BATCH}"
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if not dtypes <= {torch.float32, torch.bfloat16, torch.int8}:
-        return f"weights in {', '.join(sorted(map(str, dtypes)))}; it takes float32 and bfloat16"
+        return f"weights in {', '.join(sorted(map(str, dtypes)))}; the core takes float32 and bfloat16"
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     if rope not in _FIXED_ROPE:
         return f"RoPE of type {rope!r}"

@@ -17,7 +17,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Element sizes of the dtypes the kernels compute in."""
 
 _ROW_EFFICIENCY = ((0, 0.0), (512, 0.21), (1024, 0.42), (2048, 0.81), (4096, 0.97), (8192, 1.0))
-"""Share of a DMA engine's rate by bytes per partition row (DMA guide; the last point, full rate, is assumed)."""
+"""(Bytes per partition row, fraction of a DMA engine's rate), from the DMA guide; the full rate of the last point is
+assumed."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class NeuronCore:
     sbuf_partition_bytes: int
     dma_start_ns: float
     tensor_warm_up_ns: float
-    """The tensor engine starts at half speed and reaches full speed after this much continuous work; 0 is at once."""
+    """The tensor engine starts at half speed and reaches full speed after this much continuous work; 0: at once."""
 
     dma_engines: int = 16
     partitions: int = 128
@@ -98,12 +99,12 @@ class NeuronCore:
         }
 
     def peak_flops(self, dtype: str = "bfloat16") -> float:
-        """Tensor-engine FLOP/s: 128 x 128 multiply-adds per cycle, a quarter of that in float32."""
+        """Return the tensor engine's FLOP/s: 128 x 128 multiply-adds per cycle, a quarter of that in float32."""
         passes = self.fp32_passes if DTYPE_BYTES[dtype] == 4 else 1
         return 2.0 * self.partitions * self.stationary_columns * self.tensor_ghz * 1e9 / passes
 
     def row_efficiency(self, row_bytes: float) -> float:
-        """Share of the DMA rate that transfers of ``row_bytes`` contiguous bytes reach, 0 to 1."""
+        """Return the fraction of the DMA rate that transfers of ``row_bytes`` contiguous bytes reach, 0 to 1."""
         sizes = [size for size, _ in _ROW_EFFICIENCY]
         i = bisect_left(sizes, row_bytes)
         if i == 0:

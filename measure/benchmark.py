@@ -93,14 +93,14 @@ def run_benchmark(config: BenchmarkConfig, progress: Progress = no_progress) -> 
 class _Loaded:
     """A variant in memory."""
 
-    host: TorchRunner
+    runner: TorchRunner
     load_seconds: float
     step_bytes: int
 
     def describe(self) -> Variant:
-        model = self.host.model
+        model = self.runner.model
         sizes = weight_bytes(model), self.step_bytes, factor_bytes(model)
-        return Variant(self.host.path, self.load_seconds, *sizes)
+        return Variant(self.runner.path, self.load_seconds, *sizes)
 
 
 def _benchmark(config: BenchmarkConfig, progress: Progress) -> BenchmarkResult:
@@ -108,28 +108,28 @@ def _benchmark(config: BenchmarkConfig, progress: Progress) -> BenchmarkResult:
     folder = folders.get("fused") or folders["dense"]
     compression = _compression(folder)
     variants = _load(config, folders, pick_dtype(folder, config.dtype))
-    host = next(iter(variants.values())).host
-    context = host.model.config.max_position_embeddings
+    runner = next(iter(variants.values())).runner
+    context = runner.model.config.max_position_embeddings
     if config.longest > context:
         raise UserError(
             f"{max(config.prompt_lengths)} prompt tokens and {config.new_tokens} new tokens exceed the model's context "
             f"of {context}; lower --prompt-lengths or --new-tokens"
         )
-    probe = BandwidthProbe(max(variant.step_bytes for variant in variants.values()), host.device)
+    probe = BandwidthProbe(max(variant.step_bytes for variant in variants.values()), runner.device)
     points = []
     for batch in config.batches:
         for length in config.prompt_lengths:
             advance = partial(progress, f"batch {batch}, prompt {length}")
             advance(0.0)
-            prompt = _prompt(host, batch, length)
+            prompt = _prompt(runner, batch, length)
             points.append(_measure_point(variants, probe, prompt, config, advance))
     return BenchmarkResult(
         model=str(config.model),
         baseline=str(config.baseline) if config.baseline else None,
         backend=choose(config.backend).name,
         compression=compression,
-        machine=describe_machine(host.device),
-        dtype=str(host.dtype).removeprefix("torch."),
+        machine=describe_machine(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         runs=config.runs,
         new_tokens=config.new_tokens,
@@ -175,15 +175,15 @@ def _load(config: BenchmarkConfig, folders: dict[str, Path], dtype: torch.dtype)
     variants: dict[str, _Loaded] = {}
     for name, folder in folders.items():
         start = time.perf_counter()
-        host = backend.load(folder, dtype, "auto")
+        runner = backend.load(folder, dtype, "auto")
         seconds = time.perf_counter() - start
-        if not isinstance(host, TorchRunner):
+        if not isinstance(runner, TorchRunner):
             raise UserError(f"the benchmark does not run on backend {backend.name}; use cpu or cuda")
-        step_bytes = weight_bytes_per_step(host.model)
+        step_bytes = weight_bytes_per_step(runner.model)
         if name == "fused":
-            variants["naive"] = _Loaded(host.sibling("naive"), seconds, step_bytes)  # the same weights
-        variants[name] = _Loaded(host, seconds, step_bytes)
-    if len({variant.host.model.config.vocab_size for variant in variants.values()}) > 1:
+            variants["naive"] = _Loaded(runner.sibling("naive"), seconds, step_bytes)  # the same weights
+        variants[name] = _Loaded(runner, seconds, step_bytes)
+    if len({variant.runner.model.config.vocab_size for variant in variants.values()}) > 1:
         raise UserError(
             f"{config.model} and {config.baseline} have different vocabularies; they are not the same model"
         )
@@ -196,9 +196,9 @@ def _compression(folder: Path) -> CompressionSpec | None:
     return None if block is None else CompressionSpec.parse(block, str(folder / "config.json"))
 
 
-def _prompt(host: TorchRunner, batch: int, length: int) -> torch.Tensor:
+def _prompt(runner: TorchRunner, batch: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(host.model.config.vocab_size, (batch, length), generator=generator).to(host.device)
+    return torch.randint(runner.model.config.vocab_size, (batch, length), generator=generator).to(runner.device)
 
 
 def _measure_point(
@@ -208,21 +208,21 @@ def _measure_point(
     config: BenchmarkConfig,
     advance: Callable[[float], None],
 ) -> Point:
-    """Warm every variant up, measure the rounds of one point and summarise them."""
+    """Warm up every variant, measure the rounds of one point and summarise them."""
     batch, length = prompt.shape
-    share = 1 / (len(variants) * (config.runs + 1))
+    fraction = 1 / (len(variants) * (config.runs + 1))
     decoders: dict[str, Decoder] = {}
     measured: dict[str, VariantRuns] = {}
     for name, variant in variants.items():
         start = time.perf_counter()
-        decoder = decoders[name] = variant.host.decoder(batch, length + config.new_tokens)
+        decoder = decoders[name] = variant.runner.decoder(batch, length + config.new_tokens)
         measure(decoder, prompt, config.new_tokens)
         warm_up = time.perf_counter() - start
         # Two tokens reach the peak. The growth does not count what the first call allocates for good.
         growth = measure_growth(partial(measure, decoder, prompt, 2), prompt.device)
-        peak = None if growth is None else weight_bytes(variant.host.model) + decoder.state_bytes + growth
+        peak = None if growth is None else weight_bytes(variant.runner.model) + decoder.state_bytes + growth
         measured[name] = VariantRuns([], warm_up, peak, variant.step_bytes)
-        advance(share)
+        advance(fraction)
     rounds: list[Round] = []
     names = list(variants)
     for index in range(config.runs):
@@ -230,7 +230,7 @@ def _measure_point(
         first = index % len(names)
         for name in names[first:] + names[:first]:
             measured[name].runs.append(measure(decoders[name], prompt, config.new_tokens))
-            advance(share)
+            advance(fraction)
         rounds.append(Round(before, probe()))
     return summarise_point(batch, length, rounds, measured)
 

@@ -1,4 +1,4 @@
-"""What a benchmark, an evaluation or a prediction is asked to do. Every config checks itself when it is created."""
+"""The settings of a benchmark, an evaluation and a prediction. Every config checks itself when it is created."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BenchmarkConfig:
     Attributes:
         model: a compressed or a dense model.
         baseline: the dense model that a compressed ``model`` is compared with.
-        new_tokens: generated tokens per run; TTFT is the first one's, so TPOT needs a second.
+        new_tokens: generated tokens per run, at least 2: the first one gives TTFT, the later ones TPOT.
         runs: measured rounds per point.
         threads: torch threads; None leaves them as they are.
         options: options of the backend, as ``load`` takes them.
@@ -108,7 +108,7 @@ class PredictionConfig:
 
     Attributes:
         model: a folder with a config.json, or that file.
-        ratio: share of the MLP weights to remove; None takes the ranks of a compressed config.json, else 0.2.
+        ratio: fraction of the MLP weights to remove; None takes the ranks of a compressed config.json, else 0.2.
         device: trn1, trn2 or trn3.
         parallel: cores that share the model.
         batch: sequences at once.

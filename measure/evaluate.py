@@ -159,21 +159,21 @@ def _score(
 ) -> _Scores:
     """Load one model and score the text and the questions with it."""
     engine = load(path, backend=config.backend, dtype=config.dtype)
-    host = engine.runner
-    if not isinstance(host, TorchRunner):
+    runner = engine.runner
+    if not isinstance(runner, TorchRunner):
         raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
-    dtype = str(host.dtype).removeprefix("torch.")
-    for precision in factor_bytes(host.model).keys() - {dtype}:
+    dtype = str(runner.dtype).removeprefix("torch.")
+    for precision in factor_bytes(runner.model).keys() - {dtype}:
         dtype += f", {precision} factors"
     windows, nlls = None, []
     if content is not None:
         sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}
         windows = cut(engine.tokenizer, content, engine.context, **sizes)
-        nlls = window_nlls(host.model, windows, partial(progress, "perplexity"))
+        nlls = window_nlls(runner.model, windows, partial(progress, "perplexity"))
     correct: dict[str, list[float]] = {}
     for label, rows in questions.items():
         groups = [[encode(engine.tokenizer, *pair, engine.context) for pair in row.pairs] for row in rows]
-        scores = score(host.model, groups, partial(progress, label))
+        scores = score(runner.model, groups, partial(progress, label))
         correct |= {f"{label} {metric}": values for metric, values in answer(rows, scores).items()}
     return _Scores(ModelFacts(str(path), dtype), windows, nlls, correct)
 

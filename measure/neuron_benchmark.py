@@ -127,20 +127,20 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
     kernels: dict[str, str] = {}
     for batch in config.batches:
         options = {"n_positions": positions, **config.options, "batch_size": batch}
-        hosts = {
+        runners = {
             name: neuron.load(folder, pick_dtype(folder, config.dtype), "auto", **options)
             for name, folder in folders.items()
         }
         for length in config.prompt_lengths:
             advance = partial(progress, f"batch {batch}, prompt {length}")
             advance(0.0)
-            prompt = _prompt(hosts, batch, length)
-            runs = _measure_point(hosts, prompt, config, advance, warm_ups=0 if emulated else 1)
-            variants = {name: _figures(host, batch, length, runs[name], emulated) for name, host in hosts.items()}
+            prompt = _prompt(runners, batch, length)
+            runs = _measure_point(runners, prompt, config, advance, warm_ups=0 if emulated else 1)
+            variants = {name: _figures(runner, batch, length, runs[name], emulated) for name, runner in runners.items()}
             points.append(NeuronPoint(batch, length, variants))
-        kernels = {name: host.path for name, host in hosts.items()}
-        for host in hosts.values():
-            host.close()
+        kernels = {name: runner.path for name, runner in runners.items()}
+        for runner in runners.values():
+            runner.close()
     return NeuronBenchmarkResult(
         model=str(config.model),
         baseline=str(config.baseline) if config.baseline else None,
@@ -154,13 +154,13 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
     )
 
 
-def _prompt(hosts: dict[str, NeuronRunner], batch: int, length: int) -> torch.Tensor:
-    vocabulary = min(host.shards.checkpoint.architecture.vocabulary for host in hosts.values())
+def _prompt(runners: dict[str, NeuronRunner], batch: int, length: int) -> torch.Tensor:
+    vocabulary = min(runner.shards.checkpoint.architecture.vocabulary for runner in runners.values())
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 def _measure_point(
-    hosts: dict[str, NeuronRunner],
+    runners: dict[str, NeuronRunner],
     prompt: torch.Tensor,
     config: BenchmarkConfig,
     advance: Callable[[float], None],
@@ -168,32 +168,32 @@ def _measure_point(
 ) -> dict[str, list[Run]]:
     """Run the variants in turn and return the runs of each, without the first ``warm_ups``."""
     batch, length = prompt.shape
-    decoders = {name: host.decoder(batch, length + config.new_tokens) for name, host in hosts.items()}
-    runs: dict[str, list[Run]] = {name: [] for name in hosts}
+    decoders = {name: runner.decoder(batch, length + config.new_tokens) for name, runner in runners.items()}
+    runs: dict[str, list[Run]] = {name: [] for name in runners}
     rounds = warm_ups + config.runs
     for _ in range(rounds):
         for name, decoder in decoders.items():
             runs[name].append(measure(decoder, prompt, config.new_tokens))
-            advance(1 / (len(hosts) * rounds))
+            advance(1 / (len(runners) * rounds))
     return {name: variant_runs[warm_ups:] for name, variant_runs in runs.items()}
 
 
-def _figures(host: NeuronRunner, batch: int, length: int, runs: list[Run], emulated: bool) -> NeuronFigures:
+def _figures(runner: NeuronRunner, batch: int, length: int, runs: list[Run], emulated: bool) -> NeuronFigures:
     what = "seconds of this CPU" if emulated else "seconds of the device"
     ttft, tpot = summarise([run.ttft for run in runs]), summarise([run.tpot for run in runs])
-    times = NeuronTimes(what, ttft, tpot, host.ready_seconds)
-    return NeuronFigures(times, _predict(host, batch, length) if emulated else None)
+    times = NeuronTimes(what, ttft, tpot, runner.ready_seconds)
+    return NeuronFigures(times, _predict(runner, batch, length) if emulated else None)
 
 
-def _predict(host: NeuronRunner, batch: int, length: int) -> NeuronPrediction:
+def _predict(runner: NeuronRunner, batch: int, length: int) -> NeuronPrediction:
     """Predict the seconds on trn1 from the graphs that the host runs.
 
     A prompt is padded to the size of its graph. A continuous batch reads its prompts one after another.
     """
     from neuronmm.emulator.timing.graph import predict_graph
 
-    prompt, token = (predict_graph(graph, TRN1) for graph in host.adapter.graphs(host.model, length))
-    reads = batch if host.continuous else 1
+    prompt, token = (predict_graph(graph, TRN1) for graph in runner.adapter.graphs(runner.model, length))
+    reads = batch if runner.continuous else 1
     return NeuronPrediction(
         ttft=reads * prompt.seconds,
         tpot=token.seconds,

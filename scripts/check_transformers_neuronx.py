@@ -100,20 +100,20 @@ def of_host(
     for rows in ([0], [1], [0, 1]):
         sizes = {"tp_degree": tp, "batch_size": len(rows), "n_positions": POSITIONS, "amp": "fp32"}
         engine = neuronmm.load(model, backend="neuron", emulate=True, impl=impl, **sizes)
-        host: Any = engine.runner
-        if host.adapter.NAME != NAME or not host.adapter.VERSION.startswith(VERSION):
-            raise UserError(f"the host is {host.adapter.NAME} {host.adapter.VERSION}, not {NAME} {VERSION}x")
+        runner: Any = engine.runner
+        if runner.adapter.NAME != NAME or not runner.adapter.VERSION.startswith(VERSION):
+            raise UserError(f"the host is {runner.adapter.NAME} {runner.adapter.VERSION}, not {NAME} {VERSION}x")
         longest = max(len(prompts[row]) for row in rows)
         padding = torch.tensor([longest - len(prompts[row]) for row in rows], dtype=torch.int32)
         ids = torch.stack([torch.nn.functional.pad(prompts[row], (longest - len(prompts[row]), 0)) for row in rows])
-        neuron = host.model
-        host.session.calls.clear()
+        neuron = runner.model
+        runner.session.calls.clear()
         start = time.perf_counter()
         # No token ends a sequence: HF's generate has none either.
         sampled = neuron.sample(ids, longest + new, start_ids=padding, top_k=1, eos_token_override=-1)
-        kernels = host.session.calls["nki"] + host.session.calls["reference"]
+        kernels = runner.session.calls["nki"] + runner.session.calls["reference"]
         took = f"{new} tokens in {time.perf_counter() - start:.1f} s, {kernels} kernels run"
-        host.close()
+        runner.close()
         lengths = " and ".join(str(len(prompts[row])) for row in rows)
         yield f"batch {len(rows)}, prompt of {lengths}", rows, sampled[:, longest:].tolist(), took
 

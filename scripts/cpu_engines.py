@@ -100,16 +100,16 @@ def prepare_ours(model: str, variant: str) -> Prepared:
     from neuronmm.kernels.cpu.int8 import quantise_model
     from neuronmm.measure.bandwidth import weight_bytes_per_step
 
-    host = CpuRunner(torch_model(model, variant), "naive" if variant.endswith("naive") else "auto")
-    arena.gather(host.model.parameters())
-    nbytes, path, weights = weight_bytes_per_step(host.model), host.path, None
+    runner = CpuRunner(torch_model(model, variant), "naive" if variant.endswith("naive") else "auto")
+    arena.gather(runner.model.parameters())
+    nbytes, path, weights = weight_bytes_per_step(runner.model), runner.path, None
     if variant.endswith("int8"):
-        weights = quantise_model(describe(host.model, 1024))
+        weights = quantise_model(describe(runner.model, 1024))
         nbytes, path = int8_bytes(weights), path + ", int8"
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
         shape = (batch, context + new + 1)
-        decoder: Any = CpuDecoder(host.model, *shape, weights) if weights else host.decoder(*shape)
+        decoder: Any = CpuDecoder(runner.model, *shape, weights) if weights else runner.decoder(*shape)
         ids = torch.randint(3, 1000, (batch, context))
         mask = torch.ones_like(ids)
         return timed(

@@ -196,7 +196,7 @@ def test_pivots(numbers: list[int], message: str, tmp_path: Path, capsys: Captur
     capsys.readouterr()
     name = "model.layers.1.self_attn.k_proj.pivots"
     edit_tensors(folder, lambda t: t.update({name: torch.tensor(numbers, dtype=torch.int32)}))
-    say(folder, capsys, f"{name} has", ("generate", "evaluate"))
+    assert_refused(folder, capsys, f"{name} has", ("generate", "evaluate"))
     assert message in last_line(commands(folder)["generate"], capsys)
     last_line(["convert", str(folder), "-o", str(tmp_path / "out"), "--form", "two"], capsys)
 

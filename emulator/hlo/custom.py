@@ -52,8 +52,8 @@ def _transfer(node: Node) -> Function:
 @_target("AwsNeuronRmsNorm")
 def _rms_norm(node: Node) -> Function:
     """Compute ``x / sqrt(mean(x^2) + epsilon) * weight`` in float32, along the dimension that the config names."""
-    dim, dtype, rank = int(node.proto.backend_config), node.dtype, len(node.sizes)
-    along = [-1 if d == dim % rank else 1 for d in range(rank)]
+    dim, dtype, dims = int(node.proto.backend_config), node.dtype, len(node.sizes)
+    along = [-1 if d == dim % dims else 1 for d in range(dims)]
 
     def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
         x32 = x.float()

@@ -16,9 +16,9 @@ def _positions(indices: Tensor, vector_dimension: int) -> Tensor:
     return indices.unsqueeze(-1) if vector_dimension == indices.ndim else indices.movedim(vector_dimension, -1)
 
 
-def _starts(positions: Tensor, dimensions: list[int], rank: int) -> list[Any]:
-    """Return the windows' starts along each of the operand's ``rank`` dimensions; None where they are all 0."""
-    starts: list[Any] = [None] * rank
+def _starts(positions: Tensor, dimensions: list[int], count: int) -> list[Any]:
+    """Return the windows' starts along each of the operand's ``count`` dimensions; None where they are all 0."""
+    starts: list[Any] = [None] * count
     for component, dimension in enumerate(dimensions):
         starts[dimension] = positions[..., component]
     return starts
@@ -55,9 +55,9 @@ def _gather(node: Node) -> Function:
     collapsed, offsets = list(numbers.collapsed_slice_dims), list(numbers.offset_dims)
     vector = numbers.index_vector_dim
     window_dims = [d for d in range(len(sizes)) if d not in collapsed]
-    rank = len(node.sizes)
-    batch = [d for d in range(rank) if d not in offsets]
-    order = [0] * rank
+    count = len(node.sizes)
+    batch = [d for d in range(count) if d not in offsets]
+    order = [0] * count
     for number, dimension in enumerate([*batch, *offsets]):
         order[dimension] = number
     full_windows = all(windows[d] == sizes[d] for d in window_dims)

@@ -101,8 +101,8 @@ def _reduce_window(node: Node) -> Function:
         padded[interior] = x
         for dim, d in enumerate(window):
             padded = padded.unfold(dim, d.size, d.stride or 1)
-        rank = len(padded_sizes)
-        return PAIRWISE[opcode](_REDUCTIONS[opcode](padded, list(range(rank, 2 * rank))), start)
+        dims = len(padded_sizes)
+        return PAIRWISE[opcode](_REDUCTIONS[opcode](padded, list(range(dims, 2 * dims))), start)
 
     return node.wrap(reduce_window)
 

@@ -90,12 +90,12 @@ def _batch_sizes(op: Instruction, indices: Type, vector: int, mapped: int) -> li
 
 def _interleave(op: Instruction, windows: list[int], places: list[int], batch: list[int]) -> list[int]:
     """Return the sizes of a value with the window sizes at dimensions ``places`` and the batch sizes elsewhere."""
-    rank = len(windows) + len(batch)
-    op.require_dimensions(places, rank)
+    count = len(windows) + len(batch)
+    op.require_dimensions(places, count)
     op.require(len(places) == len(windows) and places == sorted(places), "it must place the window dimensions in order")
     batch_sizes = iter(batch)
     window_at = dict(zip(places, windows, strict=True))
-    return [window_at[d] if d in window_at else next(batch_sizes) for d in range(rank)]
+    return [window_at[d] if d in window_at else next(batch_sizes) for d in range(count)]
 
 
 @rule("gather")

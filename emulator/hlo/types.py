@@ -106,10 +106,10 @@ class Instruction:
         if list(actual) != list(expected):
             raise UnsupportedError(f"HLO {self} is not emulated: it reduces in another precision than its operand's")
 
-    def require_dimensions(self, numbers: Sequence[int], rank: int) -> list[int]:
-        """Return ``numbers`` as a list; they must be distinct dimensions of a value with ``rank`` dimensions."""
-        valid = len(set(numbers)) == len(numbers) and all(0 <= number < rank for number in numbers)
-        self.require(valid, f"dimensions {list(numbers)} of a value that has {rank}")
+    def require_dimensions(self, numbers: Sequence[int], count: int) -> list[int]:
+        """Return ``numbers`` as a list; they must be distinct dimensions of a value with ``count`` dimensions."""
+        valid = len(set(numbers)) == len(numbers) and all(0 <= number < count for number in numbers)
+        self.require(valid, f"dimensions {list(numbers)} of a value that has {count}")
         return list(numbers)
 
     def require_computation(self, parameters: Sequence[Type], result: Type) -> None:

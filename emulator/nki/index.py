@@ -40,15 +40,15 @@ class Affine:
                 raise TypeError("index a grid (nl.arange, nl.mgrid) only with None and ':'")
         return Affine(tuple(shape) + self.shape[axis:], tuple(steps) + self.steps[axis:], self.offset)
 
-    def _aligned(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        pad = rank - len(self.shape)
+    def _aligned(self, axes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        pad = axes - len(self.shape)
         return (1,) * pad + self.shape, (0,) * pad + self.steps
 
     def __add__(self, other: Any) -> Affine:
         if not isinstance(other, Affine):
             return Affine(self.shape, self.steps, self.offset + number(other))
-        rank = max(len(self.shape), len(other.shape))
-        (a, p), (b, q) = self._aligned(rank), other._aligned(rank)
+        axes = max(len(self.shape), len(other.shape))
+        (a, p), (b, q) = self._aligned(axes), other._aligned(axes)
         steps = tuple((s if m > 1 else 0) + (t if n > 1 else 0) for m, s, n, t in zip(a, p, b, q, strict=True))
         return Affine(np.broadcast_shapes(a, b), steps, self.offset + other.offset)
 
@@ -117,11 +117,11 @@ class MGrid:
 
     def __getitem__(self, key: Any) -> _Grid:
         slices = key if isinstance(key, tuple) else (key,)
-        rank, shape = len(slices), tuple(s.stop - (s.start or 0) for s in slices)
+        axes, shape = len(slices), tuple(s.stop - (s.start or 0) for s in slices)
         return _Grid(
             Affine(
-                tuple(shape[d] if d == axis else 1 for d in range(rank)),
-                tuple(int(d == axis) for d in range(rank)),
+                tuple(shape[d] if d == axis else 1 for d in range(axes)),
+                tuple(int(d == axis) for d in range(axes)),
                 s.start or 0,
             )
             for axis, s in enumerate(slices)

@@ -233,7 +233,7 @@ def dma_transposed_view(src: Tile, axes: Any = None) -> Tile:
     """Return the view of ``src`` that a transposing DMA moves.
 
     Raises:
-        NkiError: a DMA has no transpose to the order ``axes``, or none of a tensor of this rank.
+        NkiError: a DMA has no transpose to the order ``axes``, or none of a tensor with this number of axes.
     """
     order = _DMA_TRANSPOSES.get(src.ndim)
     if order is None or (axes is not None and tuple(axes) != order):

@@ -1,4 +1,4 @@
-"""Summarise a simulated run: latency, traffic, busy shares, memory peaks and the critical path."""
+"""Summarise a simulated run: latency, traffic, busy fractions, memory peaks and the critical path."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Report:
         hbm_written: bytes.
         multiply_adds: of the matmuls, without transpositions.
         mfu: the matmuls' FLOPs over the tensor engine's peak in the latency.
-        dma_share: the traffic over what the DMA engines could move in the latency.
-        busy: share of the latency that each engine worked, gaps excluded (dma: mean of the 16).
+        dma_share: the traffic as a fraction of what the DMA engines could move in the latency.
+        busy: for each engine, the fraction of the latency in which it works (dma: mean of the 16 engines).
         sbuf_peak: bytes of all partitions together, by live ranges in program order.
-        psum_peak: likewise.
-        critical_path: share of the longest chain of dependent steps by kind of step; ``dma wait`` is the start latency
-            of transfers.
+        psum_peak: the same for PSUM.
+        critical_path: for each kind of step, its fraction of the longest chain of dependent steps; ``dma wait`` is the
+            start latency of transfers.
         drift: see :class:`.simulate.Timeline`.
     """
 
@@ -75,7 +75,7 @@ def report(timeline: Timeline) -> Report:
         busy={engine.value: time / ns for engine, time in _busy(timeline).items()},
         sbuf_peak=trace.peak(Space.SBUF) * core.partitions,
         psum_peak=trace.peak(Space.PSUM) * core.partitions,
-        critical_path=_shares(timeline),
+        critical_path=_fractions(timeline),
         drift=timeline.drift,
     )
 
@@ -89,9 +89,9 @@ def critical_path(timeline: Timeline) -> Iterator[int]:
 
 
 def _busy(timeline: Timeline) -> dict[Engine, float]:
-    """Return the ns that every engine worked, over all executed instructions; DMA is the mean of the 16.
+    """Return the ns that every engine works, over all executed instructions; DMA is the mean of the 16 engines.
 
-    The iterations of a fold that were not simulated count as the one that they are extrapolated from.
+    An iteration that was not simulated counts as the simulated one that it is extrapolated from.
     """
     program = timeline.program
     total = dict.fromkeys(Engine, 0.0)
@@ -106,8 +106,8 @@ def _busy(timeline: Timeline) -> dict[Engine, float]:
     return total
 
 
-def _shares(timeline: Timeline) -> dict[str, float]:
-    """Return each kind of step's share of the critical path, largest first."""
+def _fractions(timeline: Timeline) -> dict[str, float]:
+    """Return the fraction of the critical path that each kind of step takes, largest first."""
     instructions, source = timeline.program.trace.instructions, timeline.program.source
     time: dict[str, float] = {}
     end = max(timeline.end, default=0.0)

@@ -1,7 +1,7 @@
 // The C interface of the CPU core. Plain structs and pointers: the Python side describes them with ctypes.
 //
-// Every function works on row-major matrices, keeps activations in fp32 and accumulates in fp32. Nothing here
-// allocates weights or frees what a caller gave.
+// Every function works on row-major matrices, keeps activations in fp32 and accumulates in fp32. The core
+// neither copies nor frees what a caller passes in.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace neuronmm {
 
-constexpr int kMaxBatch = 8;  // most rows of one call; other libraries are faster for more rows (a GEMM)
+constexpr int kMaxBatch = 8;  // most rows of an op or a decode step; for more rows the GEMMs of other libraries are faster
 
 enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
@@ -59,7 +59,7 @@ struct Layer {
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
     int32_t batch, max_len, cache_type;
-    float eps, scale;  // of the norms; of the attention scores
+    float eps, scale;  // epsilon of the norms; factor of the attention scores
     Matrix embedding;
     Linear head;
     const float* final_norm;
@@ -69,8 +69,8 @@ struct Model {
 
 }  // namespace neuronmm
 
-// The name of the instruction set in use: "avx512bf16", "avx2", and so on. neuronmm_set_isa, for tests, selects one by
-// name, or the best for null. It returns 0, or -1 if the processor or the build lacks the instruction set.
+// neuronmm_isa returns the name of the instruction set in use: "avx512bf16", "avx2", and so on. neuronmm_set_isa, for
+// tests, selects one by name; null selects the best. It returns 0, or -1 if the processor or the build lacks it.
 NEURONMM_EXPORT const char* neuronmm_isa();
 NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
 
@@ -84,11 +84,11 @@ NEURONMM_EXPORT int neuronmm_pivots_fit(const neuronmm::Linear* linear);
 // Whether the core was built with OpenMP.
 NEURONMM_EXPORT int neuronmm_threaded();
 
-// x [batch, in] -> y [batch, out], both of x_type; bias in the linears is fp32.
+// x [batch, in] -> y [batch, out], both of element type `type`; the bias is fp32.
 NEURONMM_EXPORT void neuronmm_low_rank_linear(const neuronmm::Linear* linear, const void* x, int32_t type,
                                               int32_t batch, void* y, int32_t threads);
 
-// x [batch, hidden] -> y [batch, hidden] = down(silu(gate(x)) * up(x)).
+// x [batch, hidden] -> y [batch, hidden] = down(silu(gate(x)) * up(x)), both of element type `type`.
 NEURONMM_EXPORT void neuronmm_low_rank_swiglu(const neuronmm::Linear* gate, const neuronmm::Linear* up,
                                               const neuronmm::Linear* down, const void* x, int32_t type,
                                               int32_t batch, void* y, int32_t threads);

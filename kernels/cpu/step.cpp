@@ -1,5 +1,6 @@
-// One call takes tokens from embedding to logits; only barriers run between the kernels. One token per row is a decode
-// step. Several tokens per row are a prefill: each token is one row of the same matmuls.
+// A step takes tokens from embedding to logits; only barriers run between the kernels. One token per row is a decode
+// step. Several tokens per row are a prefill step, in which each token is one row of the same matmuls. One call of
+// neuronmm_step runs one decode step, or as many prefill steps as the prompt needs.
 //
 // The residual stream and all activations are fp32. In a decode step every worker normalises all rows itself, because
 // that costs less than a barrier. Weight matrices are split over the workers by rows, decode attention by query head,
@@ -16,7 +17,7 @@ constexpr int kDecodeHeads = kMaxBatch;  // query heads that one pass over the k
 constexpr int kPrefillQueries = 120;     // most query rows that prefill attention scores together
 constexpr int kPrefillRows = 512;        // most rows of one prefill step; longer prompts take several steps
 
-// Activations of one call, shared by all workers.
+// Activations of one step, shared by all workers.
 struct Buffers {
     Rows x, normed, q, k, v, attended, hidden, up, logits;
     Rows ax[3];  // A x [rows, rank] of up to three linears that share their input
@@ -62,7 +63,7 @@ public:
         for (Rows& ax : buffers_.ax) ax = scratch.take(rows, rank);
         for (WorkerBuffers& local : worker_buffers_)
             local = {scratch.take(kMaxBatch, m_.hidden), scratch.take(queries, m_.max_len),
-                   scratch.take(queries, m_.head_dim)};
+                     scratch.take(queries, m_.head_dim)};
     }
 
     void run(const Worker& worker) const {
@@ -102,7 +103,7 @@ private:
         return last;
     }
 
-    // A barrier separates two phases where the second reads what other workers write in the first, or writes what they
+    // A barrier separates two phases if the second reads what other workers write in the first, or writes what they
     // may still read. After the last barrier x is complete.
 
     // Compute queries, keys and values, and append keys and values to the cache.
@@ -151,18 +152,18 @@ private:
             for (int j = 0; j < table.cols; j++) buffers_.x.row(i)[j] *= table.scale[token];
     }
 
-    // Normalise the rows. Up to kMaxBatch rows each worker normalises into its own buffer; more rows are split over the
-    // team.
+    // Normalise the rows. Each worker normalises all of up to kMaxBatch rows into its own buffer; more rows are split over
+    // the team.
     Rows norm(const Worker& worker, const float* weight, const WorkerBuffers& local) const {
         const int rows = m_.batch * count_;
-        const bool together = rows > kMaxBatch;
-        const Rows& to = together ? buffers_.normed : local.normed;
-        for (int i = together ? worker.begin(rows) : 0; i < (together ? worker.end(rows) : rows); i++) {
+        const bool split = rows > kMaxBatch;
+        const Rows& to = split ? buffers_.normed : local.normed;
+        for (int i = split ? worker.begin(rows) : 0; i < (split ? worker.end(rows) : rows); i++) {
             worker.kernels.rms_norm(buffers_.x.row(i), weight, m_.eps, m_.hidden, to.row(i));
-            if (!together) continue;
+            if (!split) continue;
             round_columns(worker.kernels, {to.row(i), to.stride, to.rounded + i * to.stride}, 0, m_.hidden, m_.hidden, 1);
         }
-        if (together) worker.sync();
+        if (split) worker.sync();
         return to;
     }
 
@@ -196,7 +197,7 @@ private:
     }
 
     // Attention of this worker's query heads. One pass over the keys of a KV head scores up to kDecodeHeads consecutive
-    // query heads, as a batch of as many rows.
+    // query heads together, one row per head.
     void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
         const int group = m_.heads / m_.kv_heads, items = m_.batch * m_.heads, end = worker.end(items);
         for (int item = worker.begin(items); item < end;) {
@@ -208,7 +209,7 @@ private:
     }
 
     void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local, int b, int head, int kv_head,
-                int count) const {
+                          int count) const {
         const int d = m_.head_dim, start = starts_[b], filled = slot_ + 1 - start;
         float* q = buffers_.q.row(b) + head * d;
         for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, slot_ - start);
@@ -234,7 +235,8 @@ private:
         }
     }
 
-    // Attention of positions [first, first + n) of this step: as many query heads together as fit kPrefillQueries rows.
+    // Attention of positions [first, first + n) of this step. It scores as many query heads together as fit into
+    // kPrefillQueries rows.
     void prefill_block(const Worker& worker, const Layer& l, const WorkerBuffers& local, int b, int kv_head, int first,
                       int n) const {
         const int d = m_.head_dim, group = m_.heads / m_.kv_heads, start = starts_[b];

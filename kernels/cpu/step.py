@@ -1,4 +1,4 @@
-"""A whole decoder step as one C++ call: one token per row, or a part of a prompt.
+"""The decoder as one C++ call: a decode step (one token per row), or the prefill of a prompt.
 
 ``ModelWeights`` describes a Llama, Qwen2 or Qwen3 decoder with plain tensors. Each linear is dense or factorised, in
 floats or int8. Linears with the same input may use the same A tensor, which is then read once. ``DecodeStep`` binds the
@@ -83,7 +83,7 @@ class ModelWeights:
 
 
 class DecodeStep:
-    """Run one decoder step for a batch: one token per row, or several if :attr:`reads_prompts` holds.
+    """Run the decoder for a batch: one token per row, or several if :attr:`reads_prompts` holds.
 
     Dimensions: ``keys[layer]`` and ``values[layer]`` [batch, kv_heads, max_len, head_dim], contiguous, float32 or
     bfloat16, batch at most 8.
@@ -103,7 +103,8 @@ class DecodeStep:
         self._batch = batch
         if not 1 <= batch <= MAX_BATCH or weights.heads % kv_heads or head_dim % 2:
             raise KernelError(
-                f"batch {batch} of 1 to {MAX_BATCH}, {weights.heads} heads on {kv_heads}, {head_dim} wide"
+                f"the core takes batch 1 to {MAX_BATCH}, a multiple of the KV heads, and an even head size; "
+                f"not batch {batch}, {weights.heads} heads, {kv_heads} KV heads, head size {head_dim}"
             )
         embedding = self._matrix(weights.embedding)
         hidden, intermediate = embedding.cols, weights.layers[0].gate.out_features
@@ -154,9 +155,11 @@ class DecodeStep:
             KernelError: the arguments do not fit the cache, or count is above 1 and prompts are not supported.
         """
         if token_ids.ndim != 2 or len(token_ids) != self._batch or token_ids.dtype != torch.int64:
-            raise KernelError(f"token_ids {list(token_ids.shape)} {token_ids.dtype} for int64 [{self._batch}, count]")
+            raise KernelError(
+                f"token_ids are {token_ids.dtype} {list(token_ids.shape)}, not int64 [{self._batch}, count]"
+            )
         if starts.shape != (self._batch,) or starts.dtype != torch.int32:
-            raise KernelError(f"starts {list(starts.shape)} {starts.dtype} for int32 [{self._batch}]")
+            raise KernelError(f"starts are {starts.dtype} {list(starts.shape)}, not int32 [{self._batch}]")
         token_ids, starts = token_ids.contiguous(), starts.contiguous()
         logits = torch.empty(self._batch, self._vocab)
         model, threads = ctypes.byref(self._model), torch.get_num_threads()
@@ -164,8 +167,8 @@ class DecodeStep:
         count = token_ids.shape[1]
         if self._library.neuronmm_step(model, tokens_at, count, starts_at, slot, logits_at, threads):
             raise KernelError(
-                f"a token outside the vocabulary; or slot {slot} not between a row's start and the end; or {count} "
-                "tokens a row, where the processor or the dtype allows one"
+                f"a token is outside the vocabulary, slot {slot} is before a row's start or past the cache's end, or "
+                f"{count} tokens per row are more than the one that the processor or the dtype allows"
             )
         return logits
 
@@ -182,7 +185,7 @@ class DecodeStep:
         data, scale = weight if isinstance(weight, Int8) else (weight, None)
         if data.ndim != 2 or data.dtype not in TYPES or (data.dtype == torch.int8) != (scale is not None):
             raise KernelError(
-                f"a weight {list(data.shape)} of {data.dtype}: it takes matrices of float32, bfloat16, Int8"
+                f"a weight {list(data.shape)} of {data.dtype}: the core takes matrices of float32, bfloat16 or Int8"
             )
         if scale is not None and (scale.shape != (len(data),) or scale.dtype != torch.float32):
             raise KernelError(f"int8 scales {list(scale.shape)} {scale.dtype} for a weight {list(data.shape)}")

@@ -95,7 +95,7 @@ void run_team(int threads, const std::function<void(const Worker&)>& work) {
     if (threads > 1 && !omp_in_parallel()) {
         static std::atomic<Job*> shared{nullptr};
         shared.store(&job, std::memory_order_release);
-#pragma omp parallel num_threads(threads) 
+#pragma omp parallel num_threads(threads)
         {
             Job& mine = *shared.load(std::memory_order_acquire);
             mine.work({mine.kernels, omp_get_thread_num(), omp_get_num_threads(), mine.barrier, mine.queues.data()});

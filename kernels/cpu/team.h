@@ -51,13 +51,13 @@ struct Worker {
     // from others. Every worker of the team must call this, and a barrier must follow before the results are used.
     template <class Visit>
     void each(int first, int end, int block, const Visit& visit) const {
-        WorkQueue& mine = queues[id];
-        mine.start_phase(first, end);
+        WorkQueue& queue = queues[id];
+        queue.start_phase(first, end);
         for (bool more = true; more;) {
-            while (mine.pop(block, first, end)) visit(first, end);
+            while (queue.pop(block, first, end)) visit(first, end);
             more = false;
-            for (int i = 1; i < count && !more; i++) more = queues[(id + i) % count].steal(mine, block, first, end);
-            if (more) mine.restart(first, end);
+            for (int i = 1; i < count && !more; i++) more = queues[(id + i) % count].steal(queue, block, first, end);
+            if (more) queue.restart(first, end);
         }
     }
     // This worker's part of n items is [begin(n), end(n)).
