@@ -7,7 +7,8 @@ are the last features; then no kernel gathers or scatters. From first to last::
     neither | gate | gate, up | gate, up, down | gate, down | down
 
 Gate and up with a shared A take all pivots from gate. With two A, the pivots of the one of lower rank are among the
-pivots of the other. The linears of attention have a fixed order, so their pivots are an index.
+pivots of the other, and both sets are chosen together. The linears of attention have a fixed order, so their pivots are
+an index.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def _skeletons(layer: LayerFactors) -> dict[str, Skeleton]:
         candidates = None if other is None else other.mask
         A, B, _ = _matrices(factors)
         skeletons[name] = Skeleton(B.T, A.T, candidates) if name == DOWN else Skeleton(A, B, candidates)
+        if other is not None:
+            other.match(skeletons[name])
     return skeletons
 
 

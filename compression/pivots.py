@@ -62,6 +62,33 @@ class Skeleton:
             if not self._exchange_best(enter, leave, LEAST):
                 break
 
+    def match(self, smaller: Skeleton) -> None:
+        """Exchange pivots of both skeletons, those of ``smaller`` among those of this one, until no exchange pays.
+
+        Both have as many rows. What grows is the product of the volumes of the two sets of pivots, so that neither has
+        large coefficients for the sake of the other.
+        """
+        places = torch.empty_like(self.mask, dtype=torch.int64)
+        for _ in range(8 * len(self.pivots)):
+            columns = _at(places, self.pivots, smaller.pivots)
+            rows = _at(places, smaller.others, self.others)
+            own, others = self.coefficients.abs(), smaller.coefficients.abs()
+            gains = (
+                own[:, columns] * others[rows],
+                own * ~smaller.mask[self.pivots],
+                others * self.mask[smaller.others][:, None],
+            )
+            best = [float(one.max()) if one.numel() else 0.0 for one in gains]
+            kind = best.index(max(best))
+            if not best[kind] > BOUND:
+                break
+            other, pivot = divmod(int(gains[kind].argmax()), gains[kind].shape[1])
+            if kind == 0:
+                self._exchange(other, int(columns[pivot]))
+                smaller._exchange(int(rows[other]), pivot)
+            else:
+                (self, smaller)[kind - 1]._exchange(other, pivot)
+
     def reorder(self, position: Tensor) -> None:
         """Renumber the rows: row i becomes row ``position[i]``. Pivots and others are then in increasing order."""
         rows = torch.empty_like(self._rows)
@@ -103,7 +130,7 @@ class Skeleton:
         """Make the row with the largest coefficient a pivot, if that coefficient exceeds ``least``.
 
         ``enter`` and ``leave`` are masks [out] of the rows that may become a pivot and of the pivots that may be
-        replaced. The coefficients get a rank-1 update.
+        replaced.
         """
         sizes = self.coefficients.abs() * enter[self.others][:, None] * leave[self.pivots]
         if not sizes.numel():
@@ -111,6 +138,11 @@ class Skeleton:
         other, pivot = divmod(int(sizes.argmax()), sizes.shape[1])
         if not sizes[other, pivot] > least:
             return False
+        self._exchange(other, pivot)
+        return True
+
+    def _exchange(self, other: int, pivot: int) -> None:
+        """Make the row ``others[other]`` a pivot in place of ``pivots[pivot]``, with a rank-1 update of the rest."""
         coefficients, size = self.coefficients, float(self.coefficients[other, pivot])
         change = coefficients[other].clone()
         change[pivot] -= 1
@@ -119,7 +151,12 @@ class Skeleton:
         coefficients[other, pivot] += 1
         entering = int(self.others[other])
         self.others[other], self.pivots[pivot] = self.pivots[pivot].clone(), entering
-        return True
+
+
+def _at(places: Tensor, rows: Tensor, wanted: Tensor) -> Tensor:
+    """Return the places of ``wanted`` in ``rows``, both row numbers; ``places`` [out] is overwritten."""
+    places[rows] = torch.arange(len(rows), device=rows.device)
+    return places[wanted]
 
 
 def _lu_order(rows: Tensor) -> Tensor:

@@ -177,18 +177,8 @@ def test_a_scalar_factor(low: Path, capsys: Capture) -> None:
     assert_refused(low, capsys, f"{name} has shape [], not [16, 32]", ("generate", "evaluate"))
 
 
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ([1, 7, 4, 10], "increasing numbers from 0 to 15"),
-        ([-1, 4, 7, 10], "increasing numbers from 0 to 15"),
-        ([1, 4, 7, 2**31 - 1], "increasing numbers from 0 to 15"),
-        ([1, 4, 7], "has shape [3], not [4]"),
-        ([], "has shape [0], not [4]"),
-    ],
-    ids=str,
-)
-def test_pivots(numbers: list[int], message: str, tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("numbers", [[1, 7, 4, 10], [-1, 4, 7, 10], [1, 4, 7, 2**31 - 1], [1, 4, 7], []], ids=str)
+def test_pivots(numbers: list[int], tmp_path: Path, capsys: Capture) -> None:
     folder, model = tmp_path / "pivoted", make_tiny()
     write_checkpoint(model, fill_tiny(model, pivoted_spec()), folder)
     word_tokenizer().save_pretrained(folder)
@@ -196,9 +186,8 @@ def test_pivots(numbers: list[int], message: str, tmp_path: Path, capsys: Captur
     capsys.readouterr()
     name = "model.layers.1.self_attn.k_proj.pivots"
     edit_tensors(folder, lambda t: t.update({name: torch.tensor(numbers, dtype=torch.int32)}))
-    assert_refused(folder, capsys, f"{name} has", ("generate", "evaluate"))
-    assert message in last_line(commands(folder)["generate"], capsys)
-    last_line(["convert", str(folder), "-o", str(tmp_path / "out"), "--form", "two"], capsys)
+    wrong = "to hold increasing numbers from 0 to 15" if len(numbers) == 4 else f"shape [{len(numbers)}], not [4]"
+    assert_refused(folder, capsys, f"{name} has {wrong}", ("generate", "evaluate"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -225,6 +225,41 @@ def test_no_coefficient_exceeds_the_bound(outputs: int, inputs: int, seed: int, 
     assert condition == pytest.approx(float(torch.linalg.cond(W[skeleton.pivots])), rel=1e-3)
 
 
+@pytest.mark.parametrize("ranks", [(24, 24), (24, 16), (16, 24), (40, 8), (1, 1), (48, 48), (48, 1)], ids=str)
+@pytest.mark.parametrize("wide", [48, 120])
+def test_matched_pivots_are_good_for_both(wide: int, ranks: tuple[int, int]) -> None:
+    """Pivots of one in the other's set; no exchange, of both or of one, enlarges the product of their volumes."""
+    high, low = sorted(ranks, reverse=True)
+    Bs = drawn(wide, high), drawn(wide, low, seed=1)
+    large = Skeleton(drawn(high, 48, seed=2), Bs[0])
+    small = Skeleton(drawn(low, 48, seed=3), Bs[1], large.mask)
+
+    def volume() -> float:
+        sizes = [torch.linalg.slogdet(B[one.pivots]).logabsdet for B, one in zip(Bs, (large, small), strict=True)]
+        return float(sum(sizes))
+
+    before = volume()
+    large.match(small)
+    assert volume() >= before - 1e-9
+    assert bool(large.mask[small.pivots].all())
+    for one, B in ((large, Bs[0]), (small, Bs[1])):
+        torch.testing.assert_close(one.coefficients @ B[one.pivots], B[one.others], rtol=0, atol=1e-8)
+    for leave, enter in ((i, j) for i in range(low) for j in range(wide - high)):
+        row = large.others[enter]
+        own = large.coefficients[enter, (large.pivots == small.pivots[leave]).nonzero().item()]
+        other = small.coefficients[(small.others == row).nonzero().item(), leave]
+        assert float((own * other).abs()) <= BOUND * (1 + 1e-6)
+
+
+def test_common_pivots_round_as_well_as_ones_own() -> None:
+    layer = swiglu(128, 512, (64, 64, 96), shared=False)
+    errors = {}
+    for name, factors in to_pivoted(layer, 16).low_rank.items():
+        rounded = factors._replace(A=factors.A.bfloat16(), B=factors.B.bfloat16())
+        errors[name] = float((product(rounded) - product(factors)).norm() / product(factors).norm())
+    assert max(errors.values()) <= 0.012, errors
+
+
 def test_moved_pivots_are_never_almost_dependent() -> None:
     skeleton = Skeleton(drawn(8, 20), drawn(40, 8, seed=1))
     first = skeleton.mask
