@@ -35,8 +35,8 @@ class LowRank(NamedTuple):
     bias: Tensor | None = None
 
     def shares_a(self, other: LowRank) -> bool:
-        """Whether both use the same A tensor, so that A x is computed only once."""
-        one, two = (part.A.values if isinstance(part.A, Int8) else part.A for part in (self, other))
+        """Return whether both use the same A tensor, so that A x is computed only once."""
+        one, two = (linear.A.values if isinstance(linear.A, Int8) else linear.A for linear in (self, other))
         return one is two
 
 
@@ -94,14 +94,14 @@ def choose(op: Op, impl: str, x: Tensor, *factors: LowRank) -> Implementation:
     """
     if impl == "auto":
         return _first_that_serves(op, x, *factors)
-    found = _TABLE.get((op, impl))
-    if found is None:
+    implementation = _TABLE.get((op, impl))
+    if implementation is None:
         known = ", ".join(i.name for i in implementations(op))
         raise KernelError(f"{op.value} has no implementation named {impl!r}; there are: auto, {known}")
-    reason = found.refuses(x, *factors)
+    reason = implementation.refuses(x, *factors)
     if reason is not None:
         raise KernelError(f"{op.value} cannot run on {impl!r}: {reason}")
-    return found
+    return implementation
 
 
 def _first_that_serves(op: Op, x: Tensor, *factors: LowRank) -> Implementation:
@@ -128,7 +128,7 @@ def _width_after(width: int, factors: LowRank) -> int:
 
 
 def low_rank_linear(x: Tensor, A: Weight, B: Weight, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:
-    """``y = B (A x) + bias``, the paper's XUV (arXiv 2510.25977) with U = A^T and V = B^T.
+    """Compute ``y = B (A x) + bias``, the paper's XUV (arXiv 2510.25977) with U = A^T and V = B^T.
 
     Dimensions: ``x`` [..., in], ``A`` [r, in], ``B`` [out, r], result [..., out]. All are on one device and have one
     dtype, except that A and B may be :class:`Int8`.
@@ -142,7 +142,7 @@ def low_rank_linear(x: Tensor, A: Weight, B: Weight, bias: Tensor | None = None,
 
 
 def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, impl: str = "auto") -> Tensor:
-    """``down(silu(gate(x)) * up(x))`` with three factorised linears.
+    """Compute ``down(silu(gate(x)) * up(x))`` with three factorised linears.
 
     Dimensions: ``x`` [..., hidden]; gate and up: hidden -> intermediate, down: intermediate -> hidden, each with its
     own rank; result [..., hidden]. If gate and up share one A, A x is computed once.

@@ -18,7 +18,7 @@ FactorPlan = tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]
 
 
 def tokens_first(layout: str) -> bool:
-    """Whether activations of this layout are [tokens, features].
+    """Return whether activations of this layout are [tokens, features].
 
     Raises:
         KernelError: the layout is neither "HSB" nor "BSH".

@@ -64,11 +64,11 @@ class LayerPlan:
         return dict(self.linears)[name]
 
     def a_of(self, name: str) -> str:
-        """The name of the parameter with the A of a factorised linear."""
+        """Return the name of the parameter with the A of a factorised linear."""
         return f"{self[name].leader or name}.A"
 
     def norm_of(self, name: str) -> str | None:
-        """The norm that a linear's kernel applies to its input, or None."""
+        """Return the norm that a linear's kernel applies to its input, or None."""
         return next((norm for norm in self.fused if name in READERS[norm]), None)
 
 
@@ -139,7 +139,7 @@ class Shards:
         return [take_heads(weight, assigned, self.checkpoint.architecture.head, dim) for assigned in heads]
 
     def _bias(self, index: int, name: str) -> str:
-        """The name of the linear's bias in the checkpoint, if it has one."""
+        """Return the name of the linear's bias in the checkpoint, if it has one."""
         full = layer_name(index, LINEARS[name])
         return f"{full}.B.bias" if full in self.checkpoint.ranks else f"{full}.bias"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draws import examples
-from error_rule import POOL, draws
+from error_rule import POOL, draws_to_pool
 from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH
@@ -54,7 +54,10 @@ def assert_rule(cases: list[Case], terms: int) -> None:
 
 
 def check_linear(rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype) -> None:
-    cases = [linear_case(rows, inner, rank, out, bias, dtype) for _ in range(draws(rows * min(inner, rank, out), POOL))]
+    cases = [
+        linear_case(rows, inner, rank, out, bias, dtype)
+        for _ in range(draws_to_pool(rows * min(inner, rank, out), POOL))
+    ]
     assert_rule(cases, inner + rank + 2)
 
 
@@ -70,7 +73,7 @@ def check_swiglu(
     rows: int, hidden: int, ranks: tuple[int, int, int], inter: int, bias: bool, dtype: torch.dtype
 ) -> None:
     independent = rows * min(hidden, inter, *ranks)  # values that pass through the narrowest size share its rounding
-    cases = [swiglu_case(rows, hidden, ranks, inter, bias, dtype) for _ in range(draws(independent, POOL))]
+    cases = [swiglu_case(rows, hidden, ranks, inter, bias, dtype) for _ in range(draws_to_pool(independent, POOL))]
     assert_rule(cases, 2 * (hidden + max(ranks[:2])) + inter + ranks[2] + 12)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draws import examples
-from error_rule import draws
+from error_rule import draws_to_pool
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import KernelError
@@ -162,7 +162,7 @@ def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
     }
     batch, length = draw(st.integers(1, 3)), draw(st.integers(2, 40))
     errors = torch.zeros(2, 2)
-    for seed in range(draws(hidden * batch, 8)):
+    for seed in range(draws_to_pool(hidden * batch, 8)):
         torch.manual_seed(seed)
         model, wide = make_tiny("qwen2", dtype=torch.bfloat16, **shape), make_tiny("qwen2", **shape)
         errors += prompt_errors(model, wide, batch, length)
@@ -261,4 +261,4 @@ def test_wrong_arguments_are_refused_before_they_reach_the_core() -> None:
         (torch.zeros(2, 2, dtype=torch.long), 0, starts),  # a prompt in fp32
     ):
         with pytest.raises(KernelError):
-            decoder._whole_step(token_ids, slot, begin)
+            decoder._core_step(token_ids, slot, begin)
