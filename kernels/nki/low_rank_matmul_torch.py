@@ -1,4 +1,4 @@
-"""What the kernels of :mod:`.low_rank_matmul` compute, in torch on any machine.
+"""The torch reference of the kernels of :mod:`.low_rank_matmul`, on any machine.
 
 A kernel's torch reference has the kernel's name and parameters, without the dialect, the output and the block sizes,
 and returns the output in float32. It reads the same packed weights and the same layouts. The maths is that of

@@ -213,7 +213,7 @@ def store_accumulated(d: Any, y: Any, h: Accumulation, start: Any, tokens: int, 
 def load_and_contract(
     d: Any, x: Any, factors: list[Factor], start: Any, tokens: int, blocks: Sizes, options: Options
 ) -> list[Parts]:
-    """Load a strip of ``x`` once and compute ``A x`` for each factor; above 0, ``options.epsilon`` RMS-normalises ``x``.
+    """Load a strip of ``x`` once, RMS-normalise it if ``options`` ask for that, and compute ``A x`` for each factor.
 
     Dimensions: ``x`` in HBM, in the layout of ``options``; each result [rank, tokens] in SBUF.
     """
