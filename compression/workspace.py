@@ -50,7 +50,7 @@ class Workspace:
     def __init__(self, out: str | Path, inputs: Inputs, *, resume: bool, force: bool) -> None:
         self.out = output_folder(out)
         if is_within(Path.cwd(), self.out):
-            raise UserError(f"{out}: is the current directory or one above it; give a folder of its own to write")
+            raise UserError(f"{out}: is the current directory or one above it; give another folder to write")
         self.folder = work_folder(self.out)
         self._resume, self._force = resume, force
         self.protect(*inputs)
