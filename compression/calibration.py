@@ -42,7 +42,7 @@ _MARK = "\u241fcontent\u241f"
 def calibration_tokens(run: Run) -> Tensor:
     """Return the calibration tokens [rows, length] of a run: NO_ROWS if it needs no text.
 
-    They are those of the interrupted run, of the store, or new ones.
+    They come from the interrupted run, else from the store; otherwise they are made.
 
     Raises:
         UserError: as :func:`make_rows`.

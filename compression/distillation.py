@@ -1,7 +1,7 @@
 """The loss of the whole model: KL divergence from the dense model's next-token distributions, or cross entropy.
 
 Compression does not change the output head, so the dense model's final hidden states determine its logits. They are
-computed once and kept; the dense and the compressed model are never in memory together.
+computed once and stay in memory; the dense and the compressed model are never in memory together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from neuronmm.models.progress import Progress
 
 PASS_TOKENS = 1024  # tokens per forward pass, at least one row
 # Positions per call of the output head: the logits of a whole pass would take more memory than the model. A chunk of
-# 256 x 49152 logits exceeds what glibc reuses (32 MB), and page faults make a step a tenth slower.
+# 256 x 49152 logits exceeds what glibc reuses (32 MB), and page faults make a step 10 % slower.
 _CHUNK = 128
 
 
@@ -81,14 +81,14 @@ def loss_sum(model: Any, lesson: Lesson, scale: float | None = None, autocast: b
     tokens = lesson.tokens.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         hidden = model.model(input_ids=tokens, use_cache=False)[0][:, :-1].flatten(0, 1).float()
-    aims = tokens[:, 1:].flatten() if lesson.states is None else lesson.states[:, :-1].flatten(0, 1).to(device)
+    references = tokens[:, 1:].flatten() if lesson.states is None else lesson.states[:, :-1].flatten(0, 1).to(device)
     leaf = hidden.detach().requires_grad_(scale is not None)
     total = 0.0
-    for chunk, aim in zip(leaf.split(_CHUNK), aims.split(_CHUNK), strict=True):
+    for chunk, reference in zip(leaf.split(_CHUNK), references.split(_CHUNK), strict=True):
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = head(chunk).float()
             with torch.no_grad():
-                target = aim if lesson.states is None else head(aim).float().log_softmax(-1)
+                target = reference if lesson.states is None else head(reference).float().log_softmax(-1)
         if lesson.states is None:
             loss = cross_entropy(logits, target, reduction="sum")
         else:

@@ -1,7 +1,7 @@
-"""What is measured of a decoder layer's linears while the layer runs over the calibration text.
+"""Measure a decoder layer's linears while the layer runs over the calibration text.
 
-These are the second moments of each linear's inputs or outputs, and the fraction of the residual stream that attention
-and MLP write.
+The measurements are the second moments of each linear's inputs or outputs, and the fraction of the residual stream that
+attention and MLP write.
 
 The whitened factorisation needs either the Gram matrix of the inputs or the covariance of the outputs. The smaller of
 the two is accumulated: for a down projection of 14336 -> 4096 that is a twelfth of the work and memory. Linears with
@@ -36,7 +36,7 @@ class Moments:
 
     A Gram matrix is singular if there are fewer tokens than features, dead features, or a few massive ones. Therefore
     ``damping`` times the mean of ``squares`` is added to the diagonal of the inputs' Gram matrix. The solution is then
-    unique and otherwise hardly changes.
+    unique; the change is otherwise negligible.
     """
 
     def __init__(self, size: int, of_inputs: bool, damping: float, device: torch.device | None = None) -> None:
@@ -154,8 +154,8 @@ def weighing(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Measure the contributions of attention and MLP over the forward passes in the ``with`` block.
 
     After the block, the dictionary holds for :data:`ATTENTION` and :data:`MLP` the median over the tokens of
-    ``|contribution|^2 / |stream after the layer|^2`` [], float64. It is not the mean, because a massive activation
-    makes up nearly all of a few tokens' stream.
+    ``|contribution|^2 / |stream after the layer|^2`` [], float64. The mean would not do: in a few
+    tokens a massive activation makes up nearly all of the stream.
     """
     fractions: dict[str, Tensor] = {}
     per_token: dict[str, list[Tensor]] = {ATTENTION: [], MLP: []}

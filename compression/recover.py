@@ -152,11 +152,11 @@ def _open(folder: Path) -> tuple[CompressionSpec, dict[str, Any]]:
         raise UserError(f"{folder}: is not compressed, so it has no factors to train; use compress --recover")
     if spec.factors == "int8":
         raise UserError(
-            f"{folder}: int8 factors cannot be trained; recover the checkpoint before, with --factor-dtype int8"
+            f"{folder}: int8 factors cannot be trained; compress without int8, then recover with --factor-dtype int8"
         )
     result = report.read(folder)
     if result["recovery"] and result["recovery"]["kept"]:
-        raise UserError(f"{folder}: its factors were recovered already; start from the checkpoint before that")
+        raise UserError(f"{folder}: its factors were recovered already; start from the checkpoint before its recovery")
     return spec, result
 
 

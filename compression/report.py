@@ -33,13 +33,13 @@ REPORT = "compression_report.json"
 """The file name of the JSON document in the folder of a compressed checkpoint."""
 
 SETTINGS = ("allocation", "share_a", "refine", "recover", "form", "factor_dtype", "damping")
-"""The settings of the run that the report holds, beside those of the checkpoint's ``quantization_config``."""
+"""The settings that the report adds to those of the checkpoint's ``quantization_config``."""
 
 _TABLE = "compression_report.md"
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the report into the folder of a checkpoint, which is otherwise complete; ``files`` names all its files."""
+    """Write the report into the folder of an otherwise complete checkpoint, and list all its files under ``files``."""
     report["files"] = sorted({REPORT, _TABLE, *(file.name for file in folder.iterdir())})
     write_json(folder / REPORT, report)
     (folder / _TABLE).write_text(as_markdown(report), encoding="utf-8")

@@ -37,7 +37,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Objective:
-    """What to train on: the parameters, the indices of the training rows, and the loss.
+    """What :func:`train` needs: the parameters, the indices of the training rows, and the loss.
 
     ``backward`` adds the gradients of the loss on the rows with the given indices. ``validate`` returns the held-out
     loss.
@@ -104,7 +104,7 @@ def train(
         batch: rows per step.
         generator: the random generator that shuffles the rows in each epoch.
         advance: called with each further fraction that is done; the fractions add up to 1.
-        keep: copies a parameter's value into the form in which the best values are kept.
+        keep: copies a parameter's value in the form in which the best values are stored.
         file: the state is written there after each epoch; if the file exists, training continues from it.
 
     Raises:

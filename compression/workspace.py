@@ -1,4 +1,4 @@
-"""The folder ``OUT.partial`` in which a run works. Every step is saved atomically; OUT appears when it is complete."""
+"""The folder ``OUT.partial`` in which a run works. Every file is saved atomically; OUT appears when it is complete."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RUN = "run.json"
 """The file with the settings of the run in a work folder."""
 
 _FINAL, _REPLACED = "final", "replaced"
-_PARTS = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
-_KNOWN = (MARK, RUN, f"{_FINAL}/", f"{_REPLACED}/", *(f"{part}.safetensors" for part in _PARTS), f"*{WRITING}")
+_STATES = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
+_KNOWN = (MARK, RUN, f"{_FINAL}/", f"{_REPLACED}/", *(f"{state}.safetensors" for state in _STATES), f"*{WRITING}")
 """The names of all files that a run writes into its folder."""
 
 
@@ -50,7 +50,7 @@ class Workspace:
     def __init__(self, out: str | Path, inputs: Inputs, *, resume: bool, force: bool) -> None:
         self.out = output_folder(out)
         if is_within(Path.cwd(), self.out):
-            raise UserError(f"{out}: is the current directory or one above it; give a folder of its own to write")
+            raise UserError(f"{out}: is the current directory or one above it; give another folder to write")
         self.folder = work_folder(self.out)
         self._resume, self._force = resume, force
         self.protect(*inputs)
@@ -76,10 +76,10 @@ class Workspace:
         self._undo.close()
 
     def protect(self, *inputs: str | Path | None) -> None:
-        """Check that the run's folders neither are, contain nor are inside ``inputs``: files, folders or hub ids.
+        """Check that OUT and the work folder are separate from ``inputs``, which are files, folders or hub ids.
 
         Raises:
-            UserError: they are.
+            UserError: one of the two is, contains or is inside an input.
         """
         for folder in (self.out, self.folder):
             keep_apart(folder, inputs)
@@ -160,7 +160,7 @@ class Workspace:
         return self._file(f"layer-{index:05d}")
 
     def finish(self, fill: Callable[[Path], None]) -> None:
-        """Let ``fill`` write the checkpoint into an empty folder, move that to OUT, and remove the work folder.
+        """Let ``fill`` write the checkpoint into an empty folder, move this folder to OUT, and remove the work folder.
 
         An existing OUT is first moved into the work folder. A kill between the two moves leaves no OUT; the next run
         for this OUT moves the old one back.
@@ -188,7 +188,7 @@ class Workspace:
             return
         advice = "move that away, or give another -o"
         if self.folder.is_symlink() or not self.folder.is_dir():
-            raise UserError(f"{self.folder}: is no folder, and this run needs one of that name; {advice}")
+            raise UserError(f"{self.folder}: is not a folder, and this run needs one of that name; {advice}")
         entries = list(self.folder.iterdir())
         if entries and self.folder / MARK not in entries:
             raise UserError(f"{self.folder}: was not made by neuronmm, and this run needs that name; {advice}")
@@ -222,7 +222,7 @@ class Workspace:
                     "--force --resume ends the replacement"
                 )
         elif (self.folder / _FINAL).exists():
-            raise UserError(f"{self.out}: was made while its former content waits in {old}; move one of them away")
+            raise UserError(f"{self.out}: was created while its previous content waits in {old}; move one of them away")
         else:
             shutil.rmtree(old)
 

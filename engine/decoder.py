@@ -1,7 +1,7 @@
 """The decoder interface, and its torch implementation on the modules of a transformers model.
 
-This file contains no code of a model family. Embedding, norms, projections, RoPE and MLP are modules of the loaded
-model, called in the order that Llama and Qwen share. This file adds the static KV cache and the attention over it. It
+This file contains no code for one model family. Embedding, norms, projections, RoPE and MLP are modules of the loaded
+model, called in the order common to Llama and Qwen. This file adds the static KV cache and the attention over it. It
 does not use transformers' cache classes, which differ between versions.
 """
 
@@ -86,7 +86,10 @@ class TorchDecoder:
         return self._step(token_ids[:, None], positions, mask)
 
     def _step(self, input_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Dimensions: input_ids, positions [batch, n]; mask [batch, 1, n or 1, filled] or None -> [batch, vocab]."""
+        """Run the model on the next positions and return the last logits.
+
+        Dimensions: input_ids, positions [batch, n]; mask [batch, 1, n or 1, filled] or None -> [batch, vocab].
+        """
         cache, end = self.cache, self._end(input_ids)
         x = self._model.embed_tokens(input_ids)
         cos, sin = (table.unsqueeze(1) for table in self._model.rotary_emb(x, positions))
@@ -114,11 +117,14 @@ class TorchDecoder:
         return end
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[batch, n, heads * head_dim] -> [batch, heads, n, head_dim]."""
+        """Split the heads: [batch, n, heads * head_dim] -> [batch, heads, n, head_dim]."""
         return x.view(*x.shape[:2], -1, self._head_dim).transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Dimensions: q [batch, heads, n, head_dim]; k, v [batch, kv_heads, filled, head_dim] -> [batch, n, hidden]."""
+        """Attend to the filled cache.
+
+        Dimensions: q [batch, heads, n, head_dim]; k, v [batch, kv_heads, filled, head_dim] -> [batch, n, hidden].
+        """
         batch, _, n, _ = q.shape
         if n == 1:
             # The query heads of one KV head become its query rows, which is far faster than enable_gqa for one

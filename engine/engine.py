@@ -61,7 +61,7 @@ class Engine:
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         if not ids:
-            raise UserError("the prompt is empty and the model has no beginning-of-sequence token; give it a word")
+            raise UserError("the prompt is empty and the model has no beginning-of-sequence token; write a prompt")
         if len(ids) >= self.context:
             raise UserError(
                 f"the prompt has {len(ids)} tokens, but prompt and answer have to fit the model's context of "

@@ -69,7 +69,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """Chooses the next token of every row of a batch; ``seeds`` has one seed per row."""
+    """Choose the next token of every row of a batch; ``seeds`` has one seed per row."""
 
     def __init__(self, params: SamplingParams, seeds: list[int], device: torch.device) -> None:
         self._greedy = params.temperature == 0

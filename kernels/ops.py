@@ -78,14 +78,14 @@ def choose(op: Op, impl: str, x: Tensor, *factors: LowRank) -> Implementation:
     """
     if impl == "auto":
         return _first_that_serves(op, x, *factors)
-    found = _TABLE.get((op, impl))
-    if found is None:
+    implementation = _TABLE.get((op, impl))
+    if implementation is None:
         known = ", ".join(i.name for i in implementations(op))
         raise KernelError(f"{op.value} has no implementation named {impl!r}; there are: auto, {known}")
-    reason = found.refuses(x, *factors)
+    reason = implementation.refuses(x, *factors)
     if reason is not None:
         raise KernelError(f"{op.value} cannot run on {impl!r}: {reason}")
-    return found
+    return implementation
 
 
 def _first_that_serves(op: Op, x: Tensor, *factors: LowRank) -> Implementation:
@@ -160,7 +160,7 @@ def low_rank_linear(
 
 
 def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, impl: str = "auto") -> Tensor:
-    """``down(silu(gate(x)) * up(x))`` with three factorised linears.
+    """Compute ``down(silu(gate(x)) * up(x))`` with three factorised linears.
 
     Dimensions: ``x`` [..., hidden]; gate and up: hidden -> intermediate, down: intermediate -> hidden, each with its
     own rank and form; result [..., hidden]. If gate and up share one A, A x is computed once.

@@ -20,21 +20,21 @@ _FEW = 16
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 matmuls are faster than float32 ones on the device; without the instructions they are far slower.
+    """Return whether bf16 matmuls are faster than float32 ones on the device.
 
     AMD's AVX-512 multiplies bf16 at twice the rate of float32, Intel's at half that rate: Intel needs AMX
     (docs/log.md).
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    found = _capabilities()
-    if found.get("amx_bf16") or found.get("bf16"):
+    capabilities = _capabilities()
+    if capabilities.get("amx_bf16") or capabilities.get("bf16"):
         return True
-    return bool(found.get("avx512_bf16")) and "Intel" not in str(found.get("cpu_name"))
+    return bool(capabilities.get("avx512_bf16")) and "Intel" not in str(capabilities.get("cpu_name"))
 
 
 def has_amx() -> bool:
-    """Whether the CPU has Intel's matrix unit for bf16, which torch's GEMMs use and the C++ core does not."""
+    """Return whether the CPU has Intel's matrix unit for bf16, which torch's GEMMs use and the C++ core does not."""
     return bool(_capabilities().get("amx_bf16"))
 
 
@@ -43,13 +43,13 @@ def widened_linears(device: torch.device) -> AbstractContextManager[object]:
 
     The result is rounded to 16 bits. It differs from that of the 16-bit linear only by the order of the float32 sum.
     """
-    found = _capabilities()
-    if device.type != "cpu" or found.get("architecture") != "x86_64":
+    capabilities = _capabilities()
+    if device.type != "cpu" or capabilities.get("architecture") != "x86_64":
         return nullcontext()
     slow = set()
     if not multiplies_bf16(device):
         slow.add(torch.bfloat16)
-    if not (found.get("amx_fp16") or found.get("avx512_fp16")):
+    if not (capabilities.get("amx_fp16") or capabilities.get("avx512_fp16")):
         slow.add(torch.float16)
     return _Widened(slow) if slow else nullcontext()
 
@@ -82,5 +82,5 @@ class _Widened(TorchFunctionMode):
 
 def _capabilities() -> Mapping[str, Any]:
     """Return torch's description of the CPU; empty on versions of torch without one."""
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return found
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return capabilities

@@ -17,7 +17,7 @@ from neuronmm.models.spec import CompressionSpec
 _COMPRESSION_FIELDS = {"method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align", "factors"}
 
 STALL_PROBE = 0.7
-"""A round is flagged if a bandwidth probe beside it is below this fraction of the point's median probe."""
+"""A round is flagged if the bandwidth probe before or after it is below this fraction of the point's median probe."""
 STALL_TIME = 1.5
 """A round is also flagged if a run of a variant takes longer than this multiple of the variant's median run."""
 
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass
 class Round:
-    """The read bandwidth before and after one run of every variant. ``stalled``: other work seems to disturb it."""
+    """The read bandwidth before and after one run of every variant. ``stalled``: seemingly disturbed by other work."""
 
     probe_before: float
     probe_after: float
@@ -51,7 +51,7 @@ class Round:
 
 @dataclass
 class VariantRuns:
-    """What is measured of one variant at one point. ``step_bytes``: weight bytes that a decode step reads."""
+    """The measurements of one variant at one point. ``step_bytes``: weight bytes that a decode step reads."""
 
     runs: list[Run]
     warm_up_seconds: float
@@ -61,7 +61,7 @@ class VariantRuns:
 
 @dataclass
 class TokenTimes(Spread):
-    """The spread of the runs' TPOT, and the ninth decile of all single tokens."""
+    """The spread of the runs' TPOT, and the ninth decile of the times of all single tokens."""
 
     p90: float
 
@@ -105,7 +105,7 @@ class Point:
 
 @dataclass
 class Variant:
-    """What a variant is: its kernels, its loading time, and its bytes of weights."""
+    """A variant's kernels, loading time, and bytes of weights."""
 
     kernels: str
     load_seconds: float

@@ -30,7 +30,7 @@ from neuronmm.models.source import resolve
 
 @dataclass
 class SweepResult:
-    """All points of a sweep's folder. ``model``: as it was asked for. ``costs``: ``bytes`` and maybe ``speed``."""
+    """All points of a sweep's folder. ``model``: as given to :func:`sweep`. ``costs``: ``bytes``, perhaps ``speed``."""
 
     model: str
     settings: SweepSettings
@@ -58,9 +58,9 @@ def sweep(
         model: the dense model: a folder, a GGUF file or a hub id.
         out: the sweep's folder for the checkpoints, ``sweep.json``, ``sweep.md`` and ``sweep.png``.
         config: the points and the measures.
-        resume: continue the sweep in ``out``. Other ratios and methods than before add points. Further texts, tasks
-            where there were none, and speed are measured of the earlier points too. The result holds all points.
-        progress: called after every step.
+        resume: continue the sweep in ``out``. New ratios and methods add points. New texts, the first tasks, and speed
+            are also measured for the earlier points. The result holds all points.
+        progress: called whenever a fraction of a stage is done.
 
     Raises:
         UserError: the request is invalid, or a checkpoint cannot be created or measured.

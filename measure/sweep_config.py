@@ -1,4 +1,4 @@
-"""What a sweep is asked to do: the points to create, and what to measure of them."""
+"""The settings of a sweep: the points to create, and what to measure of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         if not self.points or len(self.text_files) < max(len(self.texts), 1):
-            raise UserError("a sweep needs one or more ratios, methods and texts, the texts of different names")
+            raise UserError("a sweep needs one or more ratios, methods and texts; the texts need different names")
 
     @property
     def points(self) -> list[PlannedPoint]:

@@ -1,7 +1,7 @@
 """The points of a sweep: create the checkpoint of each, measure it, and store the results in the sweep's folder.
 
 A point's file holds its ``bytes``, its ``bits`` per weight, its ``perplexity`` by text and, where the sweep measures
-them, its ``accuracy`` and ``speed``, beside the facts of its compression. What a file holds is not measured again.
+them, its ``accuracy`` and ``speed``, beside the facts of its compression. A result in the file is not measured again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (
 """The benchmark that gives a point's speed."""
 
 _POINT = ".point.json"
-_RECOVERY = {"recover", "factor_dtype"}  # the settings of what `recover` does to a finished checkpoint
+_RECOVERY = {"recover", "factor_dtype"}  # settings that `recover` can apply to a finished checkpoint
 
 
 class SweepPoint(TypedDict, total=False):
@@ -103,14 +103,14 @@ def _start(out: Path, planned: PlannedPoint, base: CompressionConfig) -> Path | 
 def add_point(out: Path, key: str, folder: Path, facts: SweepPoint) -> None:
     """Measure the checkpoint in ``folder`` with the settings of the sweep in ``out`` and store the point there.
 
-    Results that are stored already are kept. A later resumed :func:`.sweep.sweep` shows the point, so a checkpoint
+    Stored results are not measured again. A later resumed :func:`.sweep.sweep` shows the point, so a checkpoint
     created elsewhere can be compared with the sweep's own.
 
     Args:
         out: the sweep's folder.
         key: the name of the point's file.
         folder: the checkpoint.
-        facts: what is known of a new point: ``name`` and ``ratio``, and for a compressed model ``targets``,
+        facts: the known facts of a new point: ``name`` and ``ratio``, and for a compressed model ``targets``,
             ``realised_ratio``, ``model_ratio``, ``seconds`` and ``peak_rss_bytes``. ``bytes`` replaces the measured
             size.
 

@@ -34,7 +34,7 @@ def keep_apart(out: Path, inputs: Inputs, *, may_hold: bool = False) -> None:
     """
     for name, place in _places(inputs):
         if is_within(out, place):
-            raise UserError(f"{out}: is or lies in {name}, which this run reads; give another folder to write")
+            raise UserError(f"{out}: is or is inside {name}, which this run reads; give another folder to write")
         if not may_hold and is_within(place, out):
             raise UserError(f"{out}: holds {name}, which this run reads; give another folder to write")
 

@@ -1,4 +1,4 @@
-"""What the commands that write a checkpoint share: options, progress and report."""
+"""The common parts of the commands that write a checkpoint: options, progress and report."""
 
 from __future__ import annotations
 

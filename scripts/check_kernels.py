@@ -155,7 +155,7 @@ def document(lines: list[Line], caught: list[str]) -> Iterator[str]:
 
 
 def summary(lines: list[Line], caught: int, bugs: int) -> Iterator[str]:
-    """The verdict, its table, the bfloat16 errors as a bar chart, and the command."""
+    """Return the verdict, its table, the bfloat16 errors as a bar chart, and the command."""
     ratios = [line.error / line.plain for line in lines if line.dtype == "bfloat16"]
     single = max(line.error for line in lines if line.dtype == "float32")
     accurate, complete = max(ratios) <= RATIO_LIMIT and single <= ERROR_LIMIT, caught == bugs

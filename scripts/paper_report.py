@@ -111,7 +111,7 @@ def goals(results: dict[str, Any]) -> Iterator[str]:
     """The table of goals and predictions."""
     linears = [(shape, results[f"prefill {shape} ours"]) for shape in cases.SHAPES]
     whole = [results[f"{mlp.name} 2048 trn1 ours"] for mlp in cases.MLPS]
-    shares = {device: [share for *_, share in decode_rows(results, device)] for device in CORES}
+    fractions = {device: [fraction for *_, fraction in decode_rows(results, device)] for device in CORES}
     speed_ups = gains(results)
     use = [f["mfu"] for _, f in linears]
     over = [f["traffic"] / eq10(shape) - 1 for shape, f in linears]
@@ -126,7 +126,7 @@ def goals(results: dict[str, Any]) -> Iterator[str]:
     yield f"| whole MLPs, 2048 tokens, trn1: utilisation at least 90 % | {span(mlp_use)} | {met(min(mlp_use) >= 0.9)} |"
     saved = f"{min(mlp_over):+.0%} to {max(mlp_over):+.0%}"
     yield f"| their HBM traffic at most Eq. 10's for the paper's two kernels | {saved} | {met(max(mlp_over) < 1e-3)} |"
-    for device, found in shares.items():
+    for device, found in fractions.items():
         yield f"| decode, {device}: at least 90 % of the DMA limit | {span(found)} | {judged(found, device, bias)} |"
     for device in CORES:
         alone = [limit(results[f"{mlp.name} up {device} 0"], device) for mlp in cases.MLPS]
@@ -135,7 +135,7 @@ def goals(results: dict[str, Any]) -> Iterator[str]:
     yield f"| decode: never slower than dense | {least:.2f}x to {most:.2f}x | {met(least >= 1)} |"
     yield ""
     yield f"The measured decode, a dense one on trn1, reaches {1 + bias:.1%} of the predicted speed."
-    yield "*With that bias* is the predicted share times that."
+    yield "*With that bias*: the predicted fraction times that figure."
     yield ""
 
 
@@ -268,7 +268,7 @@ def mlps(results: dict[str, Any], tokens: int) -> Iterator[str]:
 
 
 def decode_rows(results: dict[str, Any], device: str) -> Iterator[tuple[cases.Mlp, int, Any, Any, Any, float]]:
-    """Yield MLP, tokens, the three kernels' figures, and the share of the DMA limit that ours reaches."""
+    """Yield MLP, tokens, the three kernels' figures, and the fraction of the DMA limit that ours reaches."""
     for mlp in cases.MLPS:
         for tokens in cases.DECODES:
             own, two, dense = (results[f"{mlp.name} {tokens} {device} {name}"] for name in cases.MLP_KERNELS)
@@ -283,9 +283,9 @@ def decode(results: dict[str, Any], device: str) -> Iterator[str]:
         yield ""
     yield "| model | bytes left of dense | tokens | ours, µs | DMA limit reached | two kernels, µs | dense, µs |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
-    for mlp, tokens, own, two, dense, share in decode_rows(results, device):
+    for mlp, tokens, own, two, dense, fraction in decode_rows(results, device):
         others = " | ".join(against(other["latency"], own["latency"], 1e6, 1) for other in (two, dense))
-        yield f"| {mlp.name} | {mlp.kept:.2f} | {tokens} | {own['latency'] * 1e6:.1f} | {share:.1%} | {others} |"
+        yield f"| {mlp.name} | {mlp.kept:.2f} | {tokens} | {own['latency'] * 1e6:.1f} | {fraction:.1%} | {others} |"
     yield ""
 
 
@@ -305,7 +305,7 @@ def decode_linears(results: dict[str, Any]) -> Iterator[str]:
 
 
 def limit(figures: cases.Figures, device: str) -> float:
-    """Return the share of the DMA limit that a kernel reaches."""
+    """Return the fraction of the DMA limit that a kernel reaches."""
     return figures["traffic"] / CORES[device].dma_rate / 1e9 / figures["latency"]
 
 
@@ -343,12 +343,12 @@ def decode_row(results: dict[str, Any]) -> Row:
     return row
 
 
-def judged(shares: list[float], device: str, bias: float) -> str:
-    """Say whether all shares of the DMA limit reach 90 %, as predicted and with the bias of the measured decode."""
+def judged(fractions: list[float], device: str, bias: float) -> str:
+    """Say whether all fractions of the DMA limit reach 90 %, as predicted and with the bias of the measured decode."""
     if device != "trn1":
-        return f"{met(min(shares) >= 0.9)}; no decode was measured there"
-    corrected = [share * (1 + bias) for share in shares]
-    return f"{met(min(shares) >= 0.9)}; with that bias {span(corrected)}: {met(min(corrected) >= 0.9)}"
+        return f"{met(min(fractions) >= 0.9)}; no decode was measured there"
+    corrected = [fraction * (1 + bias) for fraction in fractions]
+    return f"{met(min(fractions) >= 0.9)}; with that bias {span(corrected)}: {met(min(corrected) >= 0.9)}"
 
 
 def met(yes: bool) -> str:

@@ -30,7 +30,7 @@ def profile(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--hypothesis-profile") or draws.SUITE
 
 
-def test_without_a_profile_the_suites_is_in_force(profile: str) -> None:
+def test_the_suites_profile_is_the_default(profile: str) -> None:
     assert settings.default == settings.get_profile(profile)
 
 
@@ -44,7 +44,7 @@ def test_the_long_run_draws_a_thousand_others() -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), [(draws.SUITE, 7), (draws.RANDOM, 1000)])
-def test_a_profile_says_how_many(name: str, count: int, profile: str) -> None:
+def test_a_profile_sets_the_number_of_examples(name: str, count: int, profile: str) -> None:
     settings.load_profile(name)
     try:
         assert draws.examples(7).max_examples == count
@@ -53,6 +53,6 @@ def test_a_profile_says_how_many(name: str, count: int, profile: str) -> None:
 
 
 def test_ci_runs_what_a_user_runs() -> None:
-    """CI sets no variables and runs the commands of the README."""
+    """CI sets no variables and runs ``make test``, as the README tells a user to."""
     script = (ROOT / ".ci" / "run").read_text()
     assert "make test" in script and "export" not in script

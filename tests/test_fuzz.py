@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzzing import bounded, damage_bytes, damage_json, each, ends_well
+from fuzzing import check_seeds, damage_bytes, damage_json, ends_well, time_limit
 from tiny_gguf import header_length, write_gguf
 from transformers import AutoConfig
 from word_tokenizer import word_tokenizer
@@ -70,7 +70,7 @@ def test_an_interruption_is_no_finding(tmp_path: Path, monkeypatch: pytest.Monke
     command = lambda: ends_well(["tiling", "--shape", "128,256,128,256"], capsys)  # noqa: E731
     for check in (command, lambda: bool(signal.raise_signal(signal.SIGINT))):
         with pytest.raises(KeyboardInterrupt):
-            each(range(1), lambda seed: None, check, tmp_path / "file")
+            check_seeds(range(1), lambda seed: None, check, tmp_path / "file")
 
 
 def generate(folder: Path) -> list[str]:
@@ -87,7 +87,7 @@ def test_config_json(command: str, dense: Path, seeds: Callable[[int], range], t
     }
     arguments = others.get(command, generate(dense))
     count = {"generate": 350, "predict": 500, "compress": 200}[command]
-    successes = each(
+    successes = check_seeds(
         seeds(count),
         lambda seed: path.write_bytes(damage_json(good, seed)),
         lambda: ends_well(arguments, capsys),
@@ -104,7 +104,7 @@ def test_quantization_config(low: Path, seeds: Callable[[int], range], capsys: C
     def write(seed: int) -> None:
         path.write_text(json.dumps(good | {"quantization_config": json.loads(damage_json(block, 6 * seed + 1))}))
 
-    assert each(seeds(400), write, lambda: ends_well(generate(low), capsys), path)
+    assert check_seeds(seeds(400), write, lambda: ends_well(generate(low), capsys), path)
 
 
 def test_quantization_config_in_plain_transformers(low: Path, seeds: Callable[[int], range]) -> None:
@@ -120,7 +120,7 @@ def test_quantization_config_in_plain_transformers(low: Path, seeds: Callable[[i
 
     def check() -> bool:
         """Ignore errors of transformers' AutoConfig, which reads config.json first."""
-        with bounded():
+        with time_limit():
             try:
                 AutoConfig.from_pretrained(low)
             except Exception:
@@ -132,7 +132,7 @@ def test_quantization_config_in_plain_transformers(low: Path, seeds: Callable[[i
                 return False
         return True
 
-    assert each(seeds(300), write, check, path)
+    assert check_seeds(seeds(300), write, check, path)
 
 
 def test_the_index_of_the_shards(tmp_path: Path, seeds: Callable[[int], range], capsys: Capture) -> None:
@@ -151,7 +151,7 @@ def test_the_index_of_the_shards(tmp_path: Path, seeds: Callable[[int], range], 
             return False
         return ends_well(generate(folder), capsys)
 
-    assert each(seeds(400), lambda seed: path.write_bytes(damage_json(good, seed)), check, path)
+    assert check_seeds(seeds(400), lambda seed: path.write_bytes(damage_json(good, seed)), check, path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
@@ -159,7 +159,7 @@ def test_what_lies_beside_the_weights(name: str, dense: Path, seeds: Callable[[i
     path = dense / name
     good = json.loads(path.read_text())
     write = lambda seed: path.write_bytes(damage_json(good, seed))  # noqa: E731
-    assert each(seeds(100), write, lambda: ends_well(generate(dense), capsys), path)
+    assert check_seeds(seeds(100), write, lambda: ends_well(generate(dense), capsys), path)
 
 
 def test_gguf(tmp_path: Path, seeds: Callable[[int], range], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +174,14 @@ def test_gguf(tmp_path: Path, seeds: Callable[[int], range], monkeypatch: pytest
         path.write_bytes(damage_bytes(good, seed, 4, header if seed % 3 else None))
 
     def check() -> bool:
-        with bounded():
+        with time_limit():
             try:
                 inspect(resolve(path))
             except UserError:
                 return False
         return True
 
-    assert each(seeds(400), write, check, path)
+    assert check_seeds(seeds(400), write, check, path)
 
 
 def test_recipes(tmp_path: Path, seeds: Callable[[int], range]) -> None:
@@ -193,11 +193,11 @@ def test_recipes(tmp_path: Path, seeds: Callable[[int], range]) -> None:
         path.write_bytes(damage_json(settings, seed) if seed % 2 else damage_bytes(text, seed))
 
     def check() -> bool:
-        with bounded():
+        with time_limit():
             try:
                 CompressionConfig.build(path)
             except UserError:
                 return False
         return True
 
-    assert each(seeds(600), write, check, path)
+    assert check_seeds(seeds(600), write, check, path)

@@ -1,4 +1,4 @@
-"""Malformed files, one kind of damage at a time: each gives one line that says what is wrong and where."""
+"""Malformed files, one kind of damage at a time. Every command ends with one line that says what is wrong and where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzzing import bounded, ends_well, modest
+from fuzzing import ends_well, memory_limit, time_limit
 from word_tokenizer import word_tokenizer
 
 from compression_runs import edit_tensors
@@ -71,7 +71,7 @@ def fitted(dense: Path, tmp_path: Path) -> list[str]:
 
 def last_line(command: list[str], capsys: Capture) -> str:
     """Run a command that must fail and return its error line."""
-    with bounded(), modest():
+    with time_limit(), memory_limit():
         status = main(command)
     out, err = capsys.readouterr()
     last = err.rstrip("\n").split("\n")[-1]
@@ -131,7 +131,7 @@ def test_a_config_json_that_is_a_list(dense: Path, capsys: Capture) -> None:
     assert "not a JSON object" in last_line(["predict", str(dense / "config.json")], capsys)
 
 
-def test_a_config_json_of_a_model_that_nobody_could_run(dense: Path, capsys: Capture) -> None:
+def test_a_config_json_of_an_impossibly_deep_model(dense: Path, capsys: Capture) -> None:
     """``predict`` reads no weights that would contradict it."""
     edit_json(dense / "config.json", num_hidden_layers=10**9)
     assert "num_hidden_layers" in last_line(["predict", str(dense)], capsys)
@@ -192,7 +192,7 @@ def test_pivots(numbers: list[int], tmp_path: Path, capsys: Capture) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", UP, "model.layers.0.input_layernorm.weight"])
-def test_weights_that_are_no_numbers(value: float, name: str, dense: Path, capsys: Capture) -> None:
+def test_weights_that_are_not_finite(value: float, name: str, dense: Path, capsys: Capture) -> None:
     edit_tensors(dense, lambda t: t[name].view(-1)[3:4].fill_(value))
     assert_refused(dense, capsys, f"{name} holds NaN or infinity")
     assert main([*commands(dense)["generate"], "--temperature", "1"]) == 2
@@ -206,7 +206,7 @@ def test_weights_that_overflow(dense: Path, capsys: Capture) -> None:
     assert main([*commands(dense)["generate"], "--temperature", "1"]) == 2
 
 
-def test_a_perplexity_beyond_all_numbers(dense: Path, capsys: Capture) -> None:
+def test_a_perplexity_too_large_for_a_float(dense: Path, capsys: Capture) -> None:
     edit_tensors(dense, lambda t: t["lm_head.weight"].mul_(1e6))
     assert_refused(dense, capsys, "give a perplexity too large for a float", ("evaluate",))
 

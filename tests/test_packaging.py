@@ -1,4 +1,4 @@
-"""The wheel and the source distribution contain everything and nothing else, and the installed package works."""
+"""The wheel and the source distribution contain all files they need and no others, and the installed package works."""
 
 from __future__ import annotations
 

@@ -80,7 +80,10 @@ def plan_memory(
 
 
 def _last_reads(instructions: list[Any], slots: dict[int, int], outputs: list[int]) -> dict[int, int]:
-    """Slot -> position of the last instruction that reads it. Outputs and elements of a tuple are read at the end."""
+    """Return, by slot, the position of the last instruction that reads it.
+
+    Outputs and elements of a tuple are read at the end.
+    """
     last: dict[int, int] = {}
     for position, instruction in enumerate(instructions):
         read_at = len(instructions) if instruction.opcode == "tuple" else position

@@ -76,7 +76,7 @@ class Node:
         return _MASKS.get(self.proto.shape.element_type)
 
     def sizes_of(self, operand: int) -> tuple[int, ...]:
-        """An operand's dimensions."""
+        """Return an operand's dimensions."""
         return tuple(self.operands[operand].dimensions)
 
     def wrap(self, function: Function) -> Function:

@@ -3,7 +3,7 @@
 A host subclasses :class:`FrameworkKernel` to describe its own tensors; ``dump_config(*inputs, *outputs)`` returns the
 text that becomes the ``backend_config`` of a custom call. Here the text names the kernel, which stays in this process,
 and :func:`execute` runs it on arrays. ``dump_config`` traces the kernel on shapes, so a broken rule raises NkiError at
-the kernel's line while the graph is built, when the SDK's compiler would report it.
+the kernel's line while the graph is built, as with the SDK's compiler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FrameworkKernel:
         raise NotImplementedError
 
     def map_framework_tensor(self, value: Any) -> tuple[tuple[int, ...], Any]:
-        """Return shape and dtype (the host's) of a tensor of the host."""
+        """Return the shape of a tensor of the host, and its dtype as the host names it."""
         raise NotImplementedError
 
     def translate_to_neuron_dtype(self, dtype: Any) -> Any:
@@ -63,7 +63,7 @@ class FrameworkKernel:
 
         Raises:
             NkiError: the kernel broke a rule.
-            TypeError: an argument is not a tensor of the host, or the kernel writes others than its last arguments.
+            TypeError: an argument is not a tensor of the host, or the kernel writes arguments other than its last ones.
         """
         specs = tuple(self._spec(t, i) for i, t in enumerate(tensors))
         names = list(inspect.signature(self.kernel.function).parameters)[: len(specs)]

@@ -94,8 +94,8 @@ class Machine:
     ``has_data`` False: the run has shapes only. ``shuffle``: seed of a random order of ``affine_range`` iterations.
     ``fold`` (shape-only runs): of an outermost loop, record the first, second and last iteration; the second stands for
     all between. ``program`` is the running program's index in the launch grid ``grid``. ``shared_tensors`` are the
-    tensors in shared HBM; ``shared_count`` of them the running program has declared. ``kernel_code`` is the code of a
-    kernel that must declare shared HBM in its own body, else None.
+    tensors in shared HBM; ``shared_count`` is how many of them the running program has declared so far. ``kernel_code``
+    is the code of a kernel that must declare shared HBM in its own body, else None.
     """
 
     def __init__(
@@ -200,7 +200,8 @@ class Machine:
         """Yield the indices of a loop of the kernel.
 
         ``parallel``: the race rules of ``affine_range`` apply. ``scoped``: buffers allocated in the body must not be
-        used after it. Only such a loop is folded: the body of ``static_range`` may collect Python values in each turn.
+        used after it. Only such a loop is folded: the body of ``static_range`` may collect Python values in each
+        iteration.
         """
         now = len(self.trace.instructions)
         loop = Loop(parallel, now, now, 0, self.location())

@@ -18,7 +18,7 @@ _AWS_KERNELS = ("flash_fwd", "attention_isa_kernel")
 
 
 def _hint(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """A decorator that tells the compiler how to work, with or without options: no effect."""
+    """Return a decorator that tells the compiler how to work, with or without options: no effect."""
     return (lambda f: f) if function is None else function
 
 

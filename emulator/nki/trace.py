@@ -1,10 +1,10 @@
 """The trace of a kernel run: every instruction in program order, every buffer with its live range.
 
-The timing model reads nothing else of a kernel. A trace contains no data: runs on arrays and on shapes alone give the
+The timing model reads only this of a kernel. A trace contains no data: runs on arrays and on shapes alone give the
 same trace. Instructions appear in the order the kernel issued them; the hardware may run them in any order that keeps
 each engine in order and respects the dependencies between their regions.
 
-A *folded* trace (an option of shape-only runs) records one iteration in place of many alike of an outermost loop: the
+A *folded* trace (an option of shape-only runs) records one of many equal iterations of an outermost loop: the
 instructions of a :class:`Fold` stand for ``times`` iterations. Totals multiply by :meth:`Trace.weights`.
 """
 

@@ -98,7 +98,7 @@ class _Step:
             remaining -= row
 
     def elementwise(self) -> None:
-        """A norm or an activation between matmuls: three passes."""
+        """Write a norm or an activation between matmuls: three passes."""
         x = self._whole(self.activations[0])
         for engine in (Engine.SCALAR, Engine.VECTOR, Engine.SCALAR):
             self.sketch.elementwise(engine, "norm", x, (x,), self.tokens * CHUNK, "bfloat16")

@@ -77,7 +77,9 @@ def choose(name: str, options: Mapping[str, Any] | None = None) -> Backend:
     for option in options:
         if option not in chosen.options:
             owners = [backend.name for backend in BACKENDS.values() if option in backend.options]
-            raise UserError(f"backend {name} has no option {option}" + (f"; {owners[0]} has" if owners else ""))
+            raise UserError(
+                f"backend {name} has no option {option}" + (f"; backend {owners[0]} has it" if owners else "")
+            )
     reason = chosen.missing(**options)
     if reason is not None:
         raise UserError(f"backend {name} cannot run here: {reason}")

@@ -122,7 +122,7 @@ def missing(*, emulate: bool = False, **options: Any) -> str | None:
 
 
 def load(folder: Path, dtype: torch.dtype, impl: str, **options: Any) -> NeuronRunner:
-    """Load the model of ``folder`` into the installed host, with every check done before it compiles.
+    """Load the model of ``folder`` into the installed host, after all checks; it compiles on first use.
 
     Raises:
         UserError: an option is out of range, the model does not fit, or the SDK is not supported.

@@ -1,4 +1,4 @@
-"""A transformers model on a torch device, prepared for decoding; and the CUDA backend, which needs nothing else."""
+"""A transformers model on a torch device, prepared for decoding; this alone is the CUDA backend."""
 
 from __future__ import annotations
 

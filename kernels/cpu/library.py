@@ -114,7 +114,7 @@ def core() -> ctypes.CDLL | None:
 
 
 def _matches(library: ctypes.CDLL) -> bool:
-    """Whether the structs of the built core have the sizes of this module's structs; a stale build may not."""
+    """Return whether the structs of the built core have the sizes of this module's; those of a stale build may not."""
     structs = (Matrix, Linear, Layer, Model)
     sizes = (ctypes.c_int64 * len(structs))()
     try:
@@ -125,7 +125,7 @@ def _matches(library: ctypes.CDLL) -> bool:
 
 
 def require() -> ctypes.CDLL:
-    """The loaded core.
+    """Return the loaded core.
 
     Raises:
         RuntimeError: it is not built.
@@ -137,7 +137,7 @@ def require() -> ctypes.CDLL:
 
 
 def isa() -> str | None:
-    """The instruction set in use: ``avx512bf16``, ``avx512``, ``avx2`` or ``portable``; None without the core.
+    """Return the instruction set in use: ``avx512bf16``, ``avx512``, ``avx2`` or ``portable``; None without the core.
 
     ``avx512bf16+fp32`` is the first with prompts in fp32, which Intel's cores multiply faster.
     """
@@ -146,5 +146,5 @@ def isa() -> str | None:
 
 
 def set_isa(name: str | None) -> bool:
-    """Use the named instruction set from now on, None for the best; False where the processor lacks it."""
+    """Use the instruction set ``name`` from now on; None selects the best. Return False if the processor lacks it."""
     return require().neuronmm_set_isa(None if name is None else name.encode()) == 0

@@ -103,7 +103,7 @@ class DecodeStep:
         self._batch = batch
         if not 1 <= batch <= MAX_BATCH or weights.heads % kv_heads or head_dim % 2:
             raise KernelError(
-                f"the core takes batch 1 to {MAX_BATCH}, a multiple of the KV heads, and an even head size; "
+                f"the core takes batch 1 to {MAX_BATCH}, a multiple of the KV heads as heads, and an even head size; "
                 f"not batch {batch}, {weights.heads} heads, {kv_heads} KV heads, head size {head_dim}"
             )
         embedding = self._matrix(weights.embedding)
@@ -167,8 +167,8 @@ class DecodeStep:
         count = token_ids.shape[1]
         if self._library.neuronmm_step(model, tokens_at, count, starts_at, slot, logits_at, threads):
             raise KernelError(
-                f"a token is outside the vocabulary, slot {slot} is before a row's start or past the cache's end, or "
-                f"{count} tokens per row are more than the one that the processor or the dtype allows"
+                f"a token is outside the vocabulary, slot {slot} is before a row's start or past the end of the cache, "
+                f"or {count} tokens per row are more than the one that the processor or the dtype allows"
             )
         return logits
 

@@ -1,4 +1,4 @@
-"""What the kernels of :mod:`.baselines` compute, in torch on any machine (see :mod:`.low_rank_matmul_torch`)."""
+"""The torch reference of the kernels of :mod:`.baselines`, on any machine (see :mod:`.low_rank_matmul_torch`)."""
 
 from __future__ import annotations
 

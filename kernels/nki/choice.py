@@ -1,4 +1,4 @@
-"""What the launching code works out before a kernel is traced: block sizes, and how the weights are packed.
+"""The choices made before a kernel is traced: block sizes, and the packing of the weights.
 
 The results are numbers and tuples of numbers, which every NKI compiler accepts as arguments.
 """
@@ -18,7 +18,7 @@ FactorPlan = tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]
 
 
 def tokens_first(layout: str) -> bool:
-    """Whether activations of this layout are [tokens, features].
+    """Return whether activations of this layout are [tokens, features].
 
     Raises:
         KernelError: the layout is neither "HSB" nor "BSH".

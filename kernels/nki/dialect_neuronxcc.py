@@ -25,37 +25,37 @@ class Dialect:
     identity: Any = None
 
     def sbuf(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An SBUF tile, partitions first."""
+        """Allocate an SBUF tile, partitions first."""
         return nl.ndarray((nl.par_dim(shape[0]), *shape[1:]), dtype=dtype, buffer=nl.sbuf)
 
     def psum(self, shape: tuple[int, ...]) -> Any:
-        """A float32 PSUM tile that :meth:`matmul` accumulates into."""
+        """Allocate a float32 PSUM tile that :meth:`matmul` accumulates into."""
         return nl.zeros((nl.par_dim(shape[0]), *shape[1:]), dtype=nl.float32, buffer=nl.psum)
 
     def hbm(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A scratch tensor in HBM."""
+        """Allocate a scratch tensor in HBM."""
         return nl.ndarray(shape, dtype=dtype, buffer=nl.private_hbm)
 
     def at(self, tile: Any, index: tuple[Any, ...]) -> Any:
-        """The part of a tile to write to, for ``tile[key] = ...``; an index is a number or a (start, stop) pair."""
+        """Return tile and key of a part to write, ``tile[key] = ...``; an index is a number or a (start, stop) pair."""
         return tile, tuple([slice(*i) if isinstance(i, tuple) else i for i in index])
 
     def rows(self, x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
-        """``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
+        """Return ``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
         p = nl.arange(partitions)[:, None, None]
         c = nl.arange(chunks)[None, :, None]
         t = nl.arange(tokens)[None, None, :]
         return x[first + p * stride + c, start + t]
 
     def row(self, x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
-        """Features ``first + p * stride + c`` of ``x`` [size, 1], as one row: [1, partitions, chunks]."""
+        """Return features ``first + p * stride + c`` of ``x`` [size, 1], as one row: [1, partitions, chunks]."""
         t = nl.arange(1)[:, None, None]
         p = nl.arange(partitions)[None, :, None]
         c = nl.arange(chunks)[None, None, :]
         return x[first + p * stride + c, t]
 
     def columns(self, x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
-        """Features ``first + p * stride + c`` of ``tokens`` rows from ``token``: [tokens, partitions, chunks]."""
+        """Return features ``first + p * stride + c`` of rows [token, token + tokens): [tokens, partitions, chunks]."""
         t = nl.arange(tokens)[:, None, None]
         p = nl.arange(partitions)[None, :, None]
         c = nl.arange(chunks)[None, None, :]

@@ -23,23 +23,23 @@ class Dialect(nl.NKIObject):
     float32: Any = nl.float32
 
     def sbuf(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An SBUF tile, partitions first."""
+        """Allocate an SBUF tile, partitions first."""
         return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
 
     def psum(self, shape: tuple[int, ...]) -> Any:
-        """A float32 PSUM tile that :meth:`matmul` accumulates into."""
+        """Allocate a float32 PSUM tile that :meth:`matmul` accumulates into."""
         return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
 
     def hbm(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A scratch tensor in HBM."""
+        """Allocate a scratch tensor in HBM."""
         return nl.ndarray(shape, dtype=dtype, buffer=nl.hbm)
 
     def output(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A tensor the kernel returns."""
+        """Allocate a tensor that the kernel returns."""
         return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
 
     def at(self, tile: Any, index: tuple[Any, ...]) -> Any:
-        """The part of a tile to write to; an index is a number or a (start, stop) pair."""
+        """Return the part of a tile to write to; an index is a number or a (start, stop) pair."""
         if len(index) == 2:
             return tile[self._span(index[0]), self._span(index[1])]
         return tile[self._span(index[0]), self._span(index[1]), self._span(index[2])]
@@ -48,16 +48,16 @@ class Dialect(nl.NKIObject):
         return slice(index[0], index[1]) if isinstance(index, tuple) else index
 
     def rows(self, x: Any, first: int, partitions: int, stride: int, chunks: int, start: int, tokens: int) -> Any:
-        """``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
+        """Return ``tokens`` columns from ``start`` of rows ``first + p * stride + c``: [partitions, chunks, tokens]."""
         width = x.shape[1]
         return x.ap([[stride * width, partitions], [width, chunks], [1, tokens]], offset=first * width + start)
 
     def row(self, x: Any, first: int, partitions: int, stride: int, chunks: int) -> Any:
-        """Features ``first + p * stride + c`` of ``x`` [size, 1], as one row: [1, partitions, chunks]."""
+        """Return features ``first + p * stride + c`` of ``x`` [size, 1], as one row: [1, partitions, chunks]."""
         return x.ap([[1, 1], [stride, partitions], [1, chunks]], offset=first)
 
     def columns(self, x: Any, token: int, tokens: int, first: int, partitions: int, stride: int, chunks: int) -> Any:
-        """Features ``first + p * stride + c`` of ``tokens`` rows from ``token``: [tokens, partitions, chunks]."""
+        """Return features ``first + p * stride + c`` of rows [token, token + tokens): [tokens, partitions, chunks]."""
         width = x.shape[1]
         return x.ap([[width, tokens], [stride, partitions], [1, chunks]], offset=token * width + first)
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from neuronmm.kernels.nki.objects import Chunks, Panel
 
 ROW_BYTES = 8192
-"""Least bytes of a partition's row of a panel, if the weight is large enough."""
+"""Minimum bytes of each partition's row in a panel, if the weight is large enough."""
 LAST_ROW_BYTES = 2048
-"""The same for the last panels of a weight."""
+"""Minimum bytes of each partition's row in the last panels of a weight."""
 
 
 def order(cut: Chunks) -> list[int]:

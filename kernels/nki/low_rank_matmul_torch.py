@@ -1,4 +1,4 @@
-"""What the kernels of :mod:`.low_rank_matmul` compute, in torch on any machine.
+"""The torch reference of the kernels of :mod:`.low_rank_matmul`, on any machine.
 
 A kernel's torch reference has the kernel's name and parameters, without the dialect, the output and the block sizes,
 and returns the output in float32. It reads the same packed weights and the same layouts. The maths is that of
@@ -27,12 +27,12 @@ def packed_matmul(x: Tensor, w: Factor, options: Options) -> Tensor:
 
 
 def unpacked(f: Factor) -> Tensor:
-    """The weight [out, in] of a packed factor, in its own dtype."""
+    """Return the weight [out, in] of a packed factor, in its own dtype."""
     return unpack(f.weights, f.rows.size, f.columns.size)
 
 
 def token_rows(x: Tensor, options: Options) -> Tensor:
-    """The kernel's input as float32 [tokens, features], RMS-normalised if ``options.epsilon`` is above 0."""
+    """Return the kernel's input as float32 [tokens, features], RMS-normalised if ``options.epsilon`` is above 0."""
     rows = (x if options.tokens_first else x.T).float()
     if options.epsilon == 0:
         return rows
@@ -40,6 +40,6 @@ def token_rows(x: Tensor, options: Options) -> Tensor:
 
 
 def output(y: Tensor, options: Options) -> Tensor:
-    """The kernel's output from ``y`` [tokens, features]: in the kernel's layout, with the residual added."""
+    """Return the kernel's output from ``y`` [tokens, features]: in the kernel's layout, with the residual added."""
     y = y if options.tokens_first else y.T
     return y + options.residual.float() if options.adds else y

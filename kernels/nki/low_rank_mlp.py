@@ -127,7 +127,7 @@ def gate_up_inputs(
 
 
 def block_chunks(blocks: Sizes, gate_b: Factor, up_b: Factor) -> int:
-    """Chunks of the activation per block: ``blocks.intermediate``, rounded up to whole panels of gate's and up's B."""
+    """Return the chunks of the activation per block: ``blocks.intermediate``, rounded up to full panels of both B."""
     group = max(gate_b.group, up_b.group)
     chunks = blocks.intermediate if blocks.intermediate > 0 else gate_b.columns.count
     return -(-chunks // group) * group

@@ -1,4 +1,4 @@
-"""What the kernel of :mod:`.low_rank_mlp` computes, in torch on any machine (see :mod:`.low_rank_matmul_torch`)."""
+"""The torch reference of the kernel of :mod:`.low_rank_mlp`, on any machine (see :mod:`.low_rank_matmul_torch`)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Chunks(NKIObject):  # type: ignore[misc, valid-type]
         return self.width if chunk < self.full else self.width - 1
 
     def start(self, chunk: int) -> int:
-        """Elements in the chunks before this one."""
+        """Return elements in the chunks before this one."""
         return chunk * self.width - max(0, chunk - self.full)
 
 
@@ -116,7 +116,7 @@ def factor(weights: Any, plan: tuple[int, int, int, tuple[tuple[int, int, int, i
 
 
 def parts_of(d: Any, tile: Any, count: int) -> Parts:
-    """The activation whose ``count`` chunks are the slots of one tile."""
+    """Return the activation whose ``count`` chunks are the slots of one tile."""
     tiles, slots = [], []
     for c in d.static_range(count):
         tiles.append(tile)

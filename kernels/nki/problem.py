@@ -1,4 +1,4 @@
-"""What a kernel is asked to compute and the block sizes it runs with: plain numbers, known before it is traced."""
+"""A kernel's problem and its block sizes: plain numbers, known before the kernel is traced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The stages of the low-rank kernels: matmuls of a strip of tokens with panels of weights, and evictions.
 
 A kernel calls two stages per strip: :func:`load_and_contract` (``A x``) and :func:`expand_and_store` (``B h``). The
-other functions are their steps, from one PSUM tile (:func:`contract`) up to a streamed weight (:func:`expand`).
+other functions are parts of these, from one PSUM tile (:func:`contract`) up to a streamed weight (:func:`expand`).
 
 The weight is the stationary operand and the tokens move: a 128 x 128 weight block costs 64 cycles for any number of
 tokens from 1 to 64. Every contraction accumulates in PSUM. If its input arrives in blocks, the sums of the blocks are
@@ -213,7 +213,7 @@ def store_accumulated(d: Any, y: Any, h: Accumulation, start: Any, tokens: int, 
 def load_and_contract(
     d: Any, x: Any, factors: list[Factor], start: Any, tokens: int, blocks: Sizes, options: Options
 ) -> list[Parts]:
-    """Load a strip of ``x`` once and compute ``A x`` for each factor, RMS-normalising ``x`` if ``options`` say so.
+    """Load a strip of ``x`` once, RMS-normalise it if ``options`` ask for that, and compute ``A x`` for each factor.
 
     Dimensions: ``x`` in HBM, in the layout of ``options``; each result [rank, tokens] in SBUF.
     """

@@ -1,4 +1,4 @@
-"""What a strip of tokens costs a low-rank kernel: modelled time, HBM traffic and SBUF, stage by stage.
+"""The cost of a strip of tokens in a low-rank kernel: modelled time, HBM traffic and SBUF, stage by stage.
 
 The model counts what the kernels of this package do per strip: the tensor engine's cycles, the DMA time of every
 transfer at the efficiency of its rows, and the vector engine's additions. A stage takes as long as its slowest engine,

@@ -1,4 +1,4 @@
-"""The model's dimensions that a graph needs, read from config.json, and the refusal of what the hosts cannot run."""
+"""Read the dimensions that a graph needs from config.json, and refuse models that the hosts cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder tensor by tensor: which linears are factorised, and their weights on request."""
+"""Read a checkpoint folder tensor by tensor: which linears are factorised, and the weights that the caller asks for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Checkpoint:
         self._files = content.files
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of that name."""
+        """Return whether the checkpoint has a tensor of that name."""
         return name in self._files
 
     def tensor(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Builds one decoder layer as a graph with a host's own graph functions, for any host.
+"""Build one decoder layer as a graph with a host's own graph functions, for any host.
 
 The hidden state is [hidden, sequence, batch] (the hosts' HSB layout) or [batch, sequence, hidden] (BSH). Linears merge
 sequence and batch into one dimension, *tokens*: [features, tokens] or [tokens, features], without a transpose.
@@ -80,7 +80,7 @@ class LayerGraph:
         return self.ops.norm(hidden, w[name], self.architecture.epsilon, dim=2 if self.bsh else 0)
 
     def _epsilon(self, plan: LayerPlan, name: str) -> float:
-        """The epsilon with which a linear's kernel normalises its input; 0 if it does not."""
+        """Return the epsilon with which a linear's kernel normalises its input; 0 if it does not."""
         return self.architecture.epsilon if plan.norm_of(name) else 0.0
 
     def _attention(
@@ -144,7 +144,7 @@ class LayerGraph:
         return self._call(kernel, x, factors, linear.outputs)
 
     def _sums_before_b(self, plan: LayerPlan, name: str, x: Any) -> bool:
-        """Whether a linear that is split by input is summed over the cores before its B."""
+        """Return whether a linear that is split by input is summed over the cores before its B."""
         linear, cores = plan[name], self.settings.tp_degree
         assert linear.rank is not None
         tokens, element = x.sizes[0 if self.bsh else 1], self.settings.dtype.itemsize
@@ -204,12 +204,12 @@ class LayerGraph:
 
 
 def sums_before_b(rank: int, outputs: int, tokens: int, element: int, cores: int, core: NeuronCore = TRN1) -> bool:
-    """Whether it is cheaper to sum a linear that is split by input over the cores before its B.
+    """Return whether it is cheaper to sum a linear that is split by input over the cores before its B.
 
     Dimensions: each core has ``A x`` [rank, tokens] of its part of the input; ``element`` is bytes per number.
 
-    One way, the kernel also applies B, and the all-reduce sums [outputs, tokens]. The other way, it sums the smaller
-    [rank, tokens], and a second kernel loads what the first one stored and applies B. A ring all-reduce moves
+    After B: one kernel applies A and B, and the all-reduce sums [outputs, tokens]. Before B: the all-reduce sums the
+    smaller [rank, tokens], and a second kernel loads the sum and applies B. A ring all-reduce moves
     ``2 (cores - 1) / cores`` times its bytes. Its rate per core is not published: the model assumes the rate of the DMA
     engines, and one transfer's start each for the store and the load between the kernels.
     """

@@ -55,7 +55,7 @@ def graph_ops(settings: Settings, neuron_config: NeuronConfig) -> GraphOps:
 
 
 class LayerBuilder:
-    """Builds the layers that the host's decoder asks for; the host's own builder does everything around them."""
+    """Build the layers that the host's decoder asks for; the host's own builder does the rest."""
 
     def __init__(self, shards: Shards, graph: LayerGraph) -> None:
         self.plans, self.graph, self.index = shards.plans, graph, 0

@@ -64,11 +64,11 @@ class LayerPlan:
         return dict(self.linears)[name]
 
     def a_of(self, name: str) -> str:
-        """The name of the parameter with the A of a factorised linear."""
+        """Return the name of the parameter with the A of a factorised linear."""
         return f"{self[name].leader or name}.A"
 
     def norm_of(self, name: str) -> str | None:
-        """The norm that a linear's kernel applies to its input, or None."""
+        """Return the norm that a linear's kernel applies to its input, or None."""
         return next((norm for norm in self.fused if name in READERS[norm]), None)
 
 

@@ -58,7 +58,7 @@ def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def neuron_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the backend options on the command line, as ``load`` takes them."""
+    """Return the backend options given on the command line, as ``load`` takes them."""
     options = {
         "tp_degree": args.tp,
         "n_positions": args.positions,
@@ -129,5 +129,5 @@ def read_prompts(path: Path) -> list[str]:
     else:
         prompts = [line for _, line in lines(read_text(path))]
     if not prompts:
-        raise UserError(f"{path}: no prompts there")
+        raise UserError(f"{path}: holds no prompts; give one per line")
     return prompts

@@ -65,7 +65,7 @@ def stop_before_the_second_move(source: Path, out: Path, settings: CompressionCo
 
 
 @pytest.fixture
-def made(dense: Callable[..., Path], text: Path, tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, bytes]]:
+def reference(dense: Callable[..., Path], text: Path, tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, bytes]]:
     """Return a model, the settings of a run and the files that it writes without interruption."""
     source, settings = dense(), {**ALL, "calibration": str(text)}
     compress(source, tmp_path / "whole", config(**settings))
@@ -74,18 +74,18 @@ def made(dense: Callable[..., Path], text: Path, tmp_path: Path) -> tuple[Path, 
 
 @pytest.mark.parametrize(("stage", "count"), [("measuring spectra", 2), ("compressing", 8), ("recovering", 3)])
 def test_a_damaged_file_counts_as_missing(
-    stage: str, count: int, made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
+    stage: str, count: int, reference: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
 ) -> None:
-    source, settings, expected = made
-    out, work, kept = tmp_path / "out", tmp_path / "out.partial", tmp_path / "kept"
+    source, settings, expected = reference
+    out, work, interrupted = tmp_path / "out", tmp_path / "out.partial", tmp_path / "copy"
     with pytest.raises(Interrupted):
         compress(source, out, config(**settings), progress=stop_at(stage, count))
-    work.rename(kept)
-    files = [file for file in sorted(kept.iterdir()) if file.suffix in (".json", ".safetensors")]
+    work.rename(interrupted)
+    files = [file for file in sorted(interrupted.iterdir()) if file.suffix in (".json", ".safetensors")]
     assert len(files) > 2
     for file in files:
         for how in ("empty", "half", "list") if file.suffix == ".json" else list(DAMAGES)[:-1]:
-            shutil.copytree(kept, work)
+            shutil.copytree(interrupted, work)
             (work / file.name).write_bytes(DAMAGES[how](file.read_bytes()))
             compress(source, out, config(**settings), resume=True)
             assert weights(out) == expected, (file.name, how)
@@ -93,10 +93,10 @@ def test_a_damaged_file_counts_as_missing(
 
 
 def test_layers_run_again_if_their_hidden_states_are_lost(
-    made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
+    reference: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
 ) -> None:
     """The embeddings must not replace the outputs of the first layers."""
-    source, settings, expected = made
+    source, settings, expected = reference
     with pytest.raises(Interrupted):
         compress(source, tmp_path / "out", config(**settings), progress=stop_at("compressing", 8))
     work = tmp_path / "out.partial"
@@ -124,9 +124,9 @@ def test_a_damaged_store_is_filled_again(dense: Callable[..., Path], text: Path,
 
 
 def test_no_file_gets_its_name_before_it_is_on_the_disk(
-    made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, settings, _ = made
+    source, settings, _ = reference
     synced: dict[tuple[int, int], tuple[int, int]] = {}
     fsync, replace, moves = os.fsync, os.replace, list[str]()
 
@@ -187,7 +187,7 @@ def test_an_out_created_after_an_interrupted_replacement_loses_neither(
     compress(source, tmp_path / "new", config(method="svd", ratio=0.4))
     (tmp_path / "new").rename(out)
     for flags in ({}, {"force": True}, {"force": True, "resume": True}):
-        with pytest.raises(UserError, match="its former content waits"):
+        with pytest.raises(UserError, match="its previous content waits"):
             compress(source, out, config(calibration=str(text)), **flags)
     assert weights(tmp_path / "out.partial" / "replaced") == old
 
@@ -195,9 +195,9 @@ def test_an_out_created_after_an_interrupted_replacement_loses_neither(
 @pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("force", [False, True], ids=["new", "force"])
 def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(
-    force: bool, kills: int, made: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
+    force: bool, kills: int, reference: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
 ) -> None:
-    source, settings, expected = made
+    source, settings, expected = reference
     out, work = tmp_path / "out", tmp_path / "out.partial"
     old = {}
     if force:

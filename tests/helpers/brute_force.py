@@ -1,4 +1,4 @@
-"""Brute force beside the closed forms: gradient descent on random factors."""
+"""Gradient descent on random factors, to check the closed forms."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from torch import Tensor
 
 
 def least(objective: Callable[[Tensor], Tensor], out: int, into: int, rank: int) -> float:
-    """The least ``objective`` of a product ``B A`` [out, in] of that rank that three descents find; float64."""
-    found = []
+    """Return the least ``objective(B A)`` that three gradient descents reach.
+
+    Dimensions: ``B`` [out, rank], ``A`` [rank, into], float64.
+    """
+    minima = []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         a = torch.randn(rank, into, generator=generator, dtype=torch.float64).requires_grad_()
@@ -24,5 +27,5 @@ def least(objective: Callable[[Tensor], Tensor], out: int, into: int, rank: int)
             return value
 
         optimizer.step(closure)
-        found.append(float(objective(b @ a).detach()))
-    return min(found)
+        minima.append(float(objective(b @ a).detach()))
+    return min(minima)

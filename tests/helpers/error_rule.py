@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 POOL = 512
-"""Numbers a judgement should rest on, at least."""
+"""The rule compares at least this many numbers, from one draw or several."""
 MOST_DRAWS = 32
 
 
-def draws(numbers: int, most: int = MOST_DRAWS) -> int:
-    """How many draws of a result of that many independent numbers to pool, at ``most``."""
+def draws_to_pool(numbers: int, most: int = MOST_DRAWS) -> int:
+    """Return how many draws of a result with ``numbers`` independent numbers to pool: at most ``most``."""
     return max(1, min(most, POOL // max(numbers, 1)))
 
 
@@ -36,11 +36,11 @@ def assert_twice_plain(
     """
     error = plain_error = rounding = 0.0
     for case in cases:
-        got, easy, want = run(case), plain(case), exact(case)
-        assert got.shape == easy.shape == want.shape and got.dtype == easy.dtype
-        assert torch.isfinite(got).all()
-        error += (got.double() - want.double()).square().sum().item()
-        plain_error += (easy.double() - want.double()).square().sum().item()
-        rounding += (torch.finfo(got.dtype).eps / 2 * want.double()).square().sum().item()
+        actual, baseline, expected = run(case), plain(case), exact(case)
+        assert actual.shape == baseline.shape == expected.shape and actual.dtype == baseline.dtype
+        assert torch.isfinite(actual).all()
+        error += (actual.double() - expected.double()).square().sum().item()
+        plain_error += (baseline.double() - expected.double()).square().sum().item()
+        rounding += (torch.finfo(actual.dtype).eps / 2 * expected.double()).square().sum().item()
     allowed = max(plain_error, rounding)
     assert error <= 4 * allowed, f"error is {(error / allowed) ** 0.5:.3g} times plain torch's; 2 is allowed"

@@ -117,7 +117,7 @@ def damage_bytes(content: bytes, seed: int, first: int = 0, last: int | None = N
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def time_limit() -> Iterator[None]:
     """Fail if the block hangs."""
 
     def end(*_: Any) -> None:
@@ -133,7 +133,7 @@ def bounded() -> Iterator[None]:
 
 
 @contextmanager
-def modest() -> Iterator[None]:
+def memory_limit() -> Iterator[None]:
     """Fail if the block raises this process's peak memory by more than MAX_GROWTH."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
@@ -143,7 +143,7 @@ def modest() -> Iterator[None]:
 
 def ends_well(command: list[str], capsys: Any) -> bool:
     """Return whether a command succeeds; fail unless it succeeds or ends with a one-line error."""
-    with bounded():
+    with time_limit():
         status = main(command)
     if status == 130:  # the status for Ctrl-C, which no file can cause
         raise KeyboardInterrupt
@@ -157,13 +157,13 @@ def ends_well(command: list[str], capsys: Any) -> bool:
     return False
 
 
-def each(seeds: range, write: Callable[[int], None], check: Callable[[], bool], path: Path) -> int:
+def check_seeds(seeds: range, write: Callable[[int], None], check: Callable[[], bool], path: Path) -> int:
     """Damage a file with every seed, check the result, and return how often the command still succeeded.
 
     An interruption ends the run without blaming the current file.
     """
     successes = 0
-    with modest():
+    with memory_limit():
         for seed in seeds:
             write(seed)
             try:

@@ -96,11 +96,11 @@ class Case:
         return len(self.weights) == 6 and self.weights[0] is self.weights[2]
 
     def plain(self) -> Tensor:
-        """The result in torch, in the case's own dtype."""
+        """Return the result in torch, in the case's own dtype."""
         return self._result(lambda t: t)
 
     def exact(self) -> Tensor:
-        """The result in torch, in float64."""
+        """Return the result in torch, in float64."""
         return self._result(lambda t: t.double())
 
     def _result(self, cast: Any) -> Tensor:
@@ -115,7 +115,7 @@ class Case:
         return y if self.residual is None else y + cast(self.residual)
 
     def packed(self) -> list[np.ndarray]:
-        """The packed factors; those that read the input include the norm's weight."""
+        """Return the packed factors; those that read the input include the norm's weight."""
         readers = (0,) if len(self.weights) == 2 else (0, 2)
         return [to_numpy(pack(t, self.norm if i in readers else None)) for i, t in enumerate(self.weights)]
 
@@ -123,7 +123,7 @@ class Case:
         return Ranks(*(len(self.weights[i]) for i in (0, 2, 4)), intermediate=len(self.weights[1]))
 
     def arguments(self) -> list[np.ndarray]:
-        """The kernel's input tensors in the entries' order, in the case's layout."""
+        """Return the kernel's input tensors in the entries' order, in the case's layout."""
         extras = [] if self.bias is None else [to_numpy(self.bias)]
         extras += [] if self.residual is None else [to_numpy(self._laid(self.residual))]
         return [to_numpy(self._laid(self.x)), *self.packed(), *extras]
@@ -163,7 +163,7 @@ class Case:
         return run(body, *arguments, outputs=[self.output()], core=core)
 
     def named(self, kernels: Any, x: Any, *tensors: Any, partial: bool = False) -> dict[str, Any]:
-        """The arguments that the kernel's body and its torch reference share, from tensors in the entries' order."""
+        """Return the common arguments of kernel body and torch reference, from tensors in the entries' order."""
         inputs = list(tensors)
         residual = inputs.pop() if self.residual is not None else 0.0
         bias = inputs.pop() if self.bias is not None else 0.0
@@ -177,7 +177,7 @@ class Case:
         return {"x": x, "a": a, "b": b, "options": options}
 
     def factors(self, kernels: Any, x: Any, tensors: list[Any]) -> Any:
-        """The MLP's weights as its kernel takes them."""
+        """Return the MLP's weights as its kernel takes them."""
         hidden = self.weights[0].shape[1]
         return kernels.low_rank_mlp.weights(tensors, mlp_plans(hidden, self.ranks(), x, self.shared), self.shared)
 
@@ -232,7 +232,7 @@ def two_kernel_mlp(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Ten
 
 
 def kernel_modules() -> SimpleNamespace:
-    """The kernel modules of the project, on both emulated dialects."""
+    """Return the kernel modules of the project, on both emulated dialects."""
     with nki_modules():
         from neuronmm.kernels.nki import (
             baselines,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from draws import examples
-from error_rule import POOL, assert_twice_plain, draws
+from error_rule import POOL, assert_twice_plain, draws_to_pool
 from neuronmm.kernels import (
     KernelError,
     LowRank,
@@ -169,7 +169,7 @@ def check(op: Op, name: str, dtype: torch.dtype, make: Callable[[], tuple], seed
     narrowest = min(size for w in weights for size in (*w.A.shape, *w.B.shape))
     numbers = x.numel() // x.shape[-1] * narrowest
     assert_twice_plain(
-        (make() for _ in range(draws(numbers, most=POOL))),
+        (make() for _ in range(draws_to_pool(numbers, most=POOL))),
         run=lambda call: run(op, name, call).to(dtype),
         plain=lambda call: run(op, "naive", call),
         exact=lambda call: exact(op, call),

@@ -44,14 +44,14 @@ def run(out: str, text: str = "text.txt", **options: Any) -> list[SweepPoint]:
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("model", "is or lies in model"),
-        ("model/sweep", "is or lies in model"),
-        ("link", "is or lies in model"),
+        ("model", "is or is inside model"),
+        ("model/sweep", "is or is inside model"),
+        ("link", "is or is inside model"),
         (".", "holds model"),
         ("/", "holds model"),
         ("~nobody-of-that-name", "no such user"),
         ("nothing", "symlink to nowhere"),
-        ("text.txt", r"is or lies in .*text\.txt"),
+        ("text.txt", r"is or is inside .*text\.txt"),
         ("file/sweep", "cannot be written"),
         ("stranger", "exists already|not the folder of a sweep"),
         ("listed", "exists already|not the folder of a sweep"),

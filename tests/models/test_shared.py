@@ -62,7 +62,7 @@ def test_round_trip(model_type: str, tied: bool, tmp_path: Path) -> None:
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
 
 
-def test_loading_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shared_checkpoint(tmp_path / "out", tied=True)
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)  # the transformers logger does not propagate records

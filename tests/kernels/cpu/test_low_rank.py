@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draws import examples
-from error_rule import POOL, draws
+from error_rule import POOL, draws_to_pool
 from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH

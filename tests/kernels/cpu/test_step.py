@@ -17,7 +17,7 @@ from core_decoding import (
     prompt_errors,
 )
 from draws import examples
-from error_rule import draws
+from error_rule import draws_to_pool
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, core
@@ -124,7 +124,7 @@ def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
     }
     batch, length = draw(st.integers(1, 3)), draw(st.integers(2, 40))
     errors = torch.zeros(2, 2)
-    for seed in range(draws(hidden * batch, 8)):
+    for seed in range(draws_to_pool(hidden * batch, 8)):
         torch.manual_seed(seed)
         model, wide = make_tiny("qwen2", dtype=torch.bfloat16, **shape), make_tiny("qwen2", **shape)
         wide.load_state_dict(model.state_dict())

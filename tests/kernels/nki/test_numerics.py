@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nki_cases import baselines_of, two_kernel_mlp
 
 from draws import examples
-from error_rule import assert_twice_plain, draws
+from error_rule import assert_twice_plain, draws_to_pool
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.nki.problem import Blocks
@@ -42,7 +42,7 @@ def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def seeds_for(dtype: torch.dtype, independent: int) -> range:
     """Seeds of the calls to judge together, so that an error is an average over many independent numbers."""
-    return range(draws(independent) if dtype is torch.bfloat16 else draws(independent, most=8))
+    return range(draws_to_pool(independent) if dtype is torch.bfloat16 else draws_to_pool(independent, most=8))
 
 
 def judge(cases: list[Any], execute: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draws import examples
-from error_rule import assert_twice_plain, draws
+from error_rule import assert_twice_plain, draws_to_pool
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.kernels.nki.layout import pack
 
@@ -36,7 +36,7 @@ def apply(kernels: Any, arrays: Any, w: Tensor, x: Tensor, layout: str) -> Tenso
 def test_packed_matmul(
     kernels: Any, arrays: Any, dtype: torch.dtype, layout: str, inputs: int, out: int, tokens: int
 ) -> None:
-    count = draws(tokens * min(inputs, out))
+    count = draws_to_pool(tokens * min(inputs, out))
     cases = [(torch.randn(out, inputs).to(dtype), torch.randn(tokens, inputs).to(dtype)) for _ in range(count)]
 
     def kernel(case: tuple[Tensor, Tensor]) -> Tensor:

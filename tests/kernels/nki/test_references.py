@@ -33,7 +33,7 @@ SCHEDULE = ("d", "blocks", "tiles", "columns")
 
 
 def kernels_of(path: Path) -> dict[str, ast.FunctionDef]:
-    """The kernels of a file: public functions that take the dialect first, return nothing, and are made of stages."""
+    """Return the kernels of a file: public functions that take the dialect first, return nothing, and call stages."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     if "neuronmm.kernels.nki.stages" not in imports:
@@ -43,7 +43,7 @@ def kernels_of(path: Path) -> dict[str, ast.FunctionDef]:
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """What is missing beside and in the kernels of a folder."""
+    """Return what is missing beside and in the kernels of a folder."""
     for path in sorted(folder.glob("*.py")):
         sibling = path.with_name(f"{path.stem}_torch.py")
         text = sibling.read_text(encoding="utf-8") if sibling.is_file() else ""

@@ -1,4 +1,4 @@
-"""What a compiled graph is kept under: everything it depends on, and nothing else."""
+"""The key of a compiled graph depends on everything that the graph depends on, and on nothing else."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_norms_are_fused_where_all_their_readers_are_factorised(tmp_path: Path) 
 
 
 def inputs(cut: Shards, name: str, x: Tensor, core: int) -> Tensor:
-    """The part of x that a core reads."""
+    """Return the part of x that a core reads."""
     if name == "o":
         return heads_of(cut.heads.queries[core], x)
     return x.chunk(cut.tp_degree, 1)[core] if name == "down" else x
@@ -73,7 +73,7 @@ def heads_of(heads: tuple[int | None, ...], x: Tensor) -> Tensor:
 
 
 def part(weights: dict[str, list[Tensor]], name: str, linear: object, core: int, x: Tensor) -> Tensor:
-    """A core's part of a linear, with the weights as the graph gets them."""
+    """Return a core's part of a linear, with the weights as the graph gets them."""
     if linear.rank is None:
         return x @ weights[f"{name}.W"][core]
     a = unpack(weights[f"{name}.A"][core], linear.inputs, linear.rank)
@@ -82,7 +82,7 @@ def part(weights: dict[str, list[Tensor]], name: str, linear: object, core: int,
 
 
 def gather(cut: Shards, name: str, parts: list[Tensor]) -> Tensor:
-    """The whole output of a linear that is split by output, each head from the first core that has it."""
+    """Return the whole output of a linear that is split by output, each head from the first core that has it."""
     if name in ("gate", "up"):
         return torch.cat(parts, 1)
     size, found = 8, {}
