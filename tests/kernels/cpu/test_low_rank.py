@@ -61,7 +61,7 @@ def check_linear(
     rows: int, inner: int, rank: int, out: int, bias: bool, dtype: torch.dtype, layout: str = "two"
 ) -> None:
     independent = rows * min(inner, rank, out)
-    cases = [linear_case(rows, inner, rank, out, bias, dtype, layout) for _ in range(draws(independent, POOL))]
+    cases = [linear_case(rows, inner, rank, out, bias, dtype, layout) for _ in range(draws_to_pool(independent, POOL))]
     assert_rule(cases, inner + rank + 2)
 
 
@@ -92,7 +92,7 @@ class Mlp(NamedTuple):
 def check_swiglu(mlp: Mlp) -> None:
     # What passes through the narrowest place shares its rounding.
     independent = mlp.rows * min(mlp.hidden, mlp.inter, *mlp.ranks)
-    cases = [swiglu_case(mlp) for _ in range(draws(independent, POOL))]
+    cases = [swiglu_case(mlp) for _ in range(draws_to_pool(independent, POOL))]
     assert_rule(cases, 2 * (mlp.hidden + max(mlp.ranks[:2])) + mlp.inter + mlp.ranks[2] + 12)
 
 
