@@ -56,8 +56,9 @@ def read(folder: Path) -> dict[str, Any]:
         as_markdown(report)
         for matrix in report["matrices"]:
             out_features, in_features = matrix["shape"]
-            (matrix["rank"] or 0) * (out_features + in_features) / matrix["dense_parameters"]
-    except (UserError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+            if min(out_features, in_features, matrix["rank"] or 1, matrix["dense_parameters"]) < 1:
+                raise ValueError
+    except (UserError, ValueError, TypeError, LookupError, AttributeError):
         raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None
     return report
 

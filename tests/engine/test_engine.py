@@ -92,7 +92,7 @@ def test_backends() -> None:
     if BACKENDS["neuron"].missing():
         with pytest.raises(UserError, match=r"the Neuron SDK is not present; install .*; or .* --emulate"):
             choose("neuron")
-    with pytest.raises(UserError, match="backend cpu has no option tp_degree; neuron has"):
+    with pytest.raises(UserError, match="backend cpu has no option tp_degree; backend neuron has it"):
         choose("cpu", {"tp_degree": 2})
     with pytest.raises(UserError, match="backend neuron has no option speed"):
         choose("neuron", {"speed": 2, "emulate": True})
