@@ -20,7 +20,7 @@ from core_decoding import (
     prompt_errors,
 )
 from draws import examples
-from error_rule import draws
+from error_rule import draws_to_pool
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe
 from neuronmm.kernels import Int8, KernelError, LowRank, low_rank_linear
 from neuronmm.kernels.cpu import core
@@ -145,7 +145,7 @@ def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
     ranks = {name: draw(st.integers(1, 300)) for name in MLP}
     batch, length = draw(st.integers(1, 3)), draw(st.integers(2, 40))
     errors = torch.zeros(2, 2)
-    for seed in range(draws(min(hidden, *ranks.values()) * batch, 8)):
+    for seed in range(draws_to_pool(min(hidden, *ranks.values()) * batch, 8)):
         torch.manual_seed(seed)
         model, wide, weights = twins(Plan(layouts, ranks), **shape)
         errors += prompt_errors(model, wide, batch, length, weights)
