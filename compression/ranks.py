@@ -7,8 +7,9 @@ break-even. Matrix by matrix, it makes the choice that keeps the running total n
 and high ranks alternate over the depth.
 
 The global allocation, :func:`allocate`, divides one parameter budget over all linears. It is greedy on the whitened
-spectra: the next tile of ranks goes to the linear whose loss it reduces most per parameter. A floor keeps every linear
-at a fraction of its uniform rank, because a spectrum measured on one text predicts little about another.
+spectra: the next tile of ranks goes to the linear whose loss it reduces most per parameter. Each further rank of
+pivoted factors costs less, so there a step may be several tiles, up to dense. A floor keeps every linear at a fraction
+of its uniform rank, because a spectrum measured on one text predicts little about another.
 
 The loss of a linear is relative to its energy without the first direction. No rank drops that direction, but massive
 activations can put nearly all the energy of a down projection into it, and the loss of the other tokens would look
@@ -195,12 +196,14 @@ def allocate(
     steps: list[tuple[float, int, int | None]] = []
 
     def offer(number: int) -> None:
-        """Push the linear's best step onto the heap: the rank within the budget with the most gain per parameter."""
+        """Push the linear's best affordable step onto the heap, by gain per parameter."""
         linear, rank = linears[number], ranks[linears[number].name]
         if rank is None:
             return
         loss, size = losses[linear.name], linear.parameters(rank)
         further = [*range(rank + align, math.ceil(linear.limit), align), None]
+        if not linear.pivoted:
+            further = further[:1]
         further = [step for step in further if linear.parameters(step) - size <= budget]
         if not further:
             return
