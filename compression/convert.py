@@ -14,21 +14,20 @@ from torch import Tensor
 
 from neuronmm.compression import report
 from neuronmm.compression.checkpoint import assemble
-from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.memory import check_room, forget_peak, peak_rss
-from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, forms_of, to_pivoted, to_two
+from neuronmm.compression.memory import check_disk, forget_peak, peak_rss
+from neuronmm.compression.pivoting import LayerFactors, forms_of, in_order, to_pivoted, to_two
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import check_device
 from neuronmm.compression.workspace import Workspace
-from neuronmm.kernels import Form, LowRank
+from neuronmm.kernels import LowRank
 from neuronmm.kernels.int8 import dense
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import Contents, inspect
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
-from neuronmm.models.spec import CompressionSpec
+from neuronmm.models.spec import CompressionSpec, bias_name
 from neuronmm.models.tensors import IGNORED, check_finite, check_pivots
 from neuronmm.version import VERSION
 
@@ -121,7 +120,7 @@ def _begin(workspace: Workspace, low: Reader, spec: CompressionSpec, form: str, 
     # Pivoted factors are smaller. Each linear that loses its pivots gets the r x r block that they saved.
     grown = size + sum(8 * spec.ranks[name] ** 2 for name in spec.forms)
     # The layers' files and the final shards are on the disk together.
-    check_room(workspace.out, 2 * grown, 0, 0, 0, CompressionConfig())
+    check_disk(workspace.out, 2 * grown)
     workspace.begin(
         {"verb": "convert", "model": str(low.folder), "bytes": size, "form": form, "version": VERSION, "device": device}
     )
@@ -146,13 +145,13 @@ def _convert_layer(
             tensors[f"{name}.A.weight"] = _stored(factors.A, dtype)
         tensors[f"{name}.B.weight"] = _stored(factors.B, dtype)
         if factors.bias is not None:
-            tensors[f"{name}.bias" if factors.form is Form.ROWS else f"{name}.B.bias"] = factors.bias
+            tensors[bias_name(name, factors.form)] = factors.bias
         if isinstance(factors.pivots, Tensor):
             tensors[f"{name}.pivots"] = factors.pivots
     factorised = tuple(f"{prefix}{inside}." for inside in layer.low_rank)
     for name in low.under(prefix):
         if not name.startswith(factorised) and not name.endswith(IGNORED):
-            tensors[name] = _in_order(name.removeprefix(prefix), low[name], converted.order)
+            tensors[name] = in_order(name.removeprefix(prefix), low[name], converted.order)
     facts = {
         "forms": forms_of(converted.low_rank, prefix),
         "conditions": {prefix + inside: value for inside, value in converted.conditions.items()},
@@ -174,10 +173,10 @@ def _read_layer(low: Reader, spec: CompressionSpec, prefix: str, device: torch.d
     stored = set(low.under(prefix))
     for name in sorted(names, key=lambda name: name in spec.shared):  # leaders first
         inside, entry = name.removeprefix(prefix), spec.forms.get(name)
-        form = Form.TWO if entry is None else Form(entry.form)
+        form = spec.form_of(name)
         leader = layer.shared.get(inside)
         A = read(f"{name}.A.weight") if leader is None else layer.low_rank[leader].A
-        bias = f"{name}.bias" if form is Form.ROWS else f"{name}.B.bias"
+        bias = bias_name(name, form)
         factors = LowRank(A, read(f"{name}.B.weight"), read(bias) if bias in stored else None, form)
         if entry is not None and entry.first is not None:
             factors = factors._replace(pivots=entry.first)
@@ -191,15 +190,6 @@ def _read_layer(low: Reader, spec: CompressionSpec, prefix: str, device: torch.d
 
 def _stored(factor: Any, dtype: torch.dtype) -> Tensor:
     return dense(factor, torch.float64).to(dtype)
-
-
-def _in_order(inside: str, tensor: Tensor, order: Tensor | None) -> Tensor:
-    """Return the tensor ``inside`` the layer with the MLP's intermediate dimension in ``order``."""
-    if order is None or not inside.startswith((f"{GATE}.", f"{UP}.", f"{DOWN}.")):
-        return tensor
-    if inside.startswith(f"{DOWN}."):
-        return tensor[:, order.cpu()] if tensor.ndim == 2 else tensor
-    return tensor[order.cpu()]
 
 
 def _update(

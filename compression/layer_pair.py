@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.factorize import Factors
-from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, forms_of, to_pivoted
+from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, forms_of, in_order, to_pivoted
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
 from neuronmm.kernels import LowRank
@@ -60,7 +60,7 @@ class LayerPair:
         Returns:
             The condition numbers of the pivots, by the full name of the linear.
         """
-        modules = {name: one for name, one in self.compressed.named_modules() if isinstance(one, LowRankLinear)}
+        modules = self._low_rank()
         names = {id(module.A): name for name, module in reversed(modules.items())}
         leaders = {name: names[id(module.A)] for name, module in modules.items()}
         shared = {name: leader for name, leader in leaders.items() if name != leader}
@@ -77,18 +77,19 @@ class LayerPair:
 
     def forms(self) -> dict[str, dict[str, Any]]:
         """Return the entries of ``forms`` in ``quantization_config``, by the full names of the linears."""
-        modules = {name: one for name, one in self.compressed.named_modules() if isinstance(one, LowRankLinear)}
-        return forms_of({name: module.factors for name, module in modules.items()}, self.prefix)
+        return forms_of({name: module.factors for name, module in self._low_rank().items()}, self.prefix)
+
+    def _low_rank(self) -> dict[str, LowRankLinear]:
+        """Return the low-rank linears by their names inside the layer."""
+        return {name: one for name, one in self.compressed.named_modules() if isinstance(one, LowRankLinear)}
 
     def _reorder_dense(self, order: Tensor) -> None:
         """Put the intermediate dimension of the MLP's dense linears in the order of the pivoted ones."""
         for name in (GATE, UP, DOWN):
             linear = self.compressed.get_submodule(name)
-            if isinstance(linear, nn.Linear):
-                weight = linear.weight[:, order] if name == DOWN else linear.weight[order]
-                linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-                if linear.bias is not None and name != DOWN:
-                    linear.bias = nn.Parameter(linear.bias[order], requires_grad=False)
+            for kind, value in dict(linear.named_parameters()).items() if isinstance(linear, nn.Linear) else ():
+                ordered = in_order(f"{name}.{kind}", value, order).contiguous()
+                setattr(linear, kind, nn.Parameter(ordered, requires_grad=False))
         self._reordered = {f"{name}.weight" for name in (GATE, UP, DOWN)} | {f"{name}.bias" for name in (GATE, UP)}
 
     def tensors(self, reader: Reader) -> dict[str, Tensor]:

@@ -56,14 +56,23 @@ def check_room(out: Path, before: int, size: int, parameters: int, factors: int,
     state = 16 * factors if config.recover == "factors" else 0
     rewritten = size if config.recover != "off" or config.factor_dtype == "int8" else 0
     needed = before + state + max(state, rewritten)
-    free = shutil.disk_usage(out.parent).free
-    if free < needed:
-        raise UserError(f"{out.parent}: {_missing('disk', free, needed)}; free that much, or give another -o")
+    check_disk(out, needed)
     if config.recover == "off":
         return
     needed, free = 4 * parameters + state, psutil.virtual_memory().available
     if free < needed:
         raise UserError(f"recover: {_missing('memory', free, needed)}; refine trains block by block instead")
+
+
+def check_disk(out: Path, needed: int) -> None:
+    """Check that the disk of the folder ``out``, whose parent exists, has ``needed`` bytes free.
+
+    Raises:
+        UserError: it has not.
+    """
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise UserError(f"{out.parent}: {_missing('disk', free, needed)}; free that much, or give another -o")
 
 
 def check_row_memory(count: int, length: int, hidden: int, device: str) -> None:

@@ -54,7 +54,7 @@ def to_pivoted(layer: LayerFactors, align: int = 1) -> LayerFactors:
         align: the tile of the target, in features.
     """
     skeletons = _skeletons(layer)
-    order = _order_mlp(layer, skeletons, align)
+    order = _order_mlp(skeletons, align)
     pivoted = LayerFactors({}, layer.shared, order)
     for name in sorted(layer.low_rank, key=lambda name: name in layer.shared):  # leaders first
         factors, leader = layer.low_rank[name], layer.shared.get(name, name)
@@ -80,6 +80,17 @@ def to_two(layer: LayerFactors) -> LayerFactors:
     for name, leader in layer.shared.items():
         low_rank[name] = low_rank[name]._replace(A=low_rank[leader].A)
     return LayerFactors(low_rank, layer.shared)
+
+
+def in_order(name: str, tensor: Tensor, order: Tensor | None) -> Tensor:
+    """Return a dense weight or bias, ``name`` inside the layer, with the MLP's intermediate dimension in ``order``."""
+    linear = name.rpartition(".")[0]
+    if order is None or linear not in (GATE, UP, DOWN):
+        return tensor
+    order = order.to(tensor.device)
+    if linear != DOWN:
+        return tensor[order]
+    return tensor[:, order] if tensor.ndim == 2 else tensor
 
 
 def forms_of(low_rank: Mapping[str, LowRank], prefix: str) -> dict[str, dict[str, Any]]:
@@ -110,7 +121,7 @@ def _skeletons(layer: LayerFactors) -> dict[str, Skeleton]:
     return skeletons
 
 
-def _order_mlp(layer: LayerFactors, skeletons: Mapping[str, Skeleton], align: int) -> Tensor | None:
+def _order_mlp(skeletons: Mapping[str, Skeleton], align: int) -> Tensor | None:
     """Sort the intermediate dimension, and renumber the rows of the MLP's skeletons; return the order."""
     inner = sorted((skeletons[name] for name in (GATE, UP) if name in skeletons), key=lambda one: len(one.pivots))
     down = skeletons.get(DOWN)

@@ -12,6 +12,8 @@ ill-conditioned.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -94,6 +96,7 @@ class Skeleton:
         rows = torch.empty_like(self._rows)
         rows[position] = self._rows
         self._rows = rows
+        self.__dict__.pop("condition", None)
         self.pivots, self.others = position[self.pivots].sort().values, position[self.others].sort().values
         self.coefficients = self._combine(rows[self.others])
 
@@ -113,7 +116,7 @@ class Skeleton:
         """P [r, in]: the pivot rows of W'."""
         return self._rows[self.pivots] @ self._basis.T
 
-    @property
+    @cached_property
     def condition(self) -> float | None:
         """The condition number of P; None if its rows are dependent in float64."""
         values = torch.linalg.svdvals(self._rows[self.pivots])
@@ -150,6 +153,7 @@ class Skeleton:
         coefficients[other] = -change / size
         coefficients[other, pivot] += 1
         entering = int(self.others[other])
+        self.__dict__.pop("condition", None)
         self.others[other], self.pivots[pivot] = self.pivots[pivot].clone(), entering
 
 

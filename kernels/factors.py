@@ -78,10 +78,19 @@ class LowRank(NamedTuple):
         if self.form is Form.TWO:
             return self
         A, B = dense(self.A, dtype), dense(self.B, dtype)
-        identity = torch.eye(self.rank, dtype=A.dtype, device=A.device)
-        if self.form is Form.COLUMNS:
-            return LowRank(torch.cat([A, identity], dim=1), B, self.bias)
-        return LowRank(A, place_pivots(self.pivots, identity, B, dim=0), self.bias)
+        return LowRank(expand_a(A, self.form), expand_b(B, self.form, self.pivots), self.bias)
+
+
+def expand_a(A: Tensor, form: Form) -> Tensor:
+    """Return the A [r, in] of the form TWO for the stored A of ``form``."""
+    return A if form is not Form.COLUMNS else torch.cat([A, torch.eye(len(A), dtype=A.dtype, device=A.device)], dim=1)
+
+
+def expand_b(B: Tensor, form: Form, pivots: int | Tensor | None) -> Tensor:
+    """Return the B [out, r] of the form TWO for the stored B and the pivots of ``form``."""
+    if form is not Form.ROWS:
+        return B
+    return place_pivots(pivots, torch.eye(B.shape[1], dtype=B.dtype, device=B.device), B, dim=0)
 
 
 def place_pivots(pivots: int | Tensor | None, at_pivots: Tensor, others: Tensor, dim: int = -1) -> Tensor:

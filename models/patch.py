@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from neuronmm.kernels import Form
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
@@ -36,13 +35,8 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
         if linears[name].in_features != linears[leader].in_features:
             widths = f"{linears[name].in_features} and {linears[leader].in_features}"
             raise UserError(f"{name!r} cannot use the A of {leader!r}: their inputs have {widths} features")
-    for name, pivoted in spec.forms.items():
-        outputs = linears[name].out_features
-        if pivoted.first is not None and pivoted.first + spec.ranks[name] > outputs:
-            first = pivoted.first
-            raise UserError(
-                f"{name!r} has {outputs} outputs, so its first pivot cannot be {first}; config.json is wrong"
-            )
+    for name in spec.forms:
+        spec.check_first_pivot(name, linears[name].out_features)
     low_rank: dict[str, LowRankLinear] = {}
     for name in sorted(linears, key=lambda name: name in spec.shared):  # leaders first
         linear, entry = linears[name], spec.forms.get(name)
@@ -55,7 +49,7 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
             dtype=linear.weight.dtype,
             leader=low_rank[spec.shared[name]] if name in spec.shared else None,
             kind=_KINDS[spec.factors],
-            form=Form.TWO if entry is None else Form(entry.form),
+            form=spec.form_of(name),
             first_pivot=None if entry is None else entry.first,
         )
         model.set_submodule(name, low_rank[name].train(linear.training))

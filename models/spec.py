@@ -18,6 +18,7 @@ from pydantic import (
     model_serializer,
 )
 
+from neuronmm.kernels import Form
 from neuronmm.models.errors import UserError, first_problem
 from neuronmm.models.families import same_input
 
@@ -43,6 +44,11 @@ class PivotedForm(BaseModel):
     def indexed(self) -> bool:
         """Whether a tensor holds the pivots."""
         return self.form == "rows" and self.first is None
+
+
+def bias_name(linear: str, form: Form) -> str:
+    """Return the name of the bias of a factorised linear: in the row form, B has no rows for the pivots."""
+    return f"{linear}.bias" if form is Form.ROWS else f"{linear}.B.bias"
 
 
 class CompressionSpec(BaseModel):
@@ -102,6 +108,22 @@ class CompressionSpec(BaseModel):
             if entry.form == "columns" and (entry.first is not None or name in shared.values()):
                 raise ValueError(f"{name} has the form columns, which has no first pivot and shares no A")
         return forms
+
+    def form_of(self, linear: str) -> Form:
+        """Return the form in which a factorised linear is stored."""
+        return Form(self.forms[linear].form) if linear in self.forms else Form.TWO
+
+    def check_first_pivot(self, linear: str, outputs: int) -> None:
+        """Check that the range of pivots of a factorised linear lies within its ``outputs``.
+
+        Raises:
+            UserError: it does not.
+        """
+        first = self.forms[linear].first if linear in self.forms else None
+        if first is not None and first + self.ranks[linear] > outputs:
+            raise UserError(
+                f"{linear!r} has {outputs} outputs, so its first pivot cannot be {first}; config.json is wrong"
+            )
 
     @model_serializer(mode="wrap")
     def _without_empty_forms(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

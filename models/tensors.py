@@ -14,10 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from neuronmm.kernels import Form
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, LINEARS
 from neuronmm.models.model_config import ModelConfig
-from neuronmm.models.spec import CompressionSpec
+from neuronmm.models.spec import CompressionSpec, bias_name
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 IGNORED = "rotary_emb.inv_freq"
@@ -70,16 +71,11 @@ def _linear(
         yield f"{name}.weight", Promise((out_features, in_features))
         yield f"{name}.bias", Promise((out_features,), required=False)
         return
-    rank, entry, int8 = spec.ranks[name], spec.forms.get(name), spec.factors == "int8"
-    form = None if entry is None else entry.form
-    first = None if entry is None else entry.first
-    if first is not None and first + rank > out_features:
-        raise UserError(
-            f"{name!r} has {out_features} outputs, so its first pivot cannot be {first}; config.json is wrong"
-        )
+    rank, form, int8 = spec.ranks[name], spec.form_of(name), spec.factors == "int8"
+    spec.check_first_pivot(name, out_features)
     shapes = {
-        "A": (rank, in_features - rank if form == "columns" else in_features),
-        "B": (out_features - rank if form == "rows" else out_features, rank),
+        "A": (rank, in_features - rank if form is Form.COLUMNS else in_features),
+        "B": (out_features - rank if form is Form.ROWS else out_features, rank),
     }
     if name in spec.shared:
         del shapes["A"]
@@ -87,10 +83,9 @@ def _linear(
         yield f"{name}.{factor}.weight", Promise(shape, dtypes=("I8",) if int8 else FLOATS)
         if int8:
             yield f"{name}.{factor}.weight_scale", Promise(shape[:1], dtypes=("F32",))
-    if entry is not None and entry.indexed:
+    if name in spec.forms and spec.forms[name].indexed:
         yield f"{name}.pivots", Promise((rank,), dtypes=("I32",))
-    bias = f"{name}.bias" if form == "rows" else f"{name}.B.bias"
-    yield bias, Promise((out_features,), required=False)
+    yield bias_name(name, form), Promise((out_features,), required=False)
 
 
 def check_tensors(folder: Path, files: dict[str, Path], config: ModelConfig, spec: CompressionSpec | None) -> None:

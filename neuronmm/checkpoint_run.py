@@ -12,6 +12,13 @@ FACTOR_DTYPE = ("factor_dtype", "factors")
 """The names under which the parsed arguments hold the dtype of the factors; the second is the old one."""
 
 
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the folder of the new checkpoint."""
+    parser.add_argument(
+        "-o", "--out", required=True, metavar="OUT", help="folder to write; it appears when it is complete"
+    )
+
+
 def add_factor_dtype(parser: argparse.ArgumentParser) -> None:
     """Add the option for the dtype of the factors, and its old name."""
     choices = ("model", "int8")

@@ -8,12 +8,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from neuronmm.kernels.factors import place_pivots
+from neuronmm.kernels import Form
+from neuronmm.kernels.factors import expand_a, expand_b
 from neuronmm.kernels.int8 import Int8
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import inspect
 from neuronmm.models.neuronx.architecture import Architecture
+from neuronmm.models.spec import bias_name
 from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_finite, check_pivots
 
 
@@ -60,24 +62,22 @@ class Checkpoint:
         Raises:
             UserError: as :meth:`tensor`, or the pivots are invalid.
         """
-        stored, entry = self.tensor(f"{linear}.{factor}.weight"), self._forms.get(linear)
-        if entry is None or factor != {"rows": "B", "columns": "A"}[entry.form]:
-            return stored
-        rank = self.ranks[linear]
-        identity = torch.eye(rank, dtype=self.dtype)
-        if entry.form == "columns":
-            return torch.cat([stored, identity], dim=1)
-        if entry.first is not None:
-            return place_pivots(entry.first, identity, stored, dim=0)
-        name = f"{linear}.pivots"
-        pivots = self._read(name)
-        check_pivots(name, pivots, rank + len(stored), self.folder)
-        return place_pivots(pivots, identity, stored, dim=0)
+        stored, form = self.tensor(f"{linear}.{factor}.weight"), self._form(linear)
+        if factor == "A":
+            return expand_a(stored, form)
+        pivots: int | Tensor | None = self._forms[linear].first if form is Form.ROWS else None
+        if form is Form.ROWS and pivots is None:
+            name = f"{linear}.pivots"
+            pivots = self._read(name)
+            check_pivots(name, pivots, self.ranks[linear] + len(stored), self.folder)
+        return expand_b(stored, form, pivots)
 
     def bias(self, linear: str) -> str:
         """Return the name that the bias of a linear has if it has one."""
-        in_b = linear in self.ranks and (linear not in self._forms or self._forms[linear].form != "rows")
-        return f"{linear}.B.bias" if in_b else f"{linear}.bias"
+        return bias_name(linear, self._form(linear)) if linear in self.ranks else f"{linear}.bias"
+
+    def _form(self, linear: str) -> Form:
+        return Form(self._forms[linear].form) if linear in self._forms else Form.TWO
 
     def _read(self, name: str) -> Tensor:
         """Read one tensor as it is stored, and check that its numbers are finite."""

@@ -14,16 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from neuronmm.arguments import alignment
-from neuronmm.checkpoint_run import add_factor_dtype, add_run_arguments, run_and_report
+from neuronmm.checkpoint_run import add_factor_dtype, add_out, add_run_arguments, run_and_report
 
 SHARE_A = ("off", "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder (safetensors), GGUF file, or hub id")
-    parser.add_argument(
-        "-o", "--out", required=True, metavar="OUT", help="folder to write; it appears when it is complete"
-    )
+    add_out(parser)
     parser.add_argument(
         "--ratio", type=float, help="fraction of the targeted weights to remove, 0.05 to 0.6 (default 0.2)"
     )

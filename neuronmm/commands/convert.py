@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from neuronmm.checkpoint_run import add_run_arguments, run_and_report
+from neuronmm.checkpoint_run import add_out, add_run_arguments, run_and_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="compressed checkpoint: a folder or hub id; it does not change")
-    parser.add_argument(
-        "-o", "--out", required=True, metavar="OUT", help="folder to write; it appears when it is complete"
-    )
+    add_out(parser)
     parser.add_argument(
         "--form",
         choices=("two", "pivoted"),
