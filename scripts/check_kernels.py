@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from nki_cases import Case, baselines_of, kernel_modules, to_numpy, to_torch, two_kernel_mlp
 from nki_mutants import MUTANTS, battery, planted
 from nki_mutants_cutting import CUTTING
+from nki_mutants_pivots import PIVOTS
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.kernels.nki.problem import Blocks
@@ -31,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 TOKENS = (5, 200)
 LINEAR = (576, 320, 1000)
 MLP = (576, (320, 200, 352), 1536)
-PLANTED = [*MUTANTS, *CUTTING]
+PLANTED = [*MUTANTS, *CUTTING, *PIVOTS]
 SIZES = Blocks(tokens=128, moving=128, depth=2, intermediate=4)
 OPTIONS: dict[str, dict[str, bool]] = {
     "": {},

@@ -1,7 +1,9 @@
 """The stages of the low-rank kernels: matmuls of a strip of tokens with panels of weights, and evictions.
 
 A kernel calls two stages per strip: :func:`load_and_contract` (``A x``) and :func:`expand_and_store` (``B h``). The
-other functions are their steps, from one PSUM tile (:func:`contract`) up to a streamed weight (:func:`expand`).
+other functions are their steps, from one PSUM tile (:func:`contract`) up to a streamed weight (:func:`expand`). The
+identity block of a pivoted linear is a copy in the second stage (:func:`copy_pivots`) or an addition in the first
+(:func:`add_pivots`). Neither crosses partitions, as both sides are cut alike (:mod:`.forms`).
 
 The weight is the stationary operand and the tokens move: a 128 x 128 weight block costs 64 cycles for any number of
 tokens from 1 to 64. Every contraction accumulates in PSUM. If its input arrives in blocks, the sums of the blocks are
@@ -131,12 +133,33 @@ def expand(
             at += rows * panel.columns
 
 
+def copy_pivots(
+    d: Any, out: Any, base: int, kind: str, other: Any, f: Factor, h: Parts, first: int, last: int, tokens: int
+) -> None:
+    """Move ``h`` to the copied chunks of ``out`` in [first, last); ``kind`` and ``other`` as in :func:`evict`.
+
+    Dimensions: ``out`` [columns, chunks, tokens] from column chunk ``base`` on, ``h`` [rank, tokens].
+    """
+    if f.copied < 0:
+        return
+    begin, end = max(first, f.copied), min(last, f.copied + f.rows.count)
+    for run in even_runs(f.columns, begin, max(0, end - begin)):
+        start, stop, wide = run[0], run[0] + run[1], run[2]
+        for i in d.static_range(run[1]):
+            c = run[0] + i + 1
+            # slot 0 begins another tile of h
+            if c == stop or h.slots[c - f.copied] == 0:
+                k = start - f.copied
+                evict(d, kind, out, start - base, h.tiles[k], h.slots[k], c - start, wide, 0, tokens, other, start, k)
+                start = c
+
+
 @dataclass
 class Accumulation(NKIObject):  # type: ignore[misc, valid-type]
     """``A x`` of a strip, accumulated over blocks of the input features.
 
-    ``sums``: float32 tiles with the sum of the blocks so far (empty with one block). ``result``: tiles in the
-    activation's dtype, written by the last block. Both have one tile per panel of A.
+    ``sums``: float32 tiles with the sum of the blocks so far (empty with one block and no pivots). ``result``: tiles in
+    the activation's dtype, written by the last block. Both have one tile per panel of A.
     """
 
     f: Factor
@@ -158,8 +181,25 @@ def accumulate_block(
     d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, blocks: Sizes, dtype: Any,
     scaled: bool = False, scale: Any = None,
 ) -> None:  # fmt: skip
-    """Add ``A x`` over row chunks [first, last), those of ``x``; ``scale`` [128, tokens] multiplies the last sum."""
-    begins, ends = first == 0, last == to.f.rows.count
+    """Add ``A x`` over row chunks [first, last), those of ``x``; ``scale`` [128, tokens] multiplies the last sum.
+
+    In the column form ``x`` is one tile, and the last chunks of the input are the pivots.
+    """
+    stored = to.f.stored
+    pivoted = stored < to.f.rows.count
+    if first < stored:
+        _add_matmul(
+            d, to, x, first, min(last, stored), last == stored and not pivoted, tokens, blocks, dtype, scaled, scale
+        )
+    if pivoted and last > stored:
+        add_pivots(d, to, x, first, last, tokens, dtype)
+
+
+def _add_matmul(
+    d: Any, to: Accumulation, x: Parts, first: int, last: int, ends: bool, tokens: int, blocks: Sizes, dtype: Any,
+    scaled: bool, scale: Any,
+) -> None:  # fmt: skip
+    begins = first == 0
     panels = to.f.panels
     for block in split(d, len(panels), blocks.panels):
         p0, count = block
@@ -183,6 +223,22 @@ def accumulate_block(
             if ends and scaled and not begins:
                 _scale_columns(d, to.result[p], to.sums[p], to.f.columns, panel, scale, tokens)
             at += (last - first) * panel.columns
+
+
+def add_pivots(d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, dtype: Any) -> None:
+    """Compute the result's chunks whose pivots are in [first, last): the sum of the blocks and the pivot's chunk."""
+    f = to.f
+    for p in d.static_range(len(f.panels)):
+        panel = f.panels[p]
+        begin, end = max(first - f.stored, panel.first), min(last - f.stored, panel.last)
+        if begin < end and begin == panel.first:
+            to.result.append(d.sbuf((f.columns.width, panel.last - panel.first, tokens), dtype))
+        for run in even_runs(f.columns, begin, max(0, end - begin)):
+            k, n, wide = run
+            at, slot = k - panel.first, x.slots[k + f.stored - first]
+            pivots = x.tiles[k + f.stored - first][0:wide, slot : slot + n, 0:tokens]
+            d.add(d.at(to.result[p], ((0, wide), (at, at + n), (0, tokens))), to.sums[p][0:wide, at : at + n, 0:tokens],
+                  pivots)  # fmt: skip
 
 
 def _scale_columns(d: Any, dst: Any, src: Any, cut: Chunks, panel: Panel, scale: Any, tokens: int) -> None:
@@ -222,6 +278,7 @@ def load_and_contract(
     for f in factors:
         accumulations.append(Accumulation(f, [], []))
     scaled = options.epsilon > 0
+    assert not scaled or factors[0].stored == cut.count, "a norm's weight cannot be packed into pivots of the input"
     scale = d.sbuf((PARTITIONS, tokens), d.float32) if scaled else 0.0
     for block in split(d, cut.count, 0 if options.tokens_first else blocks.depth):
         first, count = block
@@ -279,21 +336,19 @@ def expand_and_store(
     """
     cut, tokens_first = f.columns, options.tokens_first
     by_panel = tokens >= LONG_ROW and not tokens_first
-    spans = split(d, len(panels), blocks.panels if by_panel else 0)
     kind, other = COPY, 0.0
     if options.biased:
         kind, other = BIAS, load_bias(d, options.bias, cut)
-    for span in spans:
-        p0, count = span
-        streamed = panels[p0 : p0 + count]
-        first, last = streamed[0].first, streamed[count - 1].last
+    for span in _spans(d, f, panels, blocks.panels if by_panel else 0):
+        first, last = span.first, span.last
         out = d.sbuf((cut.width, last - first, tokens), y.dtype)
         if options.adds:
             extra = d.sbuf((cut.width, last - first, tokens), y.dtype)
             load_rows(d, extra, options.residual, cut, first, last, start, tokens, tokens_first)
             if not options.biased:
                 kind, other = ADD, extra
-        expand(d, out, first, kind, other, f, streamed, h, tokens, blocks)
+        copy_pivots(d, out, first, kind, other, f, h, first, last, tokens)
+        expand(d, out, first, kind, other, f, span.panels, h, tokens, blocks)
         if options.adds and options.biased:
             for chunks in even_runs(cut, first, last - first):
                 j, m, wide = chunks
@@ -301,3 +356,35 @@ def expand_and_store(
                 d.add(d.at(out, ((0, wide), (at, at + m), (0, tokens))), out[0:wide, at : at + m, 0:tokens],
                       extra[0:wide, at : at + m, 0:tokens])  # pyright: ignore[reportPossiblyUnboundVariable]  # fmt: skip
         store_rows(d, y, out, cut, first, last, start, tokens, tokens_first)
+
+
+@dataclass
+class Span(NKIObject):  # type: ignore[misc, valid-type]
+    """Column chunks [first, last) that are stored together: those of ``panels``, and copied ones."""
+
+    first: int
+    last: int
+    panels: list[Panel]
+
+
+def _spans(d: Any, f: Factor, panels: list[Panel], step: int) -> list[Span]:
+    """Return the spans of ``step`` panels (0: one span of everything); copied chunks have spans of their own."""
+    if step == 0:
+        if f.copied < 0:
+            return [Span(panels[0].first, panels[len(panels) - 1].last, panels)]
+        return [Span(0, f.columns.count, panels)]
+    spans = []
+    if f.copied >= 0:
+        for block in split(d, f.rows.count, step * f.group):
+            spans.append(Span(f.copied + block[0], f.copied + block[0] + block[1], []))
+    before, after = [], []
+    for panel in panels:
+        if panel.first < f.copied:
+            before.append(panel)
+        else:
+            after.append(panel)
+    for part in (before, after):
+        for block in split(d, len(part), step):
+            streamed = part[block[0] : block[0] + block[1]]
+            spans.append(Span(streamed[0].first, streamed[block[1] - 1].last, streamed))
+    return spans

@@ -17,8 +17,8 @@ from neuronmm.kernels import nki as package
 
 FOLDER = Path(package.__file__).parent
 FILES = (
-    "problem", "objects", "layout", "strip", "tiling", "choice", "moves", "stages", "low_rank_matmul", "low_rank_mlp",
-    "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc", "entry_nki",
+    "problem", "objects", "layout", "forms", "strip", "tiling", "choice", "moves", "stages", "low_rank_matmul",
+    "low_rank_mlp", "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc", "entry_nki",
 )  # fmt: skip
 """The modules that may have a bug, each after those it imports."""
 
@@ -77,7 +77,7 @@ MUTANTS = [
         "if begins else ADD\n",
         "if begins else COPY\n",
     ),
-    Mutant("the second block starts a new sum", "stages", "begins, ends = first == 0,", "begins, ends = first <= 1,"),
+    Mutant("the second block starts a new sum", "stages", "begins = first == 0\n", "begins = first <= 1\n"),
     Mutant(
         "the last chunk of the output is not stored",
         "stages",
@@ -96,19 +96,19 @@ MUTANTS = [
         "store_rows(d, y, out, cut, first, last, start, tokens,",
         "store_rows(d, y, out, cut, first, last, start + 1, tokens,",
     ),
-    Mutant("the ragged row is not moved", "moves", ", (cut.width - 1, cut.width, first, middle)]", "]"),
+    Mutant("the ragged row is not moved", "moves", ", (s.width - 1, s.width, first, middle)]", "]"),
     Mutant(
         "the ragged row is moved for every chunk",
         "moves",
-        "(cut.width - 1, cut.width, first, middle)]",
-        "(cut.width - 1, cut.width, first, last)]",
+        "(s.width - 1, s.width, first, middle)]",
+        "(s.width - 1, s.width, first, last)]",
     ),
-    Mutant("every block reads the first block's weights", "moves", "panel.offset + first * wide", "panel.offset"),
+    Mutant("every block reads the first block's weights", "moves", "c0 - piece.first) * wide", "0) * wide"),
     Mutant(
         "weights are loaded without their last partition",
         "moves",
-        "d.run(f.weights, panel.offset + first * wide, cut.width,",
-        "d.run(f.weights, panel.offset + first * wide, cut.width - 1,",
+        "d.run(f.weights, offset, piece.end - piece.begin,",
+        "d.run(f.weights, offset, piece.end - piece.begin - 1,",
     ),
     Mutant(
         "a weight tile sixty-four times too large",
@@ -160,8 +160,8 @@ MUTANTS = [
     Mutant(
         "panels of a tile are one element too far apart",
         "moves",
-        "        at += length\n",
-        "        at += length + 1\n",
+        "        at += (last - first) * wide\n",
+        "        at += (last - first) * wide + 1\n",
     ),
     Mutant(
         "all groups of chunks get the bias of the first group", "stages", "column + c : column + c + 1", "c : c + 1"
@@ -176,19 +176,17 @@ MUTANTS = [
     Mutant(
         "tokens first: every block loads the first tokens",
         "moves",
-        "d.columns(x, start + t0, t, p0",
-        "d.columns(x, start, t, p0",
+        "d.columns(x, start + t0, t, s.start",
+        "d.columns(x, start, t, s.start",
     ),
-    Mutant("tokens first: nothing is transposed", "moves", "d.transpose((n, t), row[0:t, 0:n, c])", "row[0:t, 0:n, c]"),
+    Mutant("tokens first: nothing is transposed", "moves", "d.transpose((n, t), row[0:t, 0:n, i])", "row[0:t, 0:n, i]"),
     Mutant(
         "tokens first: the step between features is one short",
         "moves",
-        "p1 - p0, cut.count, c1)\n                d.load",
-        "p1 - p0, cut.count - 1, c1)\n                d.load",
+        "p1 - p0, s.count, c1)\n                    d.load",
+        "p1 - p0, s.count - 1, c1)\n                    d.load",
     ),
-    Mutant(
-        "tokens first: the ragged row is not stored", "moves", "(cut.width - 1, cut.width, cut.full)]", "(0, 0, 0)]"
-    ),
+    Mutant("tokens first: the ragged row is not stored", "moves", "(s.width - 1, s.width, s.full)]", "(0, 0, 0)]"),
     Mutant(
         "one token: all chunks are written to the first",
         "moves",
@@ -198,10 +196,10 @@ MUTANTS = [
     Mutant(
         "one token: the ragged row is not moved",
         "moves",
-        "in _runs(cut):\n        p0, p1, c1 = run\n        first",
-        "in _runs(cut)[:1]:\n        p0, p1, c1 = run\n        first",
+        "in _runs(s):\n            p0, p1, c1 = run\n            first",
+        "in _runs(s)[:1]:\n            p0, p1, c1 = run\n            first",
     ),
-    Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c], one", "row[0:1, 0:n, 0], one"),
+    Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c - s.first], one", "row[0:1, 0:n, 0], one"),
     Mutant("one token: the input is doubled", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
     Mutant("every chunk of a panel is its first one", "stages", "slots.append(slot)", "slots.append(0)"),
     Mutant("the last strip is dropped", "low_rank_matmul", "    if tail > 0:", "    if tail > 1000:"),
@@ -325,6 +323,7 @@ def battery(kernels: Any, make: Any) -> None:
     small = kernels.problem.Blocks(tokens=40, moving=24, depth=1, intermediate=2, panels=2)
     parts = kernels.problem.Blocks(tokens=30, moving=30, depth=1)
     long = kernels.problem.Blocks(tokens=520)
+    wide = kernels.problem.Blocks(tokens=520, panels=2)
     for dialect in ("neuronxcc", "nki"):
         for case, sizes in (
             (make.linear(300, 150, 270, 70, torch.float32, norm=True, residual=True), small),
@@ -345,6 +344,13 @@ def battery(kernels: Any, make: Any) -> None:
             (make.linear(257, 40, 300, 1, torch.float32, tokens_first=True), None),
             (make.mlp(140, 700, (100, 60, 80), 50, torch.float32), small),
             (make.mlp(140, 700, (100, 520, 80), 90, torch.float32), small),
+            (make.linear(200, 300, 700, 70, torch.float32, pivots=130, bias=True, residual=True), small),
+            (make.linear(200, 1300, 1700, 520, torch.float32, pivots=129, residual=True), wide),
+            (make.linear(571, 270, 300, 70, torch.float32, pivots="columns"), small),
+            (make.linear(571, 270, 300, 1, torch.float32, pivots="columns"), None),
+            (make.linear(571, 270, 300, 150, torch.float32, pivots="columns", tokens_first=True), None),
+            (make.linear(200, 130, 300, 150, torch.float32, pivots=70, tokens_first=True), None),
+            (make.mlp(140, 900, (330, 200, 410), 50, torch.float32, pivots=(300, 450, "columns")), small),
         ):
             assert_near(case.run(kernels, dialect, sizes), case.exact())
     for layout in ("HSB", "BSH"):

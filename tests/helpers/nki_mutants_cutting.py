@@ -78,8 +78,8 @@ CUTTING = [
     Mutant(
         "long rows: a ragged chunk is stored as a full one",
         "moves",
-        "(0, cut.length(first + i), first",
-        "(0, cut.width, first",
+        "(0, s.width if c < s.full else s.width - 1, c",
+        "(0, s.width, c",
     ),
     Mutant(
         "tokens first: a strip is stored at the first tokens",
