@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from neuronmm.kernels.nki.matmuls import MULTIPLY, SILU, copy_pivots, expand
 from neuronmm.kernels.nki.objects import (
     Factor,
     NKIObject,
@@ -22,12 +23,8 @@ from neuronmm.kernels.nki.objects import (
     split,
 )
 from neuronmm.kernels.nki.stages import (
-    MULTIPLY,
-    SILU,
     Accumulation,
     accumulate_block,
-    copy_pivots,
-    expand,
     expand_and_store,
     load_and_contract,
     store_accumulated,

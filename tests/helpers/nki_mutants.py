@@ -17,8 +17,9 @@ from neuronmm.kernels import nki as package
 
 FOLDER = Path(package.__file__).parent
 FILES = (
-    "problem", "objects", "layout", "forms", "strip", "tiling", "choice", "moves", "stages", "low_rank_matmul",
-    "low_rank_mlp", "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc", "entry_nki",
+    "problem", "objects", "layout", "forms", "strip", "tiling", "choice", "moves", "matmuls", "stages",
+    "low_rank_matmul", "low_rank_mlp", "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc",
+    "entry_nki",
 )  # fmt: skip
 """The modules that may have a bug, each after those it imports."""
 
@@ -35,33 +36,33 @@ class Mutant(NamedTuple):
 MUTANTS = [
     Mutant(
         "the last chunk of a contraction is dropped",
-        "stages",
+        "matmuls",
         "range(last - first):\n        deep",
         "range(last - first - 1):\n        deep",
     ),
-    Mutant("a matmul reads the ragged row of a short chunk", "stages", "f.rows.length(first + c)", "f.rows.width"),
+    Mutant("a matmul reads the ragged row of a short chunk", "matmuls", "f.rows.length(first + c)", "f.rows.width"),
     Mutant(
         "a matmul misses the last partition",
-        "stages",
+        "matmuls",
         "deep = f.rows.length(first + c)",
         "deep = f.rows.length(first + c) - 1",
     ),
     Mutant(
         "weights are read one column too far",
-        "stages",
+        "matmuls",
         "at = c * panel.columns + column",
         "at = c * panel.columns + column + 1",
     ),
     Mutant(
         "the result is in SBUF",
-        "stages",
+        "matmuls",
         "acc = d.psum((cut.width, n, t))",
         "acc = d.sbuf((cut.width, n, t), d.float32)",
     ),
-    Mutant("the result takes more than one bank", "stages", "max(1, BANK // tokens)", "max(1, 2 * BANK // tokens)"),
+    Mutant("the result takes more than one bank", "matmuls", "max(1, BANK // tokens)", "max(1, 2 * BANK // tokens)"),
     Mutant(
         "one matmul for all tokens of a strip",
-        "stages",
+        "matmuls",
         "split(d, tokens, moving):",
         "split(d, tokens, 0):",
     ),
@@ -118,20 +119,20 @@ MUTANTS = [
     ),
     Mutant(
         "every token block is written to the first",
-        "stages",
+        "matmuls",
         "dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))",
         "dst = d.at(out, ((0, wide), (at, at + chunks), (0, t)))",
     ),
     Mutant(
         "evictions start at partition 1",
-        "stages",
+        "matmuls",
         "dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))",
         "dst = d.at(out, ((1, wide), (at, at + chunks), (t0, t0 + t)))",
     ),
     Mutant("the residual is not added", "stages", "kind, other = ADD, extra", "kind, other = COPY, extra"),
     Mutant(
         "all tokens get the residual of the first tokens",
-        "stages",
+        "matmuls",
         "d.add(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
         "d.add(dst, src, other[0:wide, at : at + chunks, 0:t])",
     ),
@@ -146,10 +147,10 @@ MUTANTS = [
     ),
     Mutant("the sum of the blocks is not scaled", "stages", "ends and (begins or not scaled)", "ends"),
     Mutant(
-        "all tokens get the scale of the first tokens", "stages", "other[0:wide, t0 : t0 + t])", "other[0:wide, 0:t])"
+        "all tokens get the scale of the first tokens", "matmuls", "other[0:wide, t0 : t0 + t])", "other[0:wide, 0:t])"
     ),
     Mutant(
-        "all panels of a tile read the weights of the first", "stages", "            at += rows * panel.columns\n", ""
+        "all panels of a tile read the weights of the first", "matmuls", "            at += rows * panel.columns\n", ""
     ),
     Mutant(
         "all panels of a tile of A read the weights of the first",
@@ -164,7 +165,7 @@ MUTANTS = [
         "        at += (last - first) * wide + 1\n",
     ),
     Mutant(
-        "all groups of chunks get the bias of the first group", "stages", "column + c : column + c + 1", "c : c + 1"
+        "all groups of chunks get the bias of the first group", "matmuls", "column + c : column + c + 1", "c : c + 1"
     ),
     Mutant(
         "only the first chunk of the bias is widened",
@@ -205,10 +206,10 @@ MUTANTS = [
     Mutant("the last strip is dropped", "low_rank_matmul", "    if tail > 0:", "    if tail > 1000:"),
     Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, tail", "0, tail"),
     Mutant("strips overlap", "low_rank_matmul", "y, i * blocks.tokens,", "y, i * (blocks.tokens - 1),"),
-    Mutant("no SiLU", "stages", "d.silu(dst, src)", "d.copy(dst, src)"),
+    Mutant("no SiLU", "matmuls", "d.silu(dst, src)", "d.copy(dst, src)"),
     Mutant(
         "the gate is ignored",
-        "stages",
+        "matmuls",
         "d.multiply(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
         "d.copy(dst, src)",
     ),
@@ -372,17 +373,27 @@ def battery(kernels: Any, make: Any) -> None:
 
 
 def assert_entries(entry: Any, make: Any, layout: str) -> None:
-    """Assert, in one layout, the kernels that only hosts use: one weight over several strips, and the partial MLP."""
+    """Assert, in one layout, the kernels that only hosts use: one weight over several strips, and the partial MLP.
+
+    The linear with pivots takes the packing of the entries.
+    """
     tokens_first = layout == "BSH"
     case = make.linear(130, 70, 1, 1100, torch.float32, tokens_first=tokens_first)
     shape = (1100, 70) if tokens_first else (70, 1100)
     y = case.result(run(entry.packed_matmul(layout), *case.arguments()[:2], outputs=[TensorSpec(shape)]).outputs[0])
     assert_near(y, case.weights[0].double() @ case.x.double())
-    case = make.mlp(200, 300, (130, 130, 1101), 70, torch.float32, tokens_first=tokens_first)
-    kernel = entry.low_rank_swiglu_mlp(case.ranks(), layout=layout, partial=True)
-    shape = (70, 1101) if tokens_first else (1101, 70)
-    part = case.result(run(kernel, *case.arguments()[:-1], outputs=[TensorSpec(shape)]).outputs[0])
-    assert_near(case.weights[5].double() @ part.double(), case.exact())
+    case = make.linear(130, 260, 700, 30, torch.float32, tokens_first=tokens_first, pivots=140)
+    kernel = entry.low_rank_matmul(260, layout=layout, form=case.form[0], pivots=140)
+    assert_near(case.result(run(kernel, *case.arguments(), outputs=[case.output()]).outputs[0]), case.exact())
+    for middle, ranks, pivots in (
+        (300, (130, 130, 1101), (None, None, None)),
+        (900, (330, 200, 410), (300, 450, "columns")),
+    ):
+        case = make.mlp(200, middle, ranks, 70, torch.float32, tokens_first=tokens_first, pivots=pivots)
+        kernel = entry.low_rank_swiglu_mlp(case.ranks(), layout=layout, partial=True)
+        shape = (70, ranks[2]) if tokens_first else (ranks[2], 70)
+        part = case.result(run(kernel, *case.arguments()[:-1], outputs=[TensorSpec(shape)]).outputs[0])
+        assert_near(case.weights[5].double() @ part.double(), case.exact())
 
 
 def assert_near(actual: torch.Tensor, exact: torch.Tensor) -> None:

@@ -7,18 +7,18 @@ from nki_mutants import Mutant
 CUTTING = [
     Mutant(
         "all chunks get the residual of the first chunks",
-        "stages",
+        "matmuls",
         "d.add(dst, src, other[0:wide, at : at + chunks,",
         "d.add(dst, src, other[0:wide, 0:chunks,",
     ),
     Mutant(
         "every scaled chunk is the first",
-        "stages",
+        "matmuls",
         "d.multiply(one, acc[0:wide, slot + c, 0:t]",
         "d.multiply(one, acc[0:wide, slot, 0:t]",
     ),
-    Mutant("all scaled chunks are written to the first", "stages", "at + c, (t0, t0 + t)", "at, (t0, t0 + t)"),
-    Mutant("the bias of a span starts at the first feature", "stages", "other, j, turn", "other, j - base, turn"),
+    Mutant("all scaled chunks are written to the first", "matmuls", "at + c, (t0, t0 + t)", "at, (t0, t0 + t)"),
+    Mutant("the bias of a span starts at the first feature", "matmuls", "other, j, turn", "other, j - base, turn"),
     Mutant(
         "every tile of A loads the first panels",
         "stages",

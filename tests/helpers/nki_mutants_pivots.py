@@ -11,24 +11,27 @@ PIVOTS = [
         "copy_pivots(d, out, first, kind, other, f, h, first, last, tokens)\n",
         "pass\n",
     ),
-    Mutant("copied chunks are one late", "stages", "k = start - f.copied", "k = max(0, start - f.copied - 1)"),
-    Mutant("every run of copied chunks is its tile's first", "stages", "h.slots[k], c - start", "0, c - start"),
-    Mutant("a copy crosses tiles", "stages", "c == stop or h.slots[c - f.copied] == 0", "c == stop"),
+    Mutant("copied chunks are one late", "matmuls", "k = start - f.copied", "k = max(0, start - f.copied - 1)"),
+    Mutant("every run of copied chunks is its tile's first", "matmuls", "h.slots[k], c - start", "0, c - start"),
+    Mutant("a copy crosses tiles", "matmuls", "c == stop or h.slots[c - f.copied] == 0", "c == stop"),
     Mutant(
         "copied chunks are written to the first",
-        "stages",
+        "matmuls",
         "evict(d, kind, out, start - base, h",
         "evict(d, kind, out, 0, h",
     ),
     Mutant(
-        "copied chunks begin at the output", "stages", "begin, end = max(first, f.copied)", "begin, end = max(first, 0)"
+        "copied chunks begin at the output",
+        "matmuls",
+        "begin, end = max(first, f.copied)",
+        "begin, end = max(first, 0)",
     ),
     Mutant("pivots of the input are contracted", "stages", "first, min(last, stored),", "first, last,"),
     Mutant(
         "pivots of the input are not added",
         "stages",
-        "        add_pivots(d, to, x, first, last,",
-        "        (d, to, x, first, last,",
+        "                  pivots)",
+        "                  to.sums[p][0:wide, at : at + n, 0:tokens])",
     ),
     Mutant(
         "every block adds the first pivots",
@@ -39,8 +42,8 @@ PIVOTS = [
     Mutant(
         "pivots are added to the first chunks",
         "stages",
-        "0:tokens], to.sums[p][0:wide, at : at + n",
-        "0:tokens], to.sums[p][0:wide, 0:n",
+        "to.sums[p][0:wide, at : at + n, 0:tokens],\n                  pivots",
+        "to.sums[p][0:wide, 0:n, 0:tokens],\n                  pivots",
     ),
     Mutant(
         "a span skips a copied chunk",
@@ -49,10 +52,10 @@ PIVOTS = [
         "split(d, f.rows.count - 1, step * f.group)",
     ),
     Mutant(
-        "spans cross the copied chunks",
+        "no chunk after the copied ones is stored",
         "stages",
-        "        if panel.first < f.copied:\n",
-        "        if panel.first < 0:\n",
+        "for part in (before, after):",
+        "for part in (before, []):",
     ),
     Mutant(
         "gate's pivots have no SiLU",
@@ -91,7 +94,10 @@ PIVOTS = [
     ),
     Mutant("one token: every segment is the first", "moves", "first = s.start + p0 * s.count", "first = p0 * s.count"),
     Mutant(
-        "tokens first: every segment is loaded from the first", "moves", "t, s.start + p0 * s.count", "t, p0 * s.count"
+        "tokens first: every segment is loaded from the first",
+        "moves",
+        "src = d.columns(x, start + t0, t, s.start +",
+        "src = d.columns(x, start + t0, t,",
     ),
     Mutant(
         "tokens first: every segment is stored to the first",
@@ -105,7 +111,5 @@ PIVOTS = [
         "begin, end = at + (c0 - first) * wide, at + (c1 - first) * wide",
         "begin, end = at, at + (c1 - c0) * wide",
     ),
-    Mutant(
-        "a run has chunks of two widths", "objects", "if run[2] == part[2]:", "if run[2] >= part[2] and run[1] > 0:"
-    ),
+    Mutant("a run has chunks of several widths", "objects", "if run[2] == part[2]:", "if run[1] > 0:"),
 ]
