@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import neuronmm
+from neuronmm.kernels import Form
 from neuronmm.kernels.int8 import dense, quantise
 from neuronmm.models import CompressionSpec, Int8Linear, LowRankLinear, patch
 from neuronmm.models.families import LAYERS, TARGETS
@@ -130,6 +131,34 @@ def fill_tiny(model: PreTrainedModel, spec: CompressionSpec) -> CompressionSpec:
                 _fill(low_rank.A, root[:, None] * vt[: low_rank.rank])
             if linear.bias is not None:
                 low_rank.B.bias.copy_(linear.bias)
+    return spec
+
+
+def pivot_tiny(model: PreTrainedModel) -> CompressionSpec:
+    """Patch ``model`` in place with random factors in pivoted forms.
+
+    Gate, up and down have ranges of pivots that overlap; in layer 1 gate and up share an A. q has an index of pivots.
+    """
+    first, second = (f"{LAYERS}.{i}" for i in range(2))
+    ranks = layer_ranks((*TARGETS["mlp"], "self_attn.q_proj")) | {f"{second}.mlp.up_proj": RANKS["mlp.gate_proj"]}
+    forms: dict[str, dict[str, object]] = {
+        f"{first}.mlp.gate_proj": {"form": "rows", "first": 30},
+        f"{first}.mlp.up_proj": {"form": "rows", "first": 20},
+        f"{second}.mlp.gate_proj": {"form": "rows", "first": 34},
+    }
+    forms |= {f"{layer}.mlp.down_proj": {"form": "columns"} for layer in (first, second)}
+    forms |= {f"{layer}.self_attn.q_proj": {"form": "rows"} for layer in (first, second)}
+    shared = {f"{second}.mlp.up_proj": f"{second}.mlp.gate_proj"}
+    spec = make_spec(ranks, shared=shared, forms=forms, format=2)
+    patch(model, spec)
+    with torch.no_grad():
+        for name in spec.ranks:
+            low_rank = model.get_submodule(name)
+            assert isinstance(low_rank, LowRankLinear)
+            for factor in [low_rank.B] if name in shared else [low_rank.A, low_rank.B]:
+                factor.weight.normal_(std=factor.weight.shape[1] ** -0.5)
+            if low_rank.form is Form.ROWS and low_rank.first_pivot is None:
+                low_rank.pivots.copy_(torch.arange(0, 2 * low_rank.rank, 2))
     return spec
 
 
