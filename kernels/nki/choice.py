@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronmm.kernels.factors import Form
 from neuronmm.kernels.hardware import NeuronCore
 from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
 from neuronmm.kernels.nki.layout import FactorPlan, Packing
 from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, Ranks
 from neuronmm.kernels.nki.tiling import solve
-from neuronmm.kernels.ops import KernelError
+from neuronmm.kernels.ops import Form, KernelError
 
 
 def tokens_first(layout: str) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
-from neuronmm.kernels.factors import Form
 from neuronmm.kernels.hardware import TRN1
 from neuronmm.kernels.nki import low_rank_matmul as matmul
 from neuronmm.kernels.nki import low_rank_mlp as mlp
@@ -28,6 +27,7 @@ from neuronmm.kernels.nki.choice import (
 from neuronmm.kernels.nki.dialect_neuronxcc import Dialect
 from neuronmm.kernels.nki.objects import Options, Sizes, factor
 from neuronmm.kernels.nki.problem import Blocks, Ranks
+from neuronmm.kernels.ops import Form
 
 
 def low_rank_matmul(

@@ -16,12 +16,12 @@ from typing import Any
 
 import nki
 
-from neuronmm.kernels.factors import Form
 from neuronmm.kernels.hardware import TRN2
 from neuronmm.kernels.nki import jitted
 from neuronmm.kernels.nki.choice import linear_blocks, linear_plans, mlp_blocks, mlp_plans, sizes, tokens_first
 from neuronmm.kernels.nki.objects import Chunks
 from neuronmm.kernels.nki.problem import Blocks, Ranks
+from neuronmm.kernels.ops import Form
 
 
 def low_rank_matmul(

@@ -17,11 +17,10 @@ Pivots that are not consecutive would be a gather, which the kernels do not have
 
 from __future__ import annotations
 
-from neuronmm.kernels.factors import Form
 from neuronmm.kernels.nki.layout import Packing
 from neuronmm.kernels.nki.objects import Chunks
 from neuronmm.kernels.nki.problem import Ranks
-from neuronmm.kernels.ops import KernelError
+from neuronmm.kernels.ops import Form, KernelError
 
 
 def linear_packings(

@@ -10,7 +10,7 @@ A packed weight is a flat tensor of *panels*. A panel is a few complete column c
 [partitions, row chunks, columns]. The part of each partition is contiguous, 8 KiB or more if the weight is large enough
 (a DMA reaches 0.97 of its rate with rows of 4 KiB, 0.21 with 512 bytes). The last panels are smaller, so that little is
 left to compute when the last byte of a weight arrives. If the row chunks have different widths, a partition has only
-those that are wide enough, so that little is padded.
+those that are wide enough, or a little less, so that little is padded.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.nki.objects import Chunks, Factor, Panel, Piece
+from neuronmm.kernels.nki.objects import Chunks, Factor, Panel, Piece, Segment
 
 ROW_BYTES = 8192
 """Least bytes of a partition's row of a panel, if the weight is large enough."""
 LAST_ROW_BYTES = 2048
 """The same for the last panels of a weight."""
+ENGINES = 16
+"""DMA engines: each moves some of a transfer's partitions."""
 
 FactorPlan = tuple[Any, ...]
 """A :class:`Packing` as numbers and tuples of numbers (:meth:`Packing.plan`)."""
@@ -82,7 +84,7 @@ class Packing:
 
     @property
     def elements(self) -> int:
-        """Elements of the packed tensor. The padding is less than the rows of one partition per segment."""
+        """Elements of the packed tensor, padding included."""
         return self._rows * sum(panel.columns for panel in self.panels())
 
     @property
@@ -93,11 +95,17 @@ class Packing:
     @property
     def _rows(self) -> int:
         """Rows of a column, padding included."""
-        return sum(s.width * s.count for s in self._segments)
+        return sum(partitions * s.count for s, partitions in self._segments())
 
-    @property
-    def _segments(self) -> list[Any]:
-        return [s for s in self.rows.segments if s.first < self.stored]
+    def _segments(self) -> list[tuple[Segment, int]]:
+        """Return the stored segments of the rows with their partitions, padding included.
+
+        They are padded to multiples of :data:`ENGINES` if that makes the transfers shorter.
+        """
+        stored = [s for s in self.rows.segments if s.first < self.stored]
+        widest = max(s.width for s in stored)
+        padded = [(s, min(widest, -(-s.width // ENGINES) * ENGINES)) for s in stored]
+        return min([(s, s.width) for s in stored], padded, key=_rows_per_engine)
 
     def chunks_of_panels(self) -> list[int]:
         """Return the column chunks of each panel if none is copied. A panel begins every ``group`` chunks."""
@@ -129,8 +137,7 @@ class Packing:
         """Return the pieces of every panel: partitions with the same row chunks, and consecutive ones among these."""
         pieces: list[Piece] = []
         offset = 0
-        for begin, end in pairwise([0, *sorted({s.width for s in self._segments})]):
-            wide = [s for s in self._segments if s.width >= end]
+        for begin, end, wide in _bands(self._segments()):
             chunks, index = sum(s.count for s in wide), 0
             for s in wide:
                 if index and pieces[-1].last == s.first:
@@ -172,9 +179,9 @@ def pack(weight: Tensor, scale: Tensor | None = None, packing: Packing | None = 
     parts = []
     for panel, part in zip(f.panels, chunks.split([panel.columns for panel in f.panels]), strict=True):
         assert len(part) == panel.columns
-        for group in _bands(f):
-            band = torch.cat([part[:, p.first : p.last, p.begin : p.end] for p in group], dim=1)
-            parts.append(band.permute(2, 1, 0).reshape(-1))
+        for begin in sorted({p.begin for p in f.pieces}):
+            band = [part[:, p.first : p.last, p.begin : p.end] for p in f.pieces if p.begin == begin]
+            parts.append(torch.cat(band, dim=1).permute(2, 1, 0).reshape(-1))
     return torch.cat(parts)
 
 
@@ -221,6 +228,12 @@ def _stored_index(f: Factor, columns: list[int]) -> list[int]:
     return [i if i < start else i - f.rows.size for i in columns]
 
 
-def _bands(f: Factor) -> list[list[Piece]]:
-    """Return the pieces with the same partitions together."""
-    return [[p for p in f.pieces if p.begin == begin] for begin in sorted({p.begin for p in f.pieces})]
+def _bands(segments: list[tuple[Segment, int]]) -> list[tuple[int, int, list[Segment]]]:
+    """Return ranges of partitions, each with the segments that have them."""
+    bounds = pairwise([0, *sorted({partitions for _, partitions in segments})])
+    return [(begin, end, [s for s, partitions in segments if partitions >= end]) for begin, end in bounds]
+
+
+def _rows_per_engine(segments: list[tuple[Segment, int]]) -> int:
+    """Return the row chunks that the busiest DMA engine moves per column."""
+    return sum(-(-(end - begin) // ENGINES) * sum(s.count for s in wide) for begin, end, wide in _bands(segments))

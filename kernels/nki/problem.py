@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuronmm.kernels.factors import Form
 from neuronmm.kernels.hardware import DTYPE_BYTES
-from neuronmm.kernels.ops import KernelError
+from neuronmm.kernels.ops import Form, KernelError
 
 LARGEST = 1 << 20
 """Upper bound of every dimension. No model exceeds it, and the solver looks at every panel of a weight."""

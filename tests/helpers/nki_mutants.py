@@ -60,24 +60,14 @@ MUTANTS = [
         "acc = d.sbuf((cut.width, n, t), d.float32)",
     ),
     Mutant("the result takes more than one bank", "matmuls", "max(1, BANK // tokens)", "max(1, 2 * BANK // tokens)"),
-    Mutant(
-        "one matmul for all tokens of a strip",
-        "matmuls",
-        "split(d, tokens, moving):",
-        "split(d, tokens, 0):",
-    ),
+    Mutant("one matmul for all tokens of a strip", "matmuls", "split(d, tokens, moving):", "split(d, tokens, 0):"),
     Mutant(
         "blocks are summed in bfloat16",
         "stages",
         "to.sums.append(d.sbuf(shape, d.float32))",
         "to.sums.append(d.sbuf(shape, dtype))",
     ),
-    Mutant(
-        "a block overwrites the sum",
-        "stages",
-        "if begins else ADD\n",
-        "if begins else COPY\n",
-    ),
+    Mutant("a block overwrites the sum", "stages", "if begins else ADD\n", "if begins else COPY\n"),
     Mutant("the second block starts a new sum", "stages", "begins = first == 0\n", "begins = first <= 1\n"),
     Mutant(
         "the last chunk of the output is not stored",

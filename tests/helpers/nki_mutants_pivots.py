@@ -77,7 +77,7 @@ PIVOTS = [
         "(max(begin, resume), end)",
         "(max(begin, resume + 1), end)",
     ),
-    Mutant("partitions have chunks that are too narrow", "layout", "if s.width >= end]", "if s.width > 0]"),
+    Mutant("partitions have chunks that are too narrow", "layout", "if partitions >= end]", "if partitions > 0]"),
     Mutant(
         "ranks are not cut",
         "forms",

@@ -170,10 +170,9 @@ def test_packing_is_inverted_with_the_identity_block(sizes: dict[str, Any], dtyp
         assert packed.shape == (packing.elements,)
         assert torch.equal(unpacked(packing.factor(packed)), full)
         assert torch.equal(unpacked(factor(packed, packing.plan())), full)
-        segments = len(packing.rows.segments)
-        assert packing.elements <= weight.numel() + segments * (packing.rows.count - 1) * sum(
-            panel.columns for panel in packing.panels()
-        )
+        padding = 1 if len(packing.rows.segments) == 1 else 15
+        columns = sum(panel.columns for panel in packing.panels())
+        assert packing.elements <= weight.numel() + padding * packing.rows.count * columns
 
 
 def test_what_the_kernels_do_not_support_is_refused() -> None:
@@ -242,8 +241,8 @@ def test_decode_reads_every_stored_weight_once(kernels: Any, name: str, tokens: 
 
 
 @pytest.mark.parametrize("overlap", [70, 171, 300])
-def test_ranges_that_are_not_multiples_of_128_read_no_more(kernels: Any, overlap: int) -> None:
-    """Packing pads only the last partition of each segment."""
+def test_ranges_that_are_not_multiples_of_128_read_little_more(kernels: Any, overlap: int) -> None:
+    """Packing pads the chunks of a segment to a multiple of 16 partitions, or only the last partition."""
     hidden, middle, rank = 576, 1536, 417
     problem = MlpProblem(
         1, hidden, middle, rank, rank, rank, shared=True, gate_first=middle - 2 * rank + overlap, down_last=True
@@ -253,7 +252,7 @@ def test_ranges_that_are_not_multiples_of_128_read_no_more(kernels: Any, overlap
     for core in (TRN1, TRN2):
         trace = trace_of(kernels, problem, core)
         assert trace.multiply_adds() == numbers + hidden
-        assert 2 * (numbers + 2 * hidden) <= sum(trace.traffic()) <= 1.01 * 2 * numbers + 4 * hidden
+        assert 2 * (numbers + 2 * hidden) <= sum(trace.traffic()) <= 1.09 * 2 * numbers + 4 * hidden
 
 
 def test_linears_read_every_stored_weight_once(kernels: Any) -> None:
