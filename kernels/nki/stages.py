@@ -76,6 +76,7 @@ def _add_matmul(
     d: Any, to: Accumulation, x: Parts, first: int, last: int, ends: bool, tokens: int, blocks: Sizes, dtype: Any,
     scaled: bool, scale: Any,
 ) -> None:  # fmt: skip
+    """Add the matmul of ``x`` with the stored row chunks [first, last); ``ends``: the sum is then complete."""
     begins = first == 0
     panels = to.f.panels
     for block in split(d, len(panels), blocks.panels):
