@@ -14,14 +14,15 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import inspect
 from neuronmm.models.neuronx.architecture import Architecture
+from neuronmm.models.spec import PivotedForm
 from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_finite, check_pivots
 
 
 class Checkpoint:
     """A dense or compressed checkpoint. The constructor reads only config.json and the headers of the shards.
 
-    ``ranks``: the rank of each factorised linear by name. ``shared``: linear -> the linear whose A it uses. The hosts'
-    kernels take two factors, so linears in a pivoted form are expanded when they are read.
+    ``ranks``: the rank of each factorised linear by name. ``shared``: linear -> the linear whose A it uses. ``forms``:
+    the linears that are not stored as two factors.
 
     Raises:
         UserError: a shard is corrupt or missing, config.json disagrees with the weights, or the Neuron hosts cannot
@@ -34,7 +35,7 @@ class Checkpoint:
         self.architecture = Architecture.of(content.settings, str(folder / "config.json"))
         self.ranks: dict[str, int] = dict(content.spec.ranks) if content.spec else {}
         self.shared: dict[str, str] = dict(content.spec.shared) if content.spec else {}
-        self._forms = dict(content.spec.forms) if content.spec else {}
+        self.forms: dict[str, PivotedForm] = dict(content.spec.forms) if content.spec else {}
         self._files = content.files
 
     def has(self, name: str) -> bool:
@@ -54,13 +55,21 @@ class Checkpoint:
             return Int8(tensor, self._read(f"{name}_scale").float()).dequantise(self.dtype)
         return tensor.to(self.dtype)
 
+    def stored(self, linear: str, factor: str) -> Tensor:
+        """Read ``factor`` A or B of a factorised linear as its form stores it.
+
+        Raises:
+            UserError: as :meth:`tensor`.
+        """
+        return self.tensor(f"{linear}.{factor}.weight")
+
     def factor(self, linear: str, factor: str) -> Tensor:
         """Read ``factor`` A [r, in] or B [out, r] of a factorised linear, with the rows or columns of its pivots.
 
         Raises:
             UserError: as :meth:`tensor`, or the pivots are invalid.
         """
-        stored, entry = self.tensor(f"{linear}.{factor}.weight"), self._forms.get(linear)
+        stored, entry = self.stored(linear, factor), self.forms.get(linear)
         if entry is None or factor != {"rows": "B", "columns": "A"}[entry.form]:
             return stored
         rank = self.ranks[linear]
@@ -76,7 +85,7 @@ class Checkpoint:
 
     def bias(self, linear: str) -> str:
         """Return the name that the bias of a linear has if it has one."""
-        in_b = linear in self.ranks and (linear not in self._forms or self._forms[linear].form != "rows")
+        in_b = linear in self.ranks and (linear not in self.forms or self.forms[linear].form != "rows")
         return f"{linear}.B.bias" if in_b else f"{linear}.bias"
 
     def _read(self, name: str) -> Tensor:
