@@ -72,6 +72,11 @@ def _linear(
         return
     rank, entry, int8 = spec.ranks[name], spec.forms.get(name), spec.factors == "int8"
     form = None if entry is None else entry.form
+    first = None if entry is None else entry.first
+    if first is not None and first + rank > out_features:
+        raise UserError(
+            f"{name!r} has {out_features} outputs, so its first pivot cannot be {first}; config.json is wrong"
+        )
     shapes = {
         "A": (rank, in_features - rank if form == "columns" else in_features),
         "B": (out_features - rank if form == "rows" else out_features, rank),

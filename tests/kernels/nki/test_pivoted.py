@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nki_cases import to_torch
 
 from draws import examples
-from error_rule import assert_twice_plain, draws
+from error_rule import assert_twice_plain, draws_to_pool
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.emulator.nki.trace import Engine, Space, Trace
 from neuronmm.emulator.timing import report, simulate
@@ -59,7 +59,7 @@ def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def seeds_for(dtype: torch.dtype, independent: int) -> range:
-    return range(draws(independent) if dtype is torch.bfloat16 else 1)
+    return range(draws_to_pool(independent) if dtype is torch.bfloat16 else 1)
 
 
 @st.composite
