@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from nki_cases import Case, baselines_of, kernel_modules, to_numpy, to_torch, two_kernel_mlp
 from nki_mutants import MUTANTS, battery, planted
 from nki_mutants_cutting import CUTTING
+from nki_mutants_pivots import PIVOTS
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.kernels.nki.problem import Blocks
@@ -31,13 +32,14 @@ DTYPES = (torch.bfloat16, torch.float32)
 TOKENS = (5, 200)
 LINEAR = (576, 320, 1000)
 MLP = (576, (320, 200, 352), 1536)
-PLANTED = [*MUTANTS, *CUTTING]
+PLANTED = [*MUTANTS, *CUTTING, *PIVOTS]
 SIZES = Blocks(tokens=128, moving=128, depth=2, intermediate=4)
 OPTIONS: dict[str, dict[str, bool]] = {
     "": {},
     "RMSNorm, residual": {"norm": True, "residual": True},
     "[tokens, features]": {"tokens_first": True},
 }
+PIVOTED: dict[str, int | str] = {"row form": 300, "column form": "columns"}
 
 TITLE = "# The Trainium kernels under the emulator"
 ACCURACY = f"""\
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/results"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    lines = list(track(accuracy(), "accuracy", total=len(DIALECTS) * len(DTYPES) * len(TOKENS) * 13))
+    lines = list(track(accuracy(), "accuracy", total=len(DIALECTS) * len(DTYPES) * len(TOKENS) * 16))
     caught = [caught_by(mutant) for mutant in track(PLANTED, "planted bugs")]
     (args.output / "nki.md").write_text("\n".join(document(lines, caught)) + "\n", encoding="utf-8")
 
@@ -104,6 +106,11 @@ def results(
         yield f"low_rank_swiglu_mlp {what}", case.run(kernels, dialect), case.exact(), case.plain()
     case = Case.mlp(MLP[0], MLP[2], (320, 320, 352), tokens, dtype, shared=True)
     yield "low_rank_swiglu_mlp one A", case.run(kernels, dialect), case.exact(), case.plain()
+    for what, pivots in PIVOTED.items():
+        case = Case.linear(*LINEAR, tokens, dtype, pivots=pivots)
+        yield f"low_rank_matmul {what}", case.run(kernels, dialect), case.exact(), case.plain()
+    case = Case.mlp(MLP[0], MLP[2], MLP[1], tokens, dtype, pivots=(1000, 1100, "columns"))
+    yield "low_rank_swiglu_mlp pivoted", case.run(kernels, dialect), case.exact(), case.plain()
     case = Case.mlp(MLP[0], MLP[2], MLP[1], tokens, dtype)
     yield "the MLP in two kernels", two_kernel_mlp(case, kernels, dialect, SIZES), case.exact(), case.plain()
     case = Case.linear(*LINEAR, tokens, dtype)

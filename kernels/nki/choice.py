@@ -8,13 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm.kernels.hardware import NeuronCore
-from neuronmm.kernels.nki.layout import Packing
+from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
+from neuronmm.kernels.nki.layout import FactorPlan, Packing
 from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, Ranks
 from neuronmm.kernels.nki.tiling import solve
-from neuronmm.kernels.ops import KernelError
-
-FactorPlan = tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]
-"""Rows, columns, column chunks per panel, and (offset, first chunk, last chunk, columns) of each panel."""
+from neuronmm.kernels.ops import Form, KernelError
 
 
 def tokens_first(layout: str) -> bool:
@@ -35,9 +33,15 @@ def sizes(x: Any, first: bool) -> tuple[int, int]:
 
 def factor_plan(rows: int, columns: int, x: Any) -> FactorPlan:
     """Return how a weight [columns, rows] of ``x``'s dtype is packed."""
-    packing = Packing.of(rows, columns, 4 if _dtype(x) == "float32" else 2)
-    panels = tuple((p.offset, p.first, p.last, p.columns) for p in packing.panels())
-    return rows, columns, packing.group, panels
+    return Packing.of(rows, columns, _element_bytes(x)).plan()
+
+
+def linear_plans(
+    inputs: int, rank: int, outputs: int, x: Any, form: Form = Form.TWO, pivots: int = 0
+) -> tuple[FactorPlan, FactorPlan]:
+    """Return how A and B of a linear are packed; ``pivots``: in the row form, the first of the pivots."""
+    a, b = linear_packings(inputs, rank, outputs, _element_bytes(x), form, pivots)
+    return a.plan(), b.plan()
 
 
 def mlp_plans(hidden: int, ranks: Ranks, x: Any, shared: bool, partial: bool = False) -> tuple[FactorPlan, ...]:
@@ -45,24 +49,18 @@ def mlp_plans(hidden: int, ranks: Ranks, x: Any, shared: bool, partial: bool = F
 
     A factor that the variant does not read repeats another one (:func:`.low_rank_mlp.weights`).
     """
-    gate_a = factor_plan(hidden, ranks.gate, x)
-    down_a = factor_plan(ranks.intermediate, ranks.down, x)
-    return (
-        gate_a,
-        factor_plan(ranks.gate, ranks.intermediate, x),
-        gate_a if shared else factor_plan(hidden, ranks.up, x),
-        factor_plan(ranks.gate if shared else ranks.up, ranks.intermediate, x),
-        down_a,
-        down_a if partial else factor_plan(ranks.down, hidden, x),
-    )
+    plans = [packing.plan() for packing in mlp_packings(hidden, ranks, shared, _element_bytes(x))]
+    return *plans[:5], plans[4] if partial else plans[5]
 
 
 def linear_blocks(
-    x: Any, rank: int, outputs: int, core: NeuronCore, norm: bool = False, residual: bool = False, first: bool = False
-) -> Blocks:
+    x: Any, rank: int, outputs: int, core: NeuronCore, norm: bool = False, residual: bool = False, first: bool = False,
+    form: Form = Form.TWO, pivots: int = 0,
+) -> Blocks:  # fmt: skip
     """Return the solver's block sizes of ``y = B (A x)`` for this input."""
     inputs, tokens = sizes(x, first)
-    return solve(Problem(tokens, inputs, rank, outputs, _dtype(x), norm, residual, first), core).blocks
+    shape = tokens, inputs, rank, outputs
+    return solve(Problem(*shape, _dtype(x), norm, residual, first, form, pivots), core).blocks
 
 
 def mlp_blocks(
@@ -72,7 +70,12 @@ def mlp_blocks(
     """Return the solver's block sizes of the MLP for this input."""
     hidden, tokens = sizes(x, first)
     shape = tokens, hidden, ranks.intermediate, ranks.gate, ranks.up, ranks.down
-    return solve(MlpProblem(*shape, _dtype(x), shared, norm, residual, first), core).blocks
+    pivots = ranks.gate_first, ranks.up_first, ranks.down_last
+    return solve(MlpProblem(*shape, _dtype(x), shared, norm, residual, first, *pivots), core).blocks
+
+
+def _element_bytes(x: Any) -> int:
+    return 4 if _dtype(x) == "float32" else 2
 
 
 def _dtype(x: Any) -> str:

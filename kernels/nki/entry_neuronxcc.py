@@ -15,26 +15,37 @@ from typing import Any
 from neuronmm.kernels.hardware import TRN1
 from neuronmm.kernels.nki import low_rank_matmul as matmul
 from neuronmm.kernels.nki import low_rank_mlp as mlp
-from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans, sizes, tokens_first
+from neuronmm.kernels.nki.choice import (
+    factor_plan,
+    linear_blocks,
+    linear_plans,
+    mlp_blocks,
+    mlp_plans,
+    sizes,
+    tokens_first,
+)
 from neuronmm.kernels.nki.dialect_neuronxcc import Dialect
 from neuronmm.kernels.nki.objects import Options, Sizes, factor
 from neuronmm.kernels.nki.problem import Blocks, Ranks
+from neuronmm.kernels.ops import Form
 
 
 def low_rank_matmul(
     rank: int, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, bias: bool = False,
-    layout: str = "HSB",
+    layout: str = "HSB", form: Form = Form.TWO, pivots: int = 0,
 ) -> Callable[..., None]:  # fmt: skip
     """Return ``kernel(x, a, b[, bias][, residual], y)``: y = B (A x) (+ bias) (+ residual).
 
-    Dimensions: bias [out]; residual like y.
+    Dimensions: bias [out]; residual like y. ``form``: of a and b, packed by :func:`.forms.linear_packings`. ``pivots``:
+    in the row form, the first of ``rank`` consecutive outputs.
     """
     first = tokens_first(layout)
 
     def compute(x: Any, a: Any, b: Any, y: Any, options: Options) -> None:
         inputs, outputs = sizes(x, first)[0], sizes(y, first)[0]
-        fa, fb = factor(a, factor_plan(inputs, rank, x)), factor(b, factor_plan(rank, outputs, x))
-        chosen = blocks or linear_blocks(x, rank, outputs, TRN1, epsilon > 0, residual, first)
+        plans = linear_plans(inputs, rank, outputs, x, form, pivots)
+        fa, fb = factor(a, plans[0]), factor(b, plans[1])
+        chosen = blocks or linear_blocks(x, rank, outputs, TRN1, epsilon > 0, residual, first, form, pivots)
         matmul.low_rank_matmul(Dialect(), x, fa, fb, y, Sizes(*astuple(chosen)), options)
 
     def low_rank_matmul_kernel(x: Any, a: Any, b: Any, y: Any) -> None:
@@ -71,6 +82,7 @@ def low_rank_swiglu_mlp(
 ) -> Callable[..., None]:  # fmt: skip
     """Return ``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual], y)``: down(silu(gate(x)) * up(x)).
 
+    If ``ranks`` have pivots, :func:`.forms.mlp_packings` says how the factors are packed.
     ``partial``: ``kernel(x, gate_a, gate_b, up_a, up_b, down_a, y)``. y has the down projection's rank; the caller sums
     it over the cores and applies B of down.
     """

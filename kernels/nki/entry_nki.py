@@ -18,18 +18,19 @@ import nki
 
 from neuronmm.kernels.hardware import TRN2
 from neuronmm.kernels.nki import jitted
-from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans, sizes, tokens_first
+from neuronmm.kernels.nki.choice import linear_blocks, linear_plans, mlp_blocks, mlp_plans, sizes, tokens_first
 from neuronmm.kernels.nki.objects import Chunks
 from neuronmm.kernels.nki.problem import Blocks, Ranks
+from neuronmm.kernels.ops import Form
 
 
 def low_rank_matmul(
     rank: int, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, bias: bool = False,
-    layout: str = "HSB",
+    layout: str = "HSB", form: Form = Form.TWO, pivots: int = 0,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return ``launch(x, a, b[, bias][, residual])``: B (A x) (+ bias) (+ residual).
 
-    Dimensions: bias [out]; residual like the output.
+    Dimensions: bias [out]; residual like the output. ``form``, ``pivots``: as in :mod:`.entry_neuronxcc`.
     """
     first = tokens_first(layout)
     if bias:
@@ -39,9 +40,9 @@ def low_rank_matmul(
 
     def launch(x: Any, a: Any, b: Any, *extras: Any) -> Any:
         cut = Chunks(rank)
-        outputs = b.shape[0] // (cut.width * cut.count)
-        chosen = blocks or linear_blocks(x, rank, outputs, TRN2, epsilon > 0, residual, first)
-        plans = factor_plan(sizes(x, first)[0], rank, x), factor_plan(rank, outputs, x)
+        outputs = b.shape[0] // (cut.width * cut.count) + (rank if form is Form.ROWS else 0)
+        chosen = blocks or linear_blocks(x, rank, outputs, TRN2, epsilon > 0, residual, first, form, pivots)
+        plans = linear_plans(sizes(x, first)[0], rank, outputs, x, form, pivots)
         return kernel[1](x, a, b, *extras, *plans, astuple(chosen), epsilon, first)
 
     return launch

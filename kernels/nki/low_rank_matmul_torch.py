@@ -1,7 +1,8 @@
 """The torch reference of the kernels of :mod:`.low_rank_matmul`, on any machine.
 
 A kernel's torch reference has the kernel's name and parameters, without the dialect, the output and the block sizes,
-and returns the output in float32. It reads the same packed weights and the same layouts. The maths is that of
+and returns the output in float32. It reads the same packed weights and the same layouts, and expands pivoted linears
+to two factors. The maths is that of
 :mod:`neuronmm.kernels.reference`; the kernels add RMSNorm of the input, the residual and the layout.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from neuronmm.kernels.nki.layout import unpack
+from neuronmm.kernels.nki.layout import unpacked
 from neuronmm.kernels.nki.objects import Factor, Options
 from neuronmm.kernels.ops import LowRank
 from neuronmm.kernels.reference import low_rank_linear
@@ -24,11 +25,6 @@ def low_rank_matmul(x: Tensor, a: Factor, b: Factor, options: Options) -> Tensor
 def packed_matmul(x: Tensor, w: Factor, options: Options) -> Tensor:
     """Compute ``y = W x``; dimensions as in the kernel."""
     return output(token_rows(x, options) @ unpacked(w).float().T, options)
-
-
-def unpacked(f: Factor) -> Tensor:
-    """Return the weight [out, in] of a packed factor, in its own dtype."""
-    return unpack(f.weights, f.rows.size, f.columns.size)
 
 
 def token_rows(x: Tensor, options: Options) -> Tensor:

@@ -1,6 +1,7 @@
 """``down(silu(gate(x)) * up(x))`` with factorised linears in one kernel.
 
-The activation [intermediate, tokens] exists in SBUF only, a few chunks at a time. Gate and up may share one A.
+The activation [intermediate, tokens] exists in SBUF only, a few chunks at a time. Gate and up may share one A. Gate and
+up may have the row form and down the column form (:mod:`.forms`); a pivot is then an element of the activation.
 :mod:`.low_rank_mlp_torch` computes the same in torch.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from neuronmm.kernels.nki.matmuls import MULTIPLY, SILU, copy_pivots, expand
 from neuronmm.kernels.nki.objects import (
     Factor,
     NKIObject,
@@ -21,11 +23,8 @@ from neuronmm.kernels.nki.objects import (
     split,
 )
 from neuronmm.kernels.nki.stages import (
-    MULTIPLY,
-    SILU,
     Accumulation,
     accumulate_block,
-    expand,
     expand_and_store,
     load_and_contract,
     store_accumulated,
@@ -73,6 +72,8 @@ def low_rank_swiglu_mlp(d: Any, x: Any, w: Weights, y: Any, blocks: Sizes, optio
         x, y, residual: [hidden, tokens]; [tokens, hidden] with ``options.tokens_first``
         w: packed weights, each A [rank, in], each B [out, rank]; a norm's weight is packed into A of gate and up
         y with ``options.partial``: [rank of down, tokens] or its transpose; ``A_down`` of the activation
+
+    A factor with an identity block copies or adds chunks in place of the block's matmuls.
 
     Each weight is read once per strip. The down projection accumulates in PSUM within a block of the activation, and
     in float32 in SBUF over blocks. With one block (``blocks.intermediate`` 0: decode) it accumulates in PSUM alone.
@@ -139,6 +140,8 @@ def swiglu_block(
 ) -> Any:  # fmt: skip
     """Compute ``silu(B_gate gate) * (B_up up)`` for ``count`` chunks of the intermediate dimension from ``first``."""
     act = d.sbuf((gate_b.columns.width, count, tokens), dtype)
+    copy_pivots(d, act, first, SILU, act, gate_b, gate, first, first + count, tokens)
     expand(d, act, first, SILU, act, gate_b, panels_within(gate_b, first, count), gate, tokens, blocks)
+    copy_pivots(d, act, first, MULTIPLY, act, up_b, up, first, first + count, tokens)
     expand(d, act, first, MULTIPLY, act, up_b, panels_within(up_b, first, count), up, tokens, blocks)
     return act

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.nki.low_rank_matmul_torch import output, token_rows, unpacked
+from neuronmm.kernels.nki.layout import unpacked
+from neuronmm.kernels.nki.low_rank_matmul_torch import output, token_rows
 from neuronmm.kernels.nki.low_rank_mlp import Weights
 from neuronmm.kernels.nki.objects import Options
 from neuronmm.kernels.ops import LowRank

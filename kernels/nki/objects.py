@@ -20,25 +20,58 @@ LONG_ROW = 512
 """Strips of this many tokens or more are moved chunk by chunk: a chunk's rows are then long enough for a DMA."""
 
 
-class Chunks(NKIObject):  # type: ignore[misc, valid-type]
-    """A dimension of ``size`` cut into ``count`` chunks of at most 128 partitions.
+class Segment(NKIObject):  # type: ignore[misc, valid-type]
+    """Features [start, start + size) of a dimension, cut into ``count`` chunks, from chunk ``first`` on.
 
-    ``width``: partitions of the widest chunk. ``full``: chunks of that width; the others have one partition less.
+    Feature ``start + p * count + c`` is on partition ``p`` of chunk ``first + c``. ``width``: partitions of the widest
+    chunk. ``full``: chunks of that width; the others have one partition less.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, start: int, size: int, first: int) -> None:
+        self.start = start
+        self.first = first
         self.count = -(-size // PARTITIONS)
         self.width = -(-size // self.count)
         self.full = size - (self.width - 1) * self.count
 
+
+class Chunks(NKIObject):  # type: ignore[misc, valid-type]
+    """A dimension of ``size`` cut into ``count`` chunks of at most 128 partitions.
+
+    ``borders``: increasing features at which a chunk begins; the segments between them are cut separately. ``width``:
+    partitions of the widest chunk.
+    """
+
+    def __init__(self, size: int, borders: tuple[int, ...] = ()) -> None:
+        self.size = size
+        self.borders = borders
+        self.segments = []
+        self.count = 0
+        self.width = 0
+        start = 0
+        for end in borders + (size,):  # noqa: RUF005  # the compilers' subset has no starred tuples
+            if end > start:
+                segment = Segment(start, end - start, self.count)
+                self.segments.append(segment)
+                self.count += segment.count
+                self.width = max(self.width, segment.width)
+                start = end
+
     def length(self, chunk: int) -> int:
         """Partitions of one chunk."""
-        return self.width if chunk < self.full else self.width - 1
+        length = 0
+        for s in self.segments:
+            if s.first <= chunk < s.first + s.count:
+                length = s.width if chunk - s.first < s.full else s.width - 1
+        return length
 
     def start(self, chunk: int) -> int:
-        """Return elements in the chunks before this one."""
-        return chunk * self.width - max(0, chunk - self.full)
+        """Elements in the chunks before this one."""
+        elements = 0
+        for s in self.segments:
+            if chunk >= s.first:
+                elements = s.start + (chunk - s.first) * s.width - max(0, chunk - s.first - s.full)
+        return elements
 
 
 @dataclass
@@ -52,8 +85,29 @@ class Panel(NKIObject):  # type: ignore[misc, valid-type]
 
 
 @dataclass
+class Piece(NKIObject):  # type: ignore[misc, valid-type]
+    """Partitions [begin, end) of row chunks [first, last) of every panel: one transfer.
+
+    These partitions have ``chunks`` row chunks in HBM. The piece starts ``offset`` rows of one column after the panel.
+    """
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    chunks: int
+    offset: int
+
+
+@dataclass
 class Factor(NKIObject):  # type: ignore[misc, valid-type]
     """A packed weight in HBM and how it is packed: ``panels`` of up to ``group`` column chunks.
+
+    A weight of a pivoted linear has an identity block, which is not stored (:mod:`.forms`):
+
+    - ``copied``, row form: column chunk ``copied + i`` of the result is row chunk ``i``; no panel has it. Otherwise -1.
+    - ``stored``, column form: row chunk ``stored + i`` is added to column chunk ``i`` of the result. Otherwise the
+      number of row chunks.
 
     Dimensions: ``weights`` flat; ``rows`` are the weight's input features, ``columns`` its output features.
     """
@@ -63,6 +117,9 @@ class Factor(NKIObject):  # type: ignore[misc, valid-type]
     columns: Chunks
     group: int
     panels: list[Panel]
+    pieces: list[Piece]
+    stored: int
+    copied: int
 
 
 @dataclass
@@ -104,15 +161,19 @@ class Options(NKIObject):  # type: ignore[misc, valid-type]
     partial: bool = False
 
 
-def factor(weights: Any, plan: tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]) -> Factor:
-    """Describe the flat HBM tensor ``weights``, which is packed by ``plan`` (:func:`.choice.factor_plan`)."""
-    rows, columns = Chunks(plan[0]), Chunks(plan[1])
-    elements = rows.width * rows.count * columns.size
-    assert weights.shape[0] == elements, f"packed weight has {weights.shape[0]} elements, not {elements}"
-    panels = []
-    for part in plan[3]:
+def factor(weights: Any, plan: Any) -> Factor:
+    """Describe the flat HBM tensor ``weights``, which is packed by ``plan`` (:meth:`.layout.Packing.plan`)."""
+    panels, columns = [], 0
+    for part in plan[5]:
         panels.append(Panel(part[0], part[1], part[2], part[3]))
-    return Factor(weights, rows, columns, plan[2], panels)
+        columns += part[3]
+    pieces, rows = [], 0
+    for part in plan[6]:
+        pieces.append(Piece(part[0], part[1], part[2], part[3], part[4], part[5]))
+        rows += (part[1] - part[0]) * (part[3] - part[2])
+    assert weights.shape[0] == rows * columns, f"packed weight has {weights.shape[0]} elements, not {rows * columns}"
+    cuts = Chunks(plan[0], plan[1]), Chunks(plan[2], plan[3])
+    return Factor(weights, cuts[0], cuts[1], plan[4], panels, pieces, plan[7], plan[8])
 
 
 def parts_of(d: Any, tile: Any, count: int) -> Parts:
@@ -134,13 +195,21 @@ def split(d: Any, size: int, step: int) -> list[tuple[int, int]]:
 
 
 def even_runs(cut: Chunks, first: int, count: int) -> list[tuple[int, int, int]]:
-    """Split ``count`` chunks from ``first`` into one or two runs of equal width: ``(first chunk, chunks, width)``."""
-    middle = min(max(cut.full, first), first + count)
-    runs = []
-    if middle > first:
-        runs.append((first, middle - first, cut.width))
-    if first + count > middle:
-        runs.append((middle, first + count - middle, cut.width - 1))
+    """Split ``count`` chunks from ``first`` into runs of equal width: ``(first chunk, chunks, width)``."""
+    runs, run, last = [], (first, 0, 0), first + count
+    for s in cut.segments:
+        begin, end = max(first, s.first), min(last, s.first + s.count)
+        middle = min(max(s.first + s.full, begin), end)
+        for part in ((begin, middle, s.width), (middle, end, s.width - 1)):
+            if part[0] < part[1]:
+                if run[2] == part[2]:
+                    run = (run[0], part[1] - run[0], run[2])
+                else:
+                    if run[1] > 0:
+                        runs.append(run)
+                    run = (part[0], part[1] - part[0], part[2])
+    if run[1] > 0:
+        runs.append(run)
     return runs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neuronmm.kernels.hardware import DTYPE_BYTES
-from neuronmm.kernels.ops import KernelError
+from neuronmm.kernels.ops import Form, KernelError
 
 LARGEST = 1 << 20
 """Upper bound of every dimension. No model exceeds it, and the solver looks at every panel of a weight."""
@@ -17,10 +17,11 @@ class Problem:
 
     Dimensions: ``x`` [inputs, tokens], ``A`` [rank, inputs], ``B`` [outputs, rank].
 
-    The options are those of the kernel (:class:`.objects.Options`).
+    The options are those of the kernel (:class:`.objects.Options`). ``form``: that of the linear. ``pivots``: in the
+    row form, the first of ``rank`` consecutive outputs.
 
     Raises:
-        KernelError: a size or the dtype is out of range.
+        KernelError: a size or the dtype is out of range, or the input is normalised and has pivots.
     """
 
     tokens: int
@@ -31,16 +32,22 @@ class Problem:
     norm: bool = False
     residual: bool = False
     tokens_first: bool = False
+    form: Form = Form.TWO
+    pivots: int = 0
 
     def __post_init__(self) -> None:
         _check(self, (self.tokens, self.inputs, self.rank, self.outputs))
+        if self.norm and self.form is Form.COLUMNS:
+            raise KernelError("a kernel cannot normalise an input with pivots: normalise it before the kernel")
 
     @property
     def multiply_adds(self) -> int:
-        return self.tokens * self.rank * (self.inputs + self.outputs)
+        identity = 0 if self.form is Form.TWO else self.rank
+        return self.tokens * self.rank * (self.inputs + self.outputs - identity)
 
     def __str__(self) -> str:
-        return f"x [{self.inputs}, {self.tokens}], A [{self.rank}, {self.inputs}], B [{self.outputs}, {self.rank}]"
+        sizes = f"x [{self.inputs}, {self.tokens}], A [{self.rank}, {self.inputs}], B [{self.outputs}, {self.rank}]"
+        return sizes if self.form is Form.TWO else f"{sizes}, pivoted {self.form.value}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ class MlpProblem:
 
     Dimensions: ``x`` [hidden, tokens], the activation [intermediate, tokens]; ``gate``, ``up`` and ``down`` are ranks.
 
-    ``shared``: gate and up have one A, and ``up`` is not used. The other options are those of the kernel.
+    ``shared``: gate and up have one A, and ``up`` is not used. ``gate_first``, ``up_first``, ``down_last``: as in
+    :class:`Ranks`. The other options are those of the kernel.
 
     Raises:
         KernelError: a size or the dtype is out of range.
@@ -66,18 +74,27 @@ class MlpProblem:
     norm: bool = False
     residual: bool = False
     tokens_first: bool = False
+    gate_first: int | None = None
+    up_first: int | None = None
+    down_last: bool = False
 
     def __post_init__(self) -> None:
         _check(self, (self.tokens, self.hidden, self.intermediate, self.gate, self.up, self.down))
 
     @property
+    def ranks(self) -> Ranks:
+        pivots = self.gate_first, self.up_first, self.down_last
+        return Ranks(self.gate, self.gate if self.shared else self.up, self.down, self.intermediate, *pivots)
+
+    @property
     def multiply_adds(self) -> int:
-        up_rank = self.gate if self.shared else self.up
+        up_rank = self.ranks.up
         first = self.hidden * (self.gate + up_rank * (not self.shared)) + self.intermediate * (self.gate + up_rank)
-        return self.tokens * (first + self.down * (self.intermediate + self.hidden))
+        return self.tokens * (first + self.down * (self.intermediate + self.hidden) - self.ranks.identities)
 
     def __str__(self) -> str:
         ranks = f"ranks {self.gate}, {self.up}, {self.down}" + (", one A for gate and up" if self.shared else "")
+        ranks += ", pivoted" if self.ranks.identities else ""
         return f"MLP of x [{self.hidden}, {self.tokens}], intermediate {self.intermediate}, {ranks}"
 
 
@@ -90,12 +107,25 @@ def _check(problem: Problem | MlpProblem, sizes: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Static sizes of an MLP: the ranks of gate, up and down, and the intermediate dimension."""
+    """Static sizes of an MLP: the ranks of gate, up and down, the intermediate dimension, and the pivots.
+
+    ``gate_first``, ``up_first``: the first intermediate feature of the pivots of a linear in the row form; None: the
+    linear has two factors. ``down_last``: down has the column form, and its pivots are the last intermediate features.
+    """
 
     gate: int
     up: int
     down: int
     intermediate: int
+    gate_first: int | None = None
+    up_first: int | None = None
+    down_last: bool = False
+
+    @property
+    def identities(self) -> int:
+        """Numbers in the identity blocks of the three linears."""
+        pivoted = (self.gate, self.gate_first is not None), (self.up, self.up_first is not None)
+        return sum(rank * rank for rank, has in (*pivoted, (self.down, self.down_last)) if has)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
-"""The stages of the low-rank kernels: matmuls of a strip of tokens with panels of weights, and evictions.
+"""The stages of the low-rank kernels: a strip of tokens past streamed weights, with its loads and stores.
 
-A kernel calls two stages per strip: :func:`load_and_contract` (``A x``) and :func:`expand_and_store` (``B h``). The
-other functions are parts of these, from one PSUM tile (:func:`contract`) up to a streamed weight (:func:`expand`).
+A kernel calls two stages per strip: :func:`load_and_contract` (``A x``) and :func:`expand_and_store` (``B h``). Their
+matmuls are those of :mod:`.matmuls`. If the input of a contraction arrives in blocks, the sums of the blocks are added
+in float32. The identity block of a pivoted linear is a copy in the second stage or an addition in the first
+(:func:`add_pivots`). Neither crosses partitions, as both sides are cut alike (:mod:`.forms`).
 
-The weight is the stationary operand and the tokens move: a 128 x 128 weight block costs 64 cycles for any number of
-tokens from 1 to 64. Every contraction accumulates in PSUM. If its input arrives in blocks, the sums of the blocks are
-added in float32.
-
-``d`` is a dialect object. Tiles are [partitions, chunks, tokens], see :mod:`.layout`. ``wide`` and ``deep`` are the
-partitions of a column chunk and of a row chunk.
+``d`` is a dialect object. Tiles are [partitions, chunks, tokens], see :mod:`.layout`.
 """
 
 from __future__ import annotations
@@ -16,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.kernels.nki.moves import BANK, copy_from_psum, load_bias, load_panels, load_rows, store_rows
+from neuronmm.kernels.nki.matmuls import ADD, BIAS, COLUMNS, COPY, copy_pivots, expand, panel_matmul
+from neuronmm.kernels.nki.moves import load_bias, load_panels, load_rows, store_rows
 from neuronmm.kernels.nki.objects import (
     LONG_ROW,
     PARTITIONS,
@@ -32,111 +30,13 @@ from neuronmm.kernels.nki.objects import (
     split,
 )
 
-COPY, ADD, SILU, MULTIPLY, COLUMNS, BIAS = "copy", "add", "silu", "multiply", "columns", "bias"
-"""What :func:`evict` does to a result on its way out of PSUM: nothing (COPY); adds or multiplies another tile of its
-shape (ADD, MULTIPLY); applies SiLU; multiplies by one number per token, [128, tokens] (COLUMNS); adds one number per
-feature, [partitions, chunks] (BIAS)."""
-
-
-def contract(
-    d: Any, acc: Any, slot: int, tile: Any, at: int, f: Factor, panel: Panel, chunk: int, x: Parts, first: int,
-    last: int, t0: int, t: int,
-) -> None:  # fmt: skip
-    """Compute ``acc[:, slot] += weights^T x`` for one column chunk over row chunks [first, last), in PSUM.
-
-    Dimensions: ``acc`` [columns, chunks, t]; ``tile`` has the panel's chunks [first, last) from element ``at`` on;
-    ``x`` begins at chunk ``first``, of which tokens [t0, t0 + t) are used.
-    """
-    column = at + f.columns.start(chunk) - f.columns.start(panel.first)
-    wide = f.columns.length(chunk)
-    dst = d.at(acc, ((0, wide), slot, (0, t)))
-    for c in d.static_range(last - first):
-        deep = f.rows.length(first + c)
-        at = c * panel.columns + column
-        d.matmul(dst, tile[0:deep, at : at + wide], x.tiles[c][0:deep, x.slots[c], t0 : t0 + t])
-
-
-def groups(d: Any, panel: Panel, tokens: int) -> list[tuple[int, int]]:
-    """Split a panel's chunks into runs whose results for ``tokens`` tokens share a PSUM bank: ``(first, chunks)``."""
-    runs = []
-    for block in split(d, panel.last - panel.first, max(1, BANK // tokens)):
-        runs.append((panel.first + block[0], block[1]))
-    return runs
-
-
-def evict(
-    d: Any, kind: str, out: Any, at: int, acc: Any, slot: int, chunks: int, wide: int, t0: int, t: int, other: Any,
-    column: int, turn: int,
-) -> None:  # fmt: skip
-    """Move ``chunks`` column chunks from ``slot`` of ``acc`` to ``at`` of ``out``, tokens [t0, t0 + t).
-
-    ``kind`` and ``other``: see :data:`COPY`. ``column``: index of the first chunk in the weight. Plain copies alternate
-    between the vector and the scalar engine by ``turn``.
-    """
-    dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))
-    src = acc[0:wide, slot : slot + chunks, 0:t]
-    if kind == SILU:
-        d.silu(dst, src)
-    elif kind == ADD:
-        d.add(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])
-    elif kind == MULTIPLY:
-        d.multiply(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])
-    elif kind == COLUMNS:
-        for c in d.static_range(chunks):
-            one = d.at(out, ((0, wide), at + c, (t0, t0 + t)))
-            d.multiply(one, acc[0:wide, slot + c, 0:t], other[0:wide, t0 : t0 + t])
-    elif kind == BIAS:
-        for c in d.static_range(chunks):
-            one = d.at(out, ((0, wide), at + c, (t0, t0 + t)))
-            d.add_column(one, acc[0:wide, slot + c, 0:t], other[0:wide, column + c : column + c + 1])
-    else:
-        copy_from_psum(d, dst, src, turn)
-
-
-def panel_matmul(
-    d: Any, out: Any, base: int, kind: str, other: Any, tile: Any, at: int, f: Factor, panel: Panel, x: Parts,
-    first: int, last: int, tokens: int, moving: int,
-) -> None:  # fmt: skip
-    """Compute ``out = weights^T x`` for one panel over row chunks [first, last).
-
-    Dimensions: ``out`` [columns, chunks, tokens] from column chunk ``base`` on; ``x`` and ``tile`` (from ``at`` on)
-    have row chunks [first, last); ``other`` as ``kind`` requires.
-    """
-    cut = f.columns
-    for group in groups(d, panel, min(moving, tokens)):
-        j0, n = group
-        for block in split(d, tokens, moving):
-            t0, t = block
-            acc = d.psum((cut.width, n, t))
-            for i in d.static_range(n):
-                contract(d, acc, i, tile, at, f, panel, j0 + i, x, first, last, t0, t)
-            turn = j0 // n + t0 // moving
-            for chunks in even_runs(cut, j0, n):
-                j, m, wide = chunks
-                evict(d, kind, out, j - base, acc, j - j0, m, wide, t0, t, other, j, turn)
-
-
-def expand(
-    d: Any, out: Any, base: int, kind: str, other: Any, f: Factor, panels: list[Panel], h: Parts, tokens: int,
-    blocks: Sizes,
-) -> None:  # fmt: skip
-    """Compute ``out = B h`` for some panels of B, streaming them from HBM; arguments as in :func:`panel_matmul`."""
-    rows = f.rows.count
-    for block in split(d, len(panels), blocks.panels):
-        p0, count = block
-        tile = load_panels(d, f, panels[p0 : p0 + count], 0, rows)
-        at = 0
-        for panel in panels[p0 : p0 + count]:
-            panel_matmul(d, out, base, kind, other, tile, at, f, panel, h, 0, rows, tokens, blocks.moving)
-            at += rows * panel.columns
-
 
 @dataclass
 class Accumulation(NKIObject):  # type: ignore[misc, valid-type]
     """``A x`` of a strip, accumulated over blocks of the input features.
 
-    ``sums``: float32 tiles with the sum of the blocks so far (empty with one block). ``result``: tiles in the
-    activation's dtype, written by the last block. Both have one tile per panel of A.
+    ``sums``: float32 tiles with the sum of the blocks so far (empty with one block and no pivots). ``result``: tiles in
+    the activation's dtype, written by the last block. Both have one tile per panel of A.
     """
 
     f: Factor
@@ -158,8 +58,26 @@ def accumulate_block(
     d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, blocks: Sizes, dtype: Any,
     scaled: bool = False, scale: Any = None,
 ) -> None:  # fmt: skip
-    """Add ``A x`` over row chunks [first, last), those of ``x``; ``scale`` [128, tokens] multiplies the last sum."""
-    begins, ends = first == 0, last == to.f.rows.count
+    """Add ``A x`` over row chunks [first, last), those of ``x``; ``scale`` [128, tokens] multiplies the last sum.
+
+    In the column form ``x`` is one tile, and the last chunks of the input are the pivots.
+    """
+    stored = to.f.stored
+    pivoted = stored < to.f.rows.count
+    if first < stored:
+        _add_matmul(
+            d, to, x, first, min(last, stored), last == stored and not pivoted, tokens, blocks, dtype, scaled, scale
+        )
+    if pivoted and last > stored:
+        add_pivots(d, to, x, first, last, tokens, dtype)
+
+
+def _add_matmul(
+    d: Any, to: Accumulation, x: Parts, first: int, last: int, ends: bool, tokens: int, blocks: Sizes, dtype: Any,
+    scaled: bool, scale: Any,
+) -> None:  # fmt: skip
+    """Add the matmul of ``x`` with the stored row chunks [first, last); ``ends``: the sum is then complete."""
+    begins = first == 0
     panels = to.f.panels
     for block in split(d, len(panels), blocks.panels):
         p0, count = block
@@ -183,6 +101,22 @@ def accumulate_block(
             if ends and scaled and not begins:
                 _scale_columns(d, to.result[p], to.sums[p], to.f.columns, panel, scale, tokens)
             at += (last - first) * panel.columns
+
+
+def add_pivots(d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, dtype: Any) -> None:
+    """Compute the result's chunks whose pivots are in [first, last): the sum of the blocks and the pivot's chunk."""
+    f = to.f
+    for p in d.static_range(len(f.panels)):
+        panel = f.panels[p]
+        begin, end = max(first - f.stored, panel.first), min(last - f.stored, panel.last)
+        if begin < end and begin == panel.first:
+            to.result.append(d.sbuf((f.columns.width, panel.last - panel.first, tokens), dtype))
+        for run in even_runs(f.columns, begin, max(0, end - begin)):
+            k, n, wide = run
+            at, slot = k - panel.first, x.slots[k + f.stored - first]
+            pivots = x.tiles[k + f.stored - first][0:wide, slot : slot + n, 0:tokens]
+            d.add(d.at(to.result[p], ((0, wide), (at, at + n), (0, tokens))), to.sums[p][0:wide, at : at + n, 0:tokens],
+                  pivots)  # fmt: skip
 
 
 def _scale_columns(d: Any, dst: Any, src: Any, cut: Chunks, panel: Panel, scale: Any, tokens: int) -> None:
@@ -222,6 +156,7 @@ def load_and_contract(
     for f in factors:
         accumulations.append(Accumulation(f, [], []))
     scaled = options.epsilon > 0
+    assert not scaled or factors[0].stored == cut.count, "a norm's weight cannot be packed into pivots of the input"
     scale = d.sbuf((PARTITIONS, tokens), d.float32) if scaled else 0.0
     for block in split(d, cut.count, 0 if options.tokens_first else blocks.depth):
         first, count = block
@@ -279,21 +214,19 @@ def expand_and_store(
     """
     cut, tokens_first = f.columns, options.tokens_first
     by_panel = tokens >= LONG_ROW and not tokens_first
-    spans = split(d, len(panels), blocks.panels if by_panel else 0)
     kind, other = COPY, 0.0
     if options.biased:
         kind, other = BIAS, load_bias(d, options.bias, cut)
-    for span in spans:
-        p0, count = span
-        streamed = panels[p0 : p0 + count]
-        first, last = streamed[0].first, streamed[count - 1].last
+    for span in _spans(d, f, panels, blocks.panels if by_panel else 0):
+        first, last = span.first, span.last
         out = d.sbuf((cut.width, last - first, tokens), y.dtype)
         if options.adds:
             extra = d.sbuf((cut.width, last - first, tokens), y.dtype)
             load_rows(d, extra, options.residual, cut, first, last, start, tokens, tokens_first)
             if not options.biased:
                 kind, other = ADD, extra
-        expand(d, out, first, kind, other, f, streamed, h, tokens, blocks)
+        copy_pivots(d, out, first, kind, other, f, h, first, last, tokens)
+        expand(d, out, first, kind, other, f, span.panels, h, tokens, blocks)
         if options.adds and options.biased:
             for chunks in even_runs(cut, first, last - first):
                 j, m, wide = chunks
@@ -301,3 +234,35 @@ def expand_and_store(
                 d.add(d.at(out, ((0, wide), (at, at + m), (0, tokens))), out[0:wide, at : at + m, 0:tokens],
                       extra[0:wide, at : at + m, 0:tokens])  # pyright: ignore[reportPossiblyUnboundVariable]  # fmt: skip
         store_rows(d, y, out, cut, first, last, start, tokens, tokens_first)
+
+
+@dataclass
+class Span(NKIObject):  # type: ignore[misc, valid-type]
+    """Column chunks [first, last) that are stored together: those of ``panels``, and copied ones."""
+
+    first: int
+    last: int
+    panels: list[Panel]
+
+
+def _spans(d: Any, f: Factor, panels: list[Panel], step: int) -> list[Span]:
+    """Return the spans of ``step`` panels (0: one span of everything); copied chunks have spans of their own."""
+    if step == 0:
+        if f.copied < 0:
+            return [Span(panels[0].first, panels[len(panels) - 1].last, panels)]
+        return [Span(0, f.columns.count, panels)]
+    spans = []
+    if f.copied >= 0:
+        for block in split(d, f.rows.count, step * f.group):
+            spans.append(Span(f.copied + block[0], f.copied + block[0] + block[1], []))
+    before, after = [], []
+    for panel in panels:
+        if panel.first < f.copied:
+            before.append(panel)
+        else:
+            after.append(panel)
+    for part in (before, after):
+        for block in split(d, len(part), step):
+            streamed = part[block[0] : block[0] + block[1]]
+            spans.append(Span(streamed[0].first, streamed[block[1] - 1].last, streamed))
+    return spans

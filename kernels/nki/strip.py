@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from neuronmm.kernels.hardware import DTYPE_BYTES, NeuronCore
+from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
 from neuronmm.kernels.nki.layout import Packing
 from neuronmm.kernels.nki.objects import LONG_ROW, PARTITIONS
 from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem
 
 
 class Streamed(NamedTuple):
-    """A packed weight that is read once per strip, in ``turns`` blocks of ``deep`` row chunks."""
+    """A packed weight that is read once per strip, in ``turns`` blocks of at most ``deep`` row chunks."""
 
     packing: Packing
     deep: int
@@ -57,17 +58,12 @@ class Strip:
         self.stages = self._linear(problem) if isinstance(problem, Problem) else self._mlp(problem)
 
     def _linear(self, p: Problem) -> list[Stage]:
-        a, b = Packing.of(p.inputs, p.rank, self.size), Packing.of(p.rank, p.outputs, self.size)
+        a, b = linear_packings(p.inputs, p.rank, p.outputs, self.size, p.form, p.pivots)
         return [self._first([a], p.inputs), self._last(b, p.outputs, self._result_bytes(a))]
 
     def _mlp(self, p: MlpProblem) -> list[Stage]:
-        def of(rows: int, columns: int) -> Packing:
-            return Packing.of(rows, columns, self.size)
-
-        up_rank = p.gate if p.shared else p.up
-        inputs = [of(p.hidden, p.gate)] + ([] if p.shared else [of(p.hidden, p.up)])
-        gate_b, up_b = of(p.gate, p.intermediate), of(up_rank, p.intermediate)
-        down_a, down_b = of(p.intermediate, p.down), of(p.down, p.hidden)
+        gate_a, gate_b, up_a, up_b, down_a, down_b = mlp_packings(p.hidden, p.ranks, p.shared, self.size)
+        inputs = [gate_a] + ([] if p.shared else [up_a])
         chunks = down_a.rows.count
         group = max(gate_b.group, up_b.group)
         block = min(chunks, -(-(self.blocks.intermediate or chunks) // group) * group)
@@ -136,9 +132,9 @@ class Strip:
         tensor = weights = 0.0
         tiles = tile = traffic = 0
         for packing, deep, turns in streamed:
-            panels = len(packing.chunks_of_panels())
-            row = deep * min(packing.group, packing.columns.count) * packing.columns.width * size
-            tensor += packing.rows.count * packing.columns.count * self.matmul_ns
+            panels = len(packing.panels())
+            row = min(deep, packing.stored) * min(packing.group, packing.columns.count) * packing.columns.width * size
+            tensor += packing.stored * packing.computed * self.matmul_ns
             weights += self._dma(packing.elements * size, row)
             traffic += packing.elements * size
             tiles += turns * -(-panels // self.blocks.panels)
@@ -164,13 +160,14 @@ class Strip:
     def _sum_bytes(self, a: Packing, turns: int) -> int:
         """SBUF bytes per partition of ``A x`` while it is summed over ``turns`` blocks.
 
-        The last block replaces the float32 sums panel by panel with its result.
+        The last block, or the addition of the pivots, replaces the float32 sums panel by panel with its result.
         """
-        if turns == 1:
+        if turns == 1 and a.stored == a.rows.count:
             return self._result_bytes(a)
         return a.columns.count * self.tokens * 4 + a.group * self.tokens * self.size
 
     def _addition_ns(self, a: Packing, turns: int) -> float:
-        """Nanoseconds in which the vector engine adds up the sums of the blocks."""
+        """Nanoseconds in which the vector engine adds up the sums of the blocks, and the pivots."""
         banks = a.columns.count * max(1.0, self.tokens / self.core.moving_columns)
-        return (turns - 1) * banks * (self.core.moving_columns + self.core.access_cycles) / self.core.vector_ghz
+        additions = turns - 1 if a.stored == a.rows.count else turns
+        return additions * banks * (self.core.moving_columns + self.core.access_cycles) / self.core.vector_ghz

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from neuronmm.kernels import cache
 from neuronmm.kernels.hardware import DTYPE_BYTES, TRN1, NeuronCore
-from neuronmm.kernels.nki.layout import Packing
+from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
 from neuronmm.kernels.nki.objects import PARTITIONS
 from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem
 from neuronmm.kernels.nki.strip import Strip
@@ -31,7 +31,7 @@ TIE = 0.01
 LONG_TOKEN = 24 << 10
 """Bytes of a token's features that always fit with tokens first and ranks up to 4096. All of them are on one partition,
 beside a panel of weights of the same length. Features first has no such bound: its contraction is done in blocks."""
-SOURCES = ("../hardware.py", "layout.py", "objects.py", "problem.py", "strip.py", "tiling.py")
+SOURCES = ("../hardware.py", "forms.py", "layout.py", "objects.py", "problem.py", "strip.py", "tiling.py")
 """The code that determines a choice, together with the problem and the core."""
 
 
@@ -127,10 +127,11 @@ def consider(problem: Problem | MlpProblem, core: NeuronCore) -> list[tuple[Tili
     strips = sorted({min(problem.tokens, n) for n in range(128, LARGEST_STRIP + 1, 128)})
     size = DTYPE_BYTES[problem.dtype]
     if isinstance(problem, Problem):
-        factors = [Packing.of(problem.inputs, problem.rank, size), Packing.of(problem.rank, problem.outputs, size)]
+        p = problem
+        factors = list(linear_packings(p.inputs, p.rank, p.outputs, size, p.form, p.pivots))
         intermediates: tuple[int, ...] = (Blocks.intermediate,)
     else:
-        factors = [Packing.of(problem.hidden, problem.gate, size), Packing.of(problem.gate, problem.intermediate, size)]
+        factors = list(mlp_packings(problem.hidden, problem.ranks, problem.shared, size)[:2])
         intermediates = tuple(n for n in INTERMEDIATES if n < factors[1].columns.count)
     depths = [n for n in DEPTHS if n == 0 or (n < factors[0].rows.count and not problem.tokens_first)]
     most = max(-(-f.columns.count // f.group) for f in factors)

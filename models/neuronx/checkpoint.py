@@ -15,15 +15,15 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import inspect
 from neuronmm.models.neuronx.architecture import Architecture
-from neuronmm.models.spec import bias_name
+from neuronmm.models.spec import PivotedForm, bias_name
 from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_finite, check_pivots
 
 
 class Checkpoint:
     """A dense or compressed checkpoint. The constructor reads only config.json and the headers of the shards.
 
-    ``ranks``: the rank of each factorised linear by name. ``shared``: linear -> the linear whose A it uses. The hosts'
-    kernels take two factors, so linears in a pivoted form are expanded when they are read.
+    ``ranks``: the rank of each factorised linear by name. ``shared``: linear -> the linear whose A it uses. ``forms``:
+    the linears that are not stored as two factors.
 
     Raises:
         UserError: a shard is corrupt or missing, config.json disagrees with the weights, or the Neuron hosts cannot
@@ -36,7 +36,7 @@ class Checkpoint:
         self.architecture = Architecture.of(content.settings, str(folder / "config.json"))
         self.ranks: dict[str, int] = dict(content.spec.ranks) if content.spec else {}
         self.shared: dict[str, str] = dict(content.spec.shared) if content.spec else {}
-        self._forms = dict(content.spec.forms) if content.spec else {}
+        self.forms: dict[str, PivotedForm] = dict(content.spec.forms) if content.spec else {}
         self._files = content.files
 
     def has(self, name: str) -> bool:
@@ -56,16 +56,24 @@ class Checkpoint:
             return Int8(tensor, self._read(f"{name}_scale").float()).dequantise(self.dtype)
         return tensor.to(self.dtype)
 
+    def stored(self, linear: str, factor: str) -> Tensor:
+        """Read ``factor`` A or B of a factorised linear as its form stores it.
+
+        Raises:
+            UserError: as :meth:`tensor`.
+        """
+        return self.tensor(f"{linear}.{factor}.weight")
+
     def factor(self, linear: str, factor: str) -> Tensor:
         """Read ``factor`` A [r, in] or B [out, r] of a factorised linear, with the rows or columns of its pivots.
 
         Raises:
             UserError: as :meth:`tensor`, or the pivots are invalid.
         """
-        stored, form = self.tensor(f"{linear}.{factor}.weight"), self._form(linear)
+        stored, form = self.stored(linear, factor), self._form(linear)
         if factor == "A":
             return expand_a(stored, form)
-        pivots: int | Tensor | None = self._forms[linear].first if form is Form.ROWS else None
+        pivots: int | Tensor | None = self.forms[linear].first if form is Form.ROWS else None
         if form is Form.ROWS and pivots is None:
             name = f"{linear}.pivots"
             pivots = self._read(name)
@@ -77,7 +85,7 @@ class Checkpoint:
         return bias_name(linear, self._form(linear)) if linear in self.ranks else f"{linear}.bias"
 
     def _form(self, linear: str) -> Form:
-        return Form(self._forms[linear].form) if linear in self._forms else Form.TWO
+        return Form(self.forms[linear].form) if linear in self.forms else Form.TWO
 
     def _read(self, name: str) -> Tensor:
         """Read one tensor as it is stored, and check that its numbers are finite."""

@@ -107,15 +107,14 @@ class LayerGraph:
 
     def _mlp(self, plan: LayerPlan, normed: Any, w: dict[str, Any]) -> Any:
         ops, x = self.ops, self._flat(normed)
-        gate, up, down = (plan[name] for name in ("gate", "up", "down"))
-        if gate.rank and up.rank and down.rank and not (gate.bias or up.bias):
+        ranks, outputs = plan.mlp, plan["down"].outputs
+        if ranks is not None:
             shared, before_b = plan.a_of("gate") == plan.a_of("up"), self._sums_before_b(plan, "down", x)
-            sizes = gate.inputs, gate.outputs, gate.rank, up.rank, down.rank
-            epsilon = self._epsilon(plan, "gate")
-            kernel = kernels.low_rank_swiglu(*sizes, shared, before_b, self.settings.layout, epsilon)
+            hidden, epsilon = plan["gate"].inputs, self._epsilon(plan, "gate")
+            kernel = kernels.low_rank_swiglu(hidden, ranks, shared, before_b, self.settings.layout, epsilon)
             up_a, down_b = ([] if shared else [plan.a_of("up")]), ([] if before_b else ["down.B"])
             factors = [plan.a_of("gate"), "gate.B", *up_a, "up.B", "down.A", *down_b]
-            y = self._call(kernel, x, [w[factor] for factor in factors], down.rank if before_b else down.outputs)
+            y = self._call(kernel, x, [w[factor] for factor in factors], ranks.down if before_b else outputs)
             y = self._sum_over_cores(plan, "down", y, w, before_b)
         else:
             act = ops.f.multiply(ops.silu(self._linear(plan, "gate", x, w)), self._linear(plan, "up", x, w))

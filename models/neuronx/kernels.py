@@ -53,17 +53,14 @@ def packed_linear(inputs: int, outputs: int, layout: str) -> Callable[..., None]
 
 @cache
 def low_rank_swiglu(
-    hidden: int, intermediate: int, gate: int, up: int, down: int, shared: bool, partial: bool, layout: str,
-    epsilon: float = 0.0,
-) -> Callable[..., None]:  # fmt: skip
+    hidden: int, ranks: Ranks, shared: bool, partial: bool, layout: str, epsilon: float = 0.0
+) -> Callable[..., None]:
     """Return ``kernel(x, gate_a, gate_b, up_a, up_b, down_a, down_b, y)``: the MLP of three factorised linears.
 
-    ``gate``, ``up``, ``down``: their ranks. ``shared``: gate and up have one A, and there is no ``up_a``. ``partial``:
-    y is ``A_down`` of the activation, and there is no ``down_b``.
+    ``shared``: gate and up have one A, and there is no ``up_a``. ``partial``: y is ``A_down`` of the activation, and
+    there is no ``down_b``.
     """
     from neuronmm.kernels.nki import entry_neuronxcc as entry
-
-    ranks = Ranks(gate, up, down, intermediate)
 
     def reference(x: Tensor, gate_a: Tensor, gate_b: Tensor, *others: Tensor) -> Tensor:
         up_a, up_b, down_a, *down_b = (gate_a, *others) if shared else others

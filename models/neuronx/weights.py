@@ -5,6 +5,10 @@ core. A dense linear is one matrix [in, out]. A factorised linear is its two fac
 kernels (:func:`neuronmm.kernels.nki.layout.pack`). If all linears that read a norm's result are factorised, their
 kernels normalise the hidden state themselves, and the norm's weight is packed into their A. :func:`names` defines the
 order of the parameters.
+
+On one core, an MLP that one kernel computes keeps gate and up in the row form and down in the column form. All other
+linears in a pivoted form are expanded to two factors, also on several cores: they all run the same kernel, but in a
+contiguous split they have different numbers of pivots.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.nki.layout import pack
+from neuronmm.kernels.nki.forms import mlp_packings
+from neuronmm.kernels.nki.layout import Packing, pack
+from neuronmm.kernels.nki.problem import Ranks
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LINEARS
 from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name
@@ -53,12 +59,13 @@ class LayerPlan:
     """The static part of a layer.
 
     ``linears``: by short name. ``qk_norm``: queries and keys are normalised. ``fused``: the norms of the hidden state
-    that the kernels apply.
+    that the kernels apply. ``mlp``: sizes and pivots of the MLP if one kernel computes it, else None.
     """
 
     linears: tuple[tuple[str, LinearPlan], ...]
     qk_norm: bool
     fused: tuple[str, ...]
+    mlp: Ranks | None
 
     def __getitem__(self, name: str) -> LinearPlan:
         return dict(self.linears)[name]
@@ -66,6 +73,23 @@ class LayerPlan:
     def a_of(self, name: str) -> str:
         """Return the name of the parameter with the A of a factorised linear."""
         return f"{self[name].leader or name}.A"
+
+    @property
+    def pivoted(self) -> tuple[str, ...]:
+        """The linears that keep their pivoted form."""
+        ranks = self.mlp
+        if ranks is None:
+            return ()
+        has = {"gate": ranks.gate_first is not None, "up": ranks.up_first is not None, "down": ranks.down_last}
+        return tuple(name for name, pivots in has.items() if pivots)
+
+    def packings(self, element_bytes: int) -> dict[str, Packing]:
+        """Return how the factors of an MLP with pivots are packed, by the names of the parameters."""
+        if self.mlp is None or not self.pivoted:
+            return {}
+        factors = [f"{name}.{factor}" for name in ("gate", "up", "down") for factor in "AB"]
+        shared = self.a_of("gate") == self.a_of("up")
+        return dict(zip(factors, mlp_packings(self["gate"].inputs, self.mlp, shared, element_bytes), strict=True))
 
     def norm_of(self, name: str) -> str | None:
         """Return the norm that a linear's kernel applies to its input, or None."""
@@ -106,6 +130,7 @@ class Shards:
     def layer(self, index: int) -> list[list[Tensor]]:
         """Read the layer's parameters in the order of :func:`names`, each a list of one tensor per core."""
         plan, checkpoint = self.plans[index], self.checkpoint
+        packings = plan.packings(checkpoint.dtype.itemsize)
         shards: dict[str, list[Tensor]] = {}
         for name, part in NORMS.items():
             full = layer_name(index, f"{part}.weight")
@@ -119,11 +144,13 @@ class Shards:
             else:
                 for factor, split in (("A", name in BY_INPUT), ("B", name not in BY_INPUT)):
                     if factor == "B" or linear.leader is None:
-                        weight = checkpoint.factor(full, factor)
+                        read = checkpoint.stored if name in plan.pivoted else checkpoint.factor
+                        weight = read(full, factor)
                         parts = self._split(name, weight) if split else [weight]
                         norm = plan.norm_of(name) if factor == "A" else None
                         scale = shards[norm][0] if norm else None
-                        packed = [pack(part, scale) for part in parts]
+                        packing = packings.get(f"{name}.{factor}")
+                        packed = [pack(part, scale, packing) for part in parts]
                         shards[f"{name}.{factor}"] = packed if split else packed * self.tp_degree
             if linear.bias:
                 bias = checkpoint.tensor(checkpoint.bias(full))
@@ -164,7 +191,24 @@ class Shards:
         if self.checkpoint.dtype is torch.float16:  # cannot represent the squares of a hidden state
             fused = []
         qk_norm = self.checkpoint.has(layer_name(index, f"{NORMS['q_norm']}.weight"))
-        return LayerPlan(tuple(linears), qk_norm, tuple(fused))
+        return LayerPlan(tuple(linears), qk_norm, tuple(fused), self._mlp(index, dict(linears)))
+
+    def _mlp(self, index: int, linears: dict[str, LinearPlan]) -> Ranks | None:
+        """Return the sizes of an MLP that one kernel computes, with the pivots that it keeps."""
+        gate, up, down = (linears[name] for name in ("gate", "up", "down"))
+        if gate.rank is None or up.rank is None or down.rank is None or gate.bias or up.bias:
+            return None
+        first: dict[str, int | None] = {"gate": None, "up": None, "down": None}
+        for name in first:
+            linear, entry = linears[name], self.checkpoint.forms.get(layer_name(index, LINEARS[name]))
+            assert linear.rank is not None
+            last = gate.outputs - linear.rank
+            begin = last if name == "down" else entry.first if entry else None
+            kept = entry is not None and entry.form == ("columns" if name == "down" else "rows")
+            if kept and self.tp_degree == 1 and begin is not None and begin <= last and last > 0:
+                first[name] = begin
+        pivots = first["gate"], first["up"], first["down"] is not None
+        return Ranks(gate.rank, up.rank, down.rank, gate.outputs, *pivots)
 
 
 def fill(decoder: Any, shards: Shards, to_cores: Callable[[list[Tensor]], Any]) -> None:

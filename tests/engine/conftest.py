@@ -17,7 +17,7 @@ from word_tokenizer import word_tokenizer
 from neuronmm.engine.engine import Engine, load
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import sdk
-from tiny_models import compress_tiny, fill_tiny, make_tiny, shared_spec, vary_norms, write_checkpoint
+from tiny_models import compress_tiny, fill_tiny, make_tiny, pivot_tiny, shared_spec, vary_norms, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +46,8 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.fixture
 def neuron_checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """``neuron_checkpoint("qwen2", "mlp")``: tiny, and ``dense``, ``mlp``, ``mixed`` (see MIXED) or ``shared``:
-    one A for q, k, v and one for gate, up."""
+    """``neuron_checkpoint("qwen2", "mlp")``: tiny, and ``dense``, ``mlp``, ``mixed`` (see MIXED), ``shared``:
+    one A for q, k, v and one for gate, up; or ``pivoted``: see ``pivot_tiny``."""
 
     def make(model_type: str = "llama", kind: str = "dense", dtype: torch.dtype = torch.float32) -> Path:
         folder, model = tmp_path / f"{model_type}-{kind}", vary_norms(make_tiny(model_type, dtype=dtype))
@@ -55,6 +55,8 @@ def neuron_checkpoint(tmp_path: Path) -> Callable[..., Path]:
             model.save_pretrained(folder)
         elif kind == "shared":
             write_checkpoint(model, fill_tiny(model, shared_spec()), folder)
+        elif kind == "pivoted":
+            write_checkpoint(model, pivot_tiny(model), folder)
         else:
             ranks = {f"{LAYERS}.{i}.{name}": EVERY[name] for i in range(2) for name in TARGETS["mlp"]}
             write_checkpoint(model, compress_tiny(model, MIXED if kind == "mixed" else ranks), folder)

@@ -39,7 +39,12 @@ def fresh_session(engine: Engine) -> Session:
 @pytest.mark.parametrize(("tp_degree", "batch"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [*((family, kind) for family in FAMILIES for kind in ("dense", "mixed")), ("llama", "mlp"), ("qwen3", "shared")],
+    [
+        *((family, kind) for family in FAMILIES for kind in ("dense", "mixed")),
+        ("llama", "mlp"),
+        ("llama", "pivoted"),
+        ("qwen3", "shared"),
+    ],
 )
 def test_greedy_tokens_equal_the_cpu_backends(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], model_type: str, kind: str,

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from neuronmm.emulator.nki import Run, TensorSpec, nki_modules, run
+from neuronmm.kernels.factors import Form
 from neuronmm.kernels.hardware import TRN1, TRN2
-from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, mlp_blocks, mlp_plans
-from neuronmm.kernels.nki.layout import pack
+from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, linear_plans, mlp_blocks, mlp_plans
+from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
+from neuronmm.kernels.nki.layout import Packing, pack
 from neuronmm.kernels.nki.problem import Blocks, Ranks
 
 CORES = {"neuronxcc": TRN1, "nki": TRN2}
@@ -48,6 +50,9 @@ class Case:
     Dimensions: activations [features, tokens] whatever the layout, weights [out, in], ``norm`` [in], ``bias`` [out].
 
     ``weights``: (A, B) of a linear, or (A, B) of gate, up and down; a shared A is the same tensor twice.
+
+    ``pivots`` of each linear: None with two factors, the first of the pivots in the row form, or "columns". The weights
+    are those that the form stores.
     """
 
     x: Tensor
@@ -57,24 +62,29 @@ class Case:
     bias: Tensor | None = None
     tokens_first: bool = False
     epsilon: float = field(default=0.0)
+    pivots: tuple[int | str | None, ...] = (None, None, None)
 
     @classmethod
-    def linear(cls, inputs: int, rank: int, out: int, tokens: int, dtype: torch.dtype, **options: Any) -> Case:
-        return cls._make(tokens, inputs, out, [(rank, inputs), (out, rank)], dtype, **options)
+    def linear(
+        cls, inputs: int, rank: int, out: int, tokens: int, dtype: torch.dtype, pivots: int | str | None = None,
+        **options: Any,
+    ) -> Case:  # fmt: skip
+        return cls._make(tokens, inputs, out, stored(inputs, rank, out, pivots), dtype, pivots=(pivots,), **options)
 
     @classmethod
     def mlp(
         cls, hidden: int, middle: int, ranks: tuple[int, int, int], tokens: int, dtype: torch.dtype, **options: Any
     ) -> Case:
-        gate, up, down = ranks
-        shapes = [(gate, hidden), (middle, gate), (up, hidden), (middle, up), (down, middle), (hidden, down)]
+        sizes = (hidden, ranks[0], middle), (hidden, ranks[1], middle), (middle, ranks[2], hidden)
+        pivots = options.get("pivots", (None, None, None))
+        shapes = [shape for size, first in zip(sizes, pivots, strict=True) for shape in stored(*size, first)]
         return cls._make(tokens, hidden, hidden, shapes, dtype, **options)
 
     @classmethod
     def _make(
         cls, tokens: int, inputs: int, out: int, shapes: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0,
         norm: bool = False, residual: bool = False, shared: bool = False, bias: bool = False,
-        tokens_first: bool = False,
+        tokens_first: bool = False, pivots: tuple[int | str | None, ...] = (None, None, None),
     ) -> Case:  # fmt: skip
         random = torch.Generator().manual_seed(seed)
 
@@ -88,12 +98,12 @@ class Case:
         gain, column = 1 + draw(inputs, scale=0.2), draw(out)
         return cls(
             x, tuple(weights), gain if norm else None, extra if residual else None, column if bias else None,
-            tokens_first, 0.03 if norm else 0.0,
+            tokens_first, 0.03 if norm else 0.0, pivots,
         )  # fmt: skip
 
     @property
     def shared(self) -> bool:
-        return len(self.weights) == 6 and self.weights[0] is self.weights[2]
+        return self.is_mlp and self.weights[0] is self.weights[2]
 
     def plain(self) -> Tensor:
         """Return the result in torch, in the case's own dtype."""
@@ -107,9 +117,9 @@ class Case:
         x, w = cast(self.x), [cast(t) for t in self.weights]
         if self.norm is not None:
             x = normalised(x, cast(self.norm), self.epsilon)
-        y = w[1] @ (w[0] @ x)
+        y = pivoted(w[0], w[1], x, self.pivots[0])
         if len(w) == 6:
-            y = w[5] @ (w[4] @ (silu(y) * (w[3] @ (w[2] @ x))))
+            y = pivoted(w[4], w[5], silu(y) * pivoted(w[2], w[3], x, self.pivots[1]), self.pivots[2])
         if self.bias is not None:
             y = y + cast(self.bias)[:, None]
         return y if self.residual is None else y + cast(self.residual)
@@ -117,10 +127,34 @@ class Case:
     def packed(self) -> list[np.ndarray]:
         """Return the packed factors; those that read the input include the norm's weight."""
         readers = (0,) if len(self.weights) == 2 else (0, 2)
-        return [to_numpy(pack(t, self.norm if i in readers else None)) for i, t in enumerate(self.weights)]
+        inputs, size = self.x.shape[0], self.x.itemsize
+        packings: tuple[Packing, ...]
+        if self.is_mlp:
+            packings = mlp_packings(inputs, self.ranks(), self.shared, size)
+        else:
+            packings = linear_packings(inputs, len(self.weights[0]), self.outputs, size, *self.form)
+        parts = enumerate(zip(self.weights, packings, strict=True))
+        return [to_numpy(pack(t, self.norm if i in readers else None, packing)) for i, (t, packing) in parts]
+
+    @property
+    def is_mlp(self) -> bool:
+        return len(self.weights) == 6
+
+    @property
+    def form(self) -> tuple[Form, int]:
+        """Form and pivots of a linear."""
+        first = self.pivots[0]
+        return (Form.ROWS, first) if isinstance(first, int) else (Form.COLUMNS if first else Form.TWO, 0)
+
+    @property
+    def outputs(self) -> int:
+        last = self.pivots[-1 if self.is_mlp else 0]
+        return len(self.weights[-1]) + (len(self.weights[-2]) if isinstance(last, int) else 0)
 
     def ranks(self) -> Ranks:
-        return Ranks(*(len(self.weights[i]) for i in (0, 2, 4)), intermediate=len(self.weights[1]))
+        gate, up, down = (len(self.weights[i]) for i in (0, 2, 4))
+        middle = len(self.weights[1]) + (gate if self.pivots[0] is not None else 0)
+        return Ranks(gate, up, down, middle, *self.pivots[:2], self.pivots[2] is not None)  # type: ignore[arg-type]
 
     def arguments(self) -> list[np.ndarray]:
         """Return the kernel's input tensors in the entries' order, in the case's layout."""
@@ -129,7 +163,7 @@ class Case:
         return [to_numpy(self._laid(self.x)), *self.packed(), *extras]
 
     def output(self) -> TensorSpec:
-        shape = (len(self.weights[-1]), self.x.shape[1])
+        shape = (self.outputs, self.x.shape[1])
         return TensorSpec(shape[::-1] if self.tokens_first else shape, to_numpy(self.x).dtype)
 
     def result(self, array: np.ndarray) -> Tensor:
@@ -148,8 +182,8 @@ class Case:
             *inputs, y = tensors
             norm_residual_layout = self.norm is not None, self.residual is not None, self.tokens_first
             if len(self.weights) == 2:
-                a, b = self.weights
-                chosen = sizes or linear_blocks(x, len(a), len(b), core, *norm_residual_layout)
+                rank = len(self.weights[0])
+                chosen = sizes or linear_blocks(x, rank, self.outputs, core, *norm_residual_layout, *self.form)
                 kernel = kernels.low_rank_matmul.low_rank_matmul
             else:
                 chosen = sizes or mlp_blocks(x, self.ranks(), self.shared, core, *norm_residual_layout)
@@ -172,17 +206,32 @@ class Case:
         )
         if len(self.weights) == 6:
             return {"x": x, "w": self.factors(kernels, x, inputs), "options": options}
-        plans = (factor_plan(w.shape[1], len(w), x) for w in self.weights)
+        plans = linear_plans(self.x.shape[0], len(self.weights[0]), self.outputs, x, *self.form)
         a, b = (kernels.objects.factor(t, plan) for t, plan in zip(inputs, plans, strict=True))
         return {"x": x, "a": a, "b": b, "options": options}
 
     def factors(self, kernels: Any, x: Any, tensors: list[Any]) -> Any:
-        """Return the MLP's weights as its kernel takes them."""
-        hidden = self.weights[0].shape[1]
+        """The MLP's weights as its kernel takes them."""
+        hidden = self.x.shape[0]
         return kernels.low_rank_mlp.weights(tensors, mlp_plans(hidden, self.ranks(), x, self.shared), self.shared)
 
     def _laid(self, activation: Tensor) -> Tensor:
         return activation.T if self.tokens_first else activation
+
+
+def stored(inputs: int, rank: int, out: int, pivots: int | str | None) -> list[tuple[int, int]]:
+    """The shapes of A and B in their form."""
+    rows, columns = isinstance(pivots, int), pivots == "columns"
+    return [(rank, inputs - rank * columns), (out - rank * rows, rank)]
+
+
+def pivoted(a: Tensor, b: Tensor, x: Tensor, pivots: int | str | None) -> Tensor:
+    """``B (A x)`` with the factors of a form, for x [in, tokens], in their dtype."""
+    if pivots == "columns":
+        return b @ (x[-len(a) :] + a @ x[: -len(a)])
+    h = a @ x
+    y = b @ h
+    return torch.cat([y[:pivots], h, y[pivots:]]) if isinstance(pivots, int) else y
 
 
 Baseline = tuple[str, Callable[..., None], list[Tensor], Tensor, Tensor]

@@ -17,8 +17,9 @@ from neuronmm.kernels import nki as package
 
 FOLDER = Path(package.__file__).parent
 FILES = (
-    "problem", "objects", "layout", "strip", "tiling", "choice", "moves", "stages", "low_rank_matmul", "low_rank_mlp",
-    "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc", "entry_nki",
+    "problem", "objects", "layout", "forms", "strip", "tiling", "choice", "moves", "matmuls", "stages",
+    "low_rank_matmul", "low_rank_mlp", "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc",
+    "entry_nki",
 )  # fmt: skip
 """The modules that may have a bug, each after those it imports."""
 
@@ -35,49 +36,39 @@ class Mutant(NamedTuple):
 MUTANTS = [
     Mutant(
         "the last chunk of a contraction is dropped",
-        "stages",
+        "matmuls",
         "range(last - first):\n        deep",
         "range(last - first - 1):\n        deep",
     ),
-    Mutant("a matmul reads the ragged row of a short chunk", "stages", "f.rows.length(first + c)", "f.rows.width"),
+    Mutant("a matmul reads the ragged row of a short chunk", "matmuls", "f.rows.length(first + c)", "f.rows.width"),
     Mutant(
         "a matmul misses the last partition",
-        "stages",
+        "matmuls",
         "deep = f.rows.length(first + c)",
         "deep = f.rows.length(first + c) - 1",
     ),
     Mutant(
         "weights are read one column too far",
-        "stages",
+        "matmuls",
         "at = c * panel.columns + column",
         "at = c * panel.columns + column + 1",
     ),
     Mutant(
         "the result is in SBUF",
-        "stages",
+        "matmuls",
         "acc = d.psum((cut.width, n, t))",
         "acc = d.sbuf((cut.width, n, t), d.float32)",
     ),
-    Mutant("the result takes more than one bank", "stages", "max(1, BANK // tokens)", "max(1, 2 * BANK // tokens)"),
-    Mutant(
-        "one matmul for all tokens of a strip",
-        "stages",
-        "split(d, tokens, moving):",
-        "split(d, tokens, 0):",
-    ),
+    Mutant("the result takes more than one bank", "matmuls", "max(1, BANK // tokens)", "max(1, 2 * BANK // tokens)"),
+    Mutant("one matmul for all tokens of a strip", "matmuls", "split(d, tokens, moving):", "split(d, tokens, 0):"),
     Mutant(
         "blocks are summed in bfloat16",
         "stages",
         "to.sums.append(d.sbuf(shape, d.float32))",
         "to.sums.append(d.sbuf(shape, dtype))",
     ),
-    Mutant(
-        "a block overwrites the sum",
-        "stages",
-        "if begins else ADD\n",
-        "if begins else COPY\n",
-    ),
-    Mutant("the second block starts a new sum", "stages", "begins, ends = first == 0,", "begins, ends = first <= 1,"),
+    Mutant("a block overwrites the sum", "stages", "if begins else ADD\n", "if begins else COPY\n"),
+    Mutant("the second block starts a new sum", "stages", "begins = first == 0\n", "begins = first <= 1\n"),
     Mutant(
         "the last chunk of the output is not stored",
         "stages",
@@ -96,19 +87,19 @@ MUTANTS = [
         "store_rows(d, y, out, cut, first, last, start, tokens,",
         "store_rows(d, y, out, cut, first, last, start + 1, tokens,",
     ),
-    Mutant("the ragged row is not moved", "moves", ", (cut.width - 1, cut.width, first, middle)]", "]"),
+    Mutant("the ragged row is not moved", "moves", ", (s.width - 1, s.width, first, middle)]", "]"),
     Mutant(
         "the ragged row is moved for every chunk",
         "moves",
-        "(cut.width - 1, cut.width, first, middle)]",
-        "(cut.width - 1, cut.width, first, last)]",
+        "(s.width - 1, s.width, first, middle)]",
+        "(s.width - 1, s.width, first, last)]",
     ),
-    Mutant("every block reads the first block's weights", "moves", "panel.offset + first * wide", "panel.offset"),
+    Mutant("every block reads the first block's weights", "moves", "c0 - piece.first) * wide", "0) * wide"),
     Mutant(
         "weights are loaded without their last partition",
         "moves",
-        "d.run(f.weights, panel.offset + first * wide, cut.width,",
-        "d.run(f.weights, panel.offset + first * wide, cut.width - 1,",
+        "d.run(f.weights, offset, piece.end - piece.begin,",
+        "d.run(f.weights, offset, piece.end - piece.begin - 1,",
     ),
     Mutant(
         "a weight tile sixty-four times too large",
@@ -118,20 +109,20 @@ MUTANTS = [
     ),
     Mutant(
         "every token block is written to the first",
-        "stages",
+        "matmuls",
         "dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))",
         "dst = d.at(out, ((0, wide), (at, at + chunks), (0, t)))",
     ),
     Mutant(
         "evictions start at partition 1",
-        "stages",
+        "matmuls",
         "dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))",
         "dst = d.at(out, ((1, wide), (at, at + chunks), (t0, t0 + t)))",
     ),
     Mutant("the residual is not added", "stages", "kind, other = ADD, extra", "kind, other = COPY, extra"),
     Mutant(
         "all tokens get the residual of the first tokens",
-        "stages",
+        "matmuls",
         "d.add(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
         "d.add(dst, src, other[0:wide, at : at + chunks, 0:t])",
     ),
@@ -146,10 +137,10 @@ MUTANTS = [
     ),
     Mutant("the sum of the blocks is not scaled", "stages", "ends and (begins or not scaled)", "ends"),
     Mutant(
-        "all tokens get the scale of the first tokens", "stages", "other[0:wide, t0 : t0 + t])", "other[0:wide, 0:t])"
+        "all tokens get the scale of the first tokens", "matmuls", "other[0:wide, t0 : t0 + t])", "other[0:wide, 0:t])"
     ),
     Mutant(
-        "all panels of a tile read the weights of the first", "stages", "            at += rows * panel.columns\n", ""
+        "all panels of a tile read the weights of the first", "matmuls", "            at += rows * panel.columns\n", ""
     ),
     Mutant(
         "all panels of a tile of A read the weights of the first",
@@ -160,11 +151,11 @@ MUTANTS = [
     Mutant(
         "panels of a tile are one element too far apart",
         "moves",
-        "        at += length\n",
-        "        at += length + 1\n",
+        "        at += (last - first) * wide\n",
+        "        at += (last - first) * wide + 1\n",
     ),
     Mutant(
-        "all groups of chunks get the bias of the first group", "stages", "column + c : column + c + 1", "c : c + 1"
+        "all groups of chunks get the bias of the first group", "matmuls", "column + c : column + c + 1", "c : c + 1"
     ),
     Mutant(
         "only the first chunk of the bias is widened",
@@ -176,19 +167,17 @@ MUTANTS = [
     Mutant(
         "tokens first: every block loads the first tokens",
         "moves",
-        "d.columns(x, start + t0, t, p0",
-        "d.columns(x, start, t, p0",
+        "d.columns(x, start + t0, t, s.start",
+        "d.columns(x, start, t, s.start",
     ),
-    Mutant("tokens first: nothing is transposed", "moves", "d.transpose((n, t), row[0:t, 0:n, c])", "row[0:t, 0:n, c]"),
+    Mutant("tokens first: nothing is transposed", "moves", "d.transpose((n, t), row[0:t, 0:n, i])", "row[0:t, 0:n, i]"),
     Mutant(
         "tokens first: the step between features is one short",
         "moves",
-        "p1 - p0, cut.count, c1)\n                d.load",
-        "p1 - p0, cut.count - 1, c1)\n                d.load",
+        "p1 - p0, s.count, c1)\n                    d.load",
+        "p1 - p0, s.count - 1, c1)\n                    d.load",
     ),
-    Mutant(
-        "tokens first: the ragged row is not stored", "moves", "(cut.width - 1, cut.width, cut.full)]", "(0, 0, 0)]"
-    ),
+    Mutant("tokens first: the ragged row is not stored", "moves", "(s.width - 1, s.width, s.full)]", "(0, 0, 0)]"),
     Mutant(
         "one token: all chunks are written to the first",
         "moves",
@@ -198,19 +187,19 @@ MUTANTS = [
     Mutant(
         "one token: the ragged row is not moved",
         "moves",
-        "in _runs(cut):\n        p0, p1, c1 = run\n        first",
-        "in _runs(cut)[:1]:\n        p0, p1, c1 = run\n        first",
+        "in _runs(s):\n            p0, p1, c1 = run\n            first",
+        "in _runs(s)[:1]:\n            p0, p1, c1 = run\n            first",
     ),
-    Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c], one", "row[0:1, 0:n, 0], one"),
+    Mutant("one token: every chunk is the first", "moves", "row[0:1, 0:n, c - s.first], one", "row[0:1, 0:n, 0], one"),
     Mutant("one token: the input is doubled", "moves", "d.fill(one, 1.0)", "d.fill(one, 2.0)"),
     Mutant("every chunk of a panel is its first one", "stages", "slots.append(slot)", "slots.append(0)"),
     Mutant("the last strip is dropped", "low_rank_matmul", "    if tail > 0:", "    if tail > 1000:"),
     Mutant("the last strip reads the first tokens", "low_rank_matmul", "strips * blocks.tokens, tail", "0, tail"),
     Mutant("strips overlap", "low_rank_matmul", "y, i * blocks.tokens,", "y, i * (blocks.tokens - 1),"),
-    Mutant("no SiLU", "stages", "d.silu(dst, src)", "d.copy(dst, src)"),
+    Mutant("no SiLU", "matmuls", "d.silu(dst, src)", "d.copy(dst, src)"),
     Mutant(
         "the gate is ignored",
-        "stages",
+        "matmuls",
         "d.multiply(dst, src, other[0:wide, at : at + chunks, t0 : t0 + t])",
         "d.copy(dst, src)",
     ),
@@ -325,6 +314,7 @@ def battery(kernels: Any, make: Any) -> None:
     small = kernels.problem.Blocks(tokens=40, moving=24, depth=1, intermediate=2, panels=2)
     parts = kernels.problem.Blocks(tokens=30, moving=30, depth=1)
     long = kernels.problem.Blocks(tokens=520)
+    wide = kernels.problem.Blocks(tokens=520, panels=2)
     for dialect in ("neuronxcc", "nki"):
         for case, sizes in (
             (make.linear(300, 150, 270, 70, torch.float32, norm=True, residual=True), small),
@@ -345,6 +335,13 @@ def battery(kernels: Any, make: Any) -> None:
             (make.linear(257, 40, 300, 1, torch.float32, tokens_first=True), None),
             (make.mlp(140, 700, (100, 60, 80), 50, torch.float32), small),
             (make.mlp(140, 700, (100, 520, 80), 90, torch.float32), small),
+            (make.linear(200, 300, 700, 70, torch.float32, pivots=130, bias=True, residual=True), small),
+            (make.linear(200, 1300, 1700, 520, torch.float32, pivots=129, residual=True), wide),
+            (make.linear(571, 270, 300, 70, torch.float32, pivots="columns"), small),
+            (make.linear(571, 270, 300, 1, torch.float32, pivots="columns"), None),
+            (make.linear(571, 270, 300, 150, torch.float32, pivots="columns", tokens_first=True), None),
+            (make.linear(200, 130, 300, 150, torch.float32, pivots=70, tokens_first=True), None),
+            (make.mlp(140, 900, (330, 200, 410), 50, torch.float32, pivots=(300, 450, "columns")), small),
         ):
             assert_near(case.run(kernels, dialect, sizes), case.exact())
     for layout in ("HSB", "BSH"):
@@ -366,17 +363,27 @@ def battery(kernels: Any, make: Any) -> None:
 
 
 def assert_entries(entry: Any, make: Any, layout: str) -> None:
-    """Assert, in one layout, the kernels that only hosts use: one weight over several strips, and the partial MLP."""
+    """Assert, in one layout, the kernels that only hosts use: one weight over several strips, and the partial MLP.
+
+    The linear with pivots takes the packing of the entries.
+    """
     tokens_first = layout == "BSH"
     case = make.linear(130, 70, 1, 1100, torch.float32, tokens_first=tokens_first)
     shape = (1100, 70) if tokens_first else (70, 1100)
     y = case.result(run(entry.packed_matmul(layout), *case.arguments()[:2], outputs=[TensorSpec(shape)]).outputs[0])
     assert_near(y, case.weights[0].double() @ case.x.double())
-    case = make.mlp(200, 300, (130, 130, 1101), 70, torch.float32, tokens_first=tokens_first)
-    kernel = entry.low_rank_swiglu_mlp(case.ranks(), layout=layout, partial=True)
-    shape = (70, 1101) if tokens_first else (1101, 70)
-    part = case.result(run(kernel, *case.arguments()[:-1], outputs=[TensorSpec(shape)]).outputs[0])
-    assert_near(case.weights[5].double() @ part.double(), case.exact())
+    case = make.linear(130, 260, 700, 30, torch.float32, tokens_first=tokens_first, pivots=140)
+    kernel = entry.low_rank_matmul(260, layout=layout, form=case.form[0], pivots=140)
+    assert_near(case.result(run(kernel, *case.arguments(), outputs=[case.output()]).outputs[0]), case.exact())
+    for middle, ranks, pivots in (
+        (300, (130, 130, 1101), (None, None, None)),
+        (900, (330, 200, 410), (300, 450, "columns")),
+    ):
+        case = make.mlp(200, middle, ranks, 70, torch.float32, tokens_first=tokens_first, pivots=pivots)
+        kernel = entry.low_rank_swiglu_mlp(case.ranks(), layout=layout, partial=True)
+        shape = (70, ranks[2]) if tokens_first else (ranks[2], 70)
+        part = case.result(run(kernel, *case.arguments()[:-1], outputs=[TensorSpec(shape)]).outputs[0])
+        assert_near(case.weights[5].double() @ part.double(), case.exact())
 
 
 def assert_near(actual: torch.Tensor, exact: torch.Tensor) -> None:

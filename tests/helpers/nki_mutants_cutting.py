@@ -7,18 +7,18 @@ from nki_mutants import Mutant
 CUTTING = [
     Mutant(
         "all chunks get the residual of the first chunks",
-        "stages",
+        "matmuls",
         "d.add(dst, src, other[0:wide, at : at + chunks,",
         "d.add(dst, src, other[0:wide, 0:chunks,",
     ),
     Mutant(
         "every scaled chunk is the first",
-        "stages",
+        "matmuls",
         "d.multiply(one, acc[0:wide, slot + c, 0:t]",
         "d.multiply(one, acc[0:wide, slot, 0:t]",
     ),
-    Mutant("all scaled chunks are written to the first", "stages", "at + c, (t0, t0 + t)", "at, (t0, t0 + t)"),
-    Mutant("the bias of a span starts at the first feature", "stages", "other, j, turn", "other, j - base, turn"),
+    Mutant("all scaled chunks are written to the first", "matmuls", "at + c, (t0, t0 + t)", "at, (t0, t0 + t)"),
+    Mutant("the bias of a span starts at the first feature", "matmuls", "other, j, turn", "other, j - base, turn"),
     Mutant(
         "every tile of A loads the first panels",
         "stages",
@@ -78,8 +78,8 @@ CUTTING = [
     Mutant(
         "long rows: a ragged chunk is stored as a full one",
         "moves",
-        "(0, cut.length(first + i), first",
-        "(0, cut.width, first",
+        "(0, s.width if c < s.full else s.width - 1, c",
+        "(0, s.width, c",
     ),
     Mutant(
         "tokens first: a strip is stored at the first tokens",

@@ -169,6 +169,34 @@ def _fill_pivoted(low_rank: LowRankLinear, weight: torch.Tensor) -> None:
     _fill(low_rank.B, weight[others] @ torch.linalg.pinv(weight[pivots]))
 
 
+def pivot_tiny(model: PreTrainedModel) -> CompressionSpec:
+    """Patch ``model`` in place with random factors in pivoted forms.
+
+    Gate, up and down have ranges of pivots that overlap; in layer 1 gate and up share an A. q has an index of pivots.
+    """
+    first, second = (f"{LAYERS}.{i}" for i in range(2))
+    ranks = layer_ranks((*TARGETS["mlp"], "self_attn.q_proj")) | {f"{second}.mlp.up_proj": RANKS["mlp.gate_proj"]}
+    forms: dict[str, dict[str, object]] = {
+        f"{first}.mlp.gate_proj": {"form": "rows", "first": 30},
+        f"{first}.mlp.up_proj": {"form": "rows", "first": 20},
+        f"{second}.mlp.gate_proj": {"form": "rows", "first": 34},
+    }
+    forms |= {f"{layer}.mlp.down_proj": {"form": "columns"} for layer in (first, second)}
+    forms |= {f"{layer}.self_attn.q_proj": {"form": "rows"} for layer in (first, second)}
+    shared = {f"{second}.mlp.up_proj": f"{second}.mlp.gate_proj"}
+    spec = make_spec(ranks, shared=shared, forms=forms, format=2)
+    patch(model, spec)
+    with torch.no_grad():
+        for name in spec.ranks:
+            low_rank = model.get_submodule(name)
+            assert isinstance(low_rank, LowRankLinear)
+            for factor in [low_rank.B] if name in shared else [low_rank.A, low_rank.B]:
+                factor.weight.normal_(std=factor.weight.shape[1] ** -0.5)
+            if low_rank.form is Form.ROWS and low_rank.first_pivot is None:
+                low_rank.pivots.copy_(torch.arange(0, 2 * low_rank.rank, 2))
+    return spec
+
+
 def _fill(factor: torch.nn.Module, weight: torch.Tensor) -> None:
     if isinstance(factor, Int8Linear):
         weight, scales = quantise(weight)

@@ -19,7 +19,7 @@ from neuronmm.kernels.nki import tiling
 from neuronmm.kernels.nki.problem import Ranks
 
 FOLDER = Path(kernels_package.__file__).parent
-BODIES = ("objects", "moves", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
+BODIES = ("objects", "moves", "matmuls", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
 COMPILED = (*BODIES, "dialect_nki", "jitted")
 MODULES = {f"neuronmm.kernels.nki.{name}" for name in COMPILED}
 

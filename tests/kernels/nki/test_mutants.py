@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from nki_mutants import MUTANTS, Mutant, battery, planted
 from nki_mutants_cutting import CUTTING
+from nki_mutants_pivots import PIVOTS
 
 from neuronmm.emulator.nki import NkiError
 
@@ -17,7 +18,7 @@ def test_the_battery_passes_on_the_correct_kernels(kernels: Any, make: Any) -> N
         battery(copy, make)
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *CUTTING], ids=lambda m: m.what.replace(" ", "-"))
+@pytest.mark.parametrize("mutant", [*MUTANTS, *CUTTING, *PIVOTS], ids=lambda m: m.what.replace(" ", "-"))
 def test_the_mutant_is_caught(make: Any, mutant: Mutant) -> None:
     with planted(mutant) as kernels, pytest.raises((NkiError, AssertionError, ValueError)):
         battery(kernels, make)

@@ -92,7 +92,7 @@ def test_traffic_of_the_published_shape_is_that_of_equation_10(kernels: Any) -> 
 def test_a_strip_that_does_not_fit_is_refused(kernels: Any) -> None:
     with pytest.raises(NkiError, match="sbuf capacity") as caught:
         linear(kernels, 8192, 4096, 16384, 2048, Blocks(tokens=2048, depth=8))
-    assert "moves.py" in caught.value.location or "stages.py" in caught.value.location
+    assert any(file in caught.value.location for file in ("moves.py", "matmuls.py", "stages.py"))
 
 
 def test_tails_are_not_padded(kernels: Any) -> None:

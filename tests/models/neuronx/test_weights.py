@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.nki.layout import unpack
+from neuronmm.kernels.nki.layout import unpack, unpacked
+from neuronmm.kernels.nki.problem import Ranks
 from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.families import LINEARS, TARGETS
 from neuronmm.models.neuronx.architecture import Architecture
 from neuronmm.models.neuronx.checkpoint import Checkpoint
 from neuronmm.models.neuronx.settings import Settings
-from neuronmm.models.neuronx.weights import BY_INPUT, NORMS, Shards, names
-from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, vary_norms, write_checkpoint
+from neuronmm.models.neuronx.weights import BY_INPUT, NORMS, LayerPlan, Shards, names
+from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, pivot_tiny, vary_norms, write_checkpoint
 
 LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
 
@@ -25,11 +26,13 @@ def shards(folder: Path, tp_degree: int) -> Shards:
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
-@pytest.mark.parametrize("model_type", list(FAMILIES))
+@pytest.mark.parametrize("model_type", [*FAMILIES, "pivoted"])
 def test_the_cores_together_compute_every_linear(tmp_path: Path, model_type: str, cores: int) -> None:
     """The results of the cores, each from its own part of the weights, concatenate or add up to the model's own."""
-    tiny = vary_norms(make_tiny(model_type))
-    write_checkpoint(tiny, compress_tiny(tiny, layer_ranks(LINEARS_LOW)), tmp_path)
+    pivoted = model_type == "pivoted"
+    tiny = vary_norms(make_tiny("llama" if pivoted else model_type))
+    spec = pivot_tiny(tiny) if pivoted else compress_tiny(tiny, layer_ranks(LINEARS_LOW))
+    write_checkpoint(tiny, spec, tmp_path)
     cut = shards(tmp_path, cores)
     model = load_plain(tmp_path)
     for index in range(2):
@@ -40,7 +43,7 @@ def test_the_cores_together_compute_every_linear(tmp_path: Path, model_type: str
         for name, linear in plan.linears:
             module = model.get_submodule(f"model.layers.{index}.{LINEARS[name]}")
             x = torch.randn(5, module.in_features)
-            parts = [part(weights, name, linear, core, inputs(cut, name, x, core)) for core in range(cores)]
+            parts = [part(weights, plan, name, core, inputs(cut, name, x, core)) for core in range(cores)]
             y = sum(parts) if name in BY_INPUT else gather(cut, name, parts)
             if linear.bias:
                 whole = weights[f"{name}.bias"]
@@ -48,6 +51,22 @@ def test_the_cores_together_compute_every_linear(tmp_path: Path, model_type: str
             if norm := plan.norm_of(name):
                 x = x * model.get_parameter(f"model.layers.{index}.{NORMS[norm]}.weight")
             torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_one_core_keeps_the_pivots_of_an_mlp_that_one_kernel_computes(tmp_path: Path) -> None:
+    """And no identity block: the packed factors have r (in + out - r) numbers, and zeros as padding."""
+    tiny = make_tiny()
+    write_checkpoint(tiny, pivot_tiny(tiny), tmp_path)
+    cut = shards(tmp_path, 1)
+    first, second = cut.plans
+    assert first.mlp == Ranks(12, 16, 8, 48, 30, 20, True) and second.mlp == Ranks(12, 12, 8, 48, 34, None, True)
+    assert first.pivoted == ("gate", "up", "down") and second.pivoted == ("gate", "down")
+    weights = dict(zip(names(first), cut.layer(0), strict=True))
+    sizes = {
+        name: sum(int(weights[f"{name}.{factor}"][0].count_nonzero()) for factor in "AB") for name in first.pivoted
+    }
+    assert sizes == {name: r * (32 + 48 - r) for name, r in (("gate", 12), ("up", 16), ("down", 8))}
+    assert [plan.pivoted for plan in shards(tmp_path, 2).plans] == [(), ()]
 
 
 def test_norms_are_fused_where_all_their_readers_are_factorised(tmp_path: Path) -> None:
@@ -72,12 +91,16 @@ def heads_of(heads: tuple[int | None, ...], x: Tensor) -> Tensor:
     return torch.cat([x.new_zeros(len(x), size) if h is None else x[:, h * size : (h + 1) * size] for h in heads], 1)
 
 
-def part(weights: dict[str, list[Tensor]], name: str, linear: object, core: int, x: Tensor) -> Tensor:
-    """Return a core's part of a linear, with the weights as the graph gets them."""
+def part(weights: dict[str, list[Tensor]], plan: LayerPlan, name: str, core: int, x: Tensor) -> Tensor:
+    """A core's part of a linear, with the weights as the graph gets them."""
+    linear, packings = plan[name], plan.packings(4)
     if linear.rank is None:
         return x @ weights[f"{name}.W"][core]
-    a = unpack(weights[f"{name}.A"][core], linear.inputs, linear.rank)
-    b = unpack(weights[f"{name}.B"][core], linear.rank, linear.outputs)
+    packed = weights[plan.a_of(name)][core], weights[f"{name}.B"][core]
+    if f"{name}.A" in packings:
+        a, b = (unpacked(packings[f"{name}.{f}"].factor(w)) for f, w in zip("AB", packed, strict=True))
+    else:
+        a, b = unpack(packed[0], linear.inputs, linear.rank), unpack(packed[1], linear.rank, linear.outputs)
     return x @ a.T @ b.T
 
 

@@ -1,0 +1,89 @@
+"""How the dimensions of pivoted linears are cut: a range of pivots is a segment, and both its sides are cut alike.
+
+A pivoted linear (:class:`neuronmm.kernels.factors.LowRank`) has an identity block instead of r x r numbers. The kernels
+do not multiply by it and nothing is gathered:
+
+- Row form, ``y = [C h before; h; C h after]``: the stage that expands B copies ``h`` to the chunks of the pivots.
+- Column form, ``h = x[in - r:] + D x[:in - r]``: the contraction adds the last chunks of ``x`` to its sums.
+
+An engine reads and writes the same partitions. So a range of pivots in a dimension, and the rank that it is copied to
+or from, have the same chunks: the dimension is cut at both ends of the range (:class:`.objects.Chunks`). In an MLP the
+three ranges are ranges of the intermediate dimension, which is cut at all of their ends; each rank is cut where the
+ends of the other ranges lie in its own. No dimension but a linear's input or output is in HBM. Every cut may leave a
+chunk of fewer than 128 partitions, hence more matmuls. Ranges that begin and end at multiples of 128 cost none.
+
+Pivots that are not consecutive would be a gather, which the kernels do not have: the caller expands such a linear.
+"""
+
+from __future__ import annotations
+
+from neuronmm.kernels.nki.layout import Packing
+from neuronmm.kernels.nki.objects import Chunks
+from neuronmm.kernels.nki.problem import Ranks
+from neuronmm.kernels.ops import Form, KernelError
+
+
+def linear_packings(
+    inputs: int, rank: int, outputs: int, element_bytes: int, form: Form = Form.TWO, pivots: int = 0
+) -> tuple[Packing, Packing]:
+    """Return how A and B of a linear are packed; ``pivots``: in the row form, the first of ``rank`` outputs.
+
+    Raises:
+        KernelError: the pivots are not consecutive, do not fit, or are all features.
+    """
+    if not isinstance(pivots, int):
+        raise KernelError("pivots are an index: the NKI kernels take consecutive pivots; expand the linear")
+    x, h, y = Chunks(inputs), Chunks(rank), Chunks(outputs)
+    stored = copied = None
+    if form is Form.COLUMNS:
+        x, stored = _identity(inputs, inputs - rank, rank)
+    elif form is Form.ROWS:
+        y, copied = _identity(outputs, pivots, rank)
+    return Packing.cut(x, h, element_bytes, stored=stored), Packing.cut(h, y, element_bytes, copied=copied)
+
+
+def mlp_packings(hidden: int, ranks: Ranks, shared: bool, element_bytes: int) -> tuple[Packing, ...]:
+    """Return how A and B of gate, up and down are packed; with a shared A, up's A is gate's.
+
+    Raises:
+        KernelError: the pivots do not fit, or all features of a linear are pivots.
+    """
+    middle, rank_of_up = ranks.intermediate, ranks.gate if shared else ranks.up
+    if shared and ranks.up_first is not None:
+        raise KernelError("up has pivots and gate's A: with a shared A only gate has pivots")
+    firsts = ranks.gate_first, ranks.up_first, middle - ranks.down if ranks.down_last else None
+    ranges = [(first, size) for first, size in zip(firsts, (ranks.gate, rank_of_up, ranks.down), strict=True)]
+    ends = sorted({end for first, size in ranges if first is not None for end in (first, first + size)})
+    borders = tuple(end for end in ends if 0 < end < middle)
+    act = Chunks(middle, borders)
+
+    def rank(first: int | None, size: int) -> tuple[Chunks, int | None]:
+        if first is None:
+            return Chunks(size), None
+        inside = tuple(end - first for end in borders if first < end < first + size)
+        return Chunks(size, inside), _chunk(act, first, size)
+
+    (gate, gate_at), (up, up_at), (down, down_at) = (rank(*one) for one in ranges)
+    up = gate if shared else up
+    x, size = Chunks(hidden), element_bytes
+    gate_a = Packing.cut(x, gate, size)
+    return (
+        gate_a,
+        Packing.cut(gate, act, size, copied=gate_at),
+        gate_a if shared else Packing.cut(x, up, size),
+        Packing.cut(up, act, size, copied=up_at),
+        Packing.cut(act, down, size, stored=down_at),
+        Packing.cut(down, x, size),
+    )
+
+
+def _identity(size: int, first: int, rank: int) -> tuple[Chunks, int]:
+    """Cut a dimension at both ends of a range; return it with the first chunk of the range."""
+    cut = Chunks(size, tuple(end for end in (first, first + rank) if 0 < end < size))
+    return cut, _chunk(cut, first, rank)
+
+
+def _chunk(cut: Chunks, first: int, rank: int) -> int:
+    if first < 0 or first + rank > cut.size or rank == cut.size:
+        raise KernelError(f"pivots [{first}, {first + rank}): must be some, but not all, of {cut.size} features")
+    return next(s.first for s in cut.segments if s.start == first)

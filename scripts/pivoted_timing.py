@@ -1,0 +1,133 @@
+"""Write pivoted.md: predicted times of the MLP kernel with pivots and with two factors, at equal bytes.
+
+The NKI emulator traces each kernel on shapes, the timing model simulates it. Nothing is measured on a device.
+
+  python scripts/pivoted_timing.py [--output docs/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from neuronmm.emulator.nki import nki_modules
+from neuronmm.kernels.hardware import CORES, NeuronCore
+from neuronmm.kernels.nki.forms import mlp_packings
+from neuronmm.kernels.nki.problem import MlpProblem
+
+with nki_modules():
+    import paper_cases as cases
+
+    from neuronmm.kernels.nki.entry_neuronxcc import low_rank_swiglu_mlp, low_rank_swiglu_mlp_shared
+    from neuronmm.kernels.nki.tiling import solve
+
+TILE = 128
+OVERLAP = 0.25
+"""Share of down's pivots that are pivots of gate too: 0.17 to 0.41 were measured on SmolLM2-135M."""
+PREFILL = 2048
+DECODES = (1, 64)
+TEXT = f"""\
+# Pivoted factors on Trainium, predicted
+
+One kernel computes the whole MLP, on one core in bfloat16. `two` has two factors per linear, with the ranks of
+[timing.md](timing.md) at ratio 0.2. `pivoted` has at most its bytes: gate and up in the row form, down in the column
+form. Up's pivots are gate's, and {OVERLAP:.0%} of down's are gate's too. Every time is predicted; no kernel ran on a
+device. A ratio below 1 means that `pivoted` is faster.
+
+- **aligned**: the largest ranks that are multiples of {TILE}; all ranges begin and end at multiples of {TILE}.
+- **exact**: the largest ranks. The ranges begin and end anywhere, so more chunks have fewer than {TILE} partitions.
+- **one A**: gate and up share one A, and all its pivots are gate's.
+"""
+
+
+class Pair(NamedTuple):
+    """The two problems that a row compares; ``tokens`` is 1."""
+
+    name: str
+    kind: str
+    two: MlpProblem
+    pivoted: MlpProblem
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of the pivoted weights over those of two factors."""
+        return self.pivoted.multiply_adds / self.two.multiply_adds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("docs/results"))
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "pivoted.md").write_text("\n".join(document()) + "\n", encoding="utf-8")
+
+
+def document() -> Iterator[str]:
+    pairs = [pair for mlp in cases.MLPS for pair in pairs_of(mlp)]
+    yield TEXT
+    for device, core in CORES.items():
+        yield from table(f"Decode on {device}", pairs, DECODES, core, 1e6, "µs")
+    yield from table("Prefill on trn1", pairs, (PREFILL,), CORES["trn1"], 1e3, "ms")
+
+
+def table(
+    title: str, pairs: list[Pair], counts: tuple[int, ...], core: NeuronCore, scale: float, unit: str
+) -> Iterator[str]:
+    yield f"## {title}"
+    yield ""
+    columns = [f"{n} token{'s' * (n > 1)}: two, {unit} | pivoted, {unit} | time ratio" for n in counts]
+    yield f"| model | ranges | rank, two | rank, pivoted | bytes ratio | {' | '.join(columns)} |"
+    yield "|---|---|---:|---:|---:|" + "---:|---:|---:|" * len(counts)
+    for pair in pairs:
+        cells = []
+        for tokens in counts:
+            two, pivoted = (latency(replace(problem, tokens=tokens), core) for problem in (pair.two, pair.pivoted))
+            cells.append(f"{two * scale:.2f} | {pivoted * scale:.2f} | {pivoted / two:.3f}")
+        ranks = f"{pair.two.gate} | {pair.pivoted.gate}"
+        print(f"{title}: {pair.name} {pair.kind} {ranks} {pair.bytes:.3f} {' | '.join(cells)}", flush=True)
+        yield f"| {pair.name} | {pair.kind} | {ranks} | {pair.bytes:.3f} | {' | '.join(cells)} |"
+    yield ""
+
+
+def pairs_of(mlp: cases.Mlp) -> Iterator[Pair]:
+    """Yield the rows of one model."""
+    hidden, middle = mlp.hidden, mlp.intermediate
+    two = MlpProblem(1, hidden, middle, mlp.rank, mlp.rank, mlp.rank)
+    equal = pivoted_rank(mlp.rank, hidden + middle)
+    yield Pair(mlp.name, "aligned", two, pivoted(two, equal // TILE * TILE, equal // TILE * TILE, TILE))
+    yield Pair(mlp.name, "exact", two, pivoted(two, equal, equal, 1))
+    rank = int(mlp.kept * 2 * hidden * middle / (hidden + 2 * middle)) // TILE * TILE
+    one = replace(two, gate=rank, up=rank, shared=True)
+    gate, down = (rank // TILE * TILE for rank in (pivoted_rank(rank, hidden + 2 * middle), equal))
+    yield Pair(mlp.name, "one A", one, pivoted(one, gate, down, TILE))
+
+
+def pivoted_rank(rank: int, sizes: int) -> int:
+    """Return the largest rank r with r (sizes - r) <= rank * sizes, where ``sizes`` is in + out."""
+    return int((sizes - math.sqrt(sizes * sizes - 4 * rank * sizes)) / 2)
+
+
+def pivoted(two: MlpProblem, gate: int, down: int, align: int) -> MlpProblem:
+    """Return the MLP with these ranks and ranges of pivots that overlap in a multiple of ``align``."""
+    overlap = round(OVERLAP * down / align) * align
+    first = two.intermediate - down - gate + overlap
+    up = None if two.shared else first
+    return replace(two, gate=gate, up=gate, down=down, gate_first=first, up_first=up, down_last=True)
+
+
+def latency(problem: MlpProblem, core: NeuronCore) -> float:
+    """Return the predicted seconds of the kernel, with the block sizes of the tiling solver."""
+    entry = low_rank_swiglu_mlp_shared if problem.shared else low_rank_swiglu_mlp
+    kernel = entry(problem.ranks, solve(problem, core).blocks)
+    packings = mlp_packings(problem.hidden, problem.ranks, problem.shared, 2)
+    weights = [(packing.elements,) for i, packing in enumerate(packings) if i != 2 or not problem.shared]
+    x = problem.hidden, problem.tokens
+    return cases.figures(cases.shapes(kernel, x, *weights, out=x, core=core), core)["latency"]
+
+
+if __name__ == "__main__":
+    main()
