@@ -26,12 +26,20 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     Raises:
         UserError: the disk is full or refuses the file.
     """
+    # safetensors 0.8 writes a file of a random name first; a kill leaves that one in a folder whose name is known
+    folder = path.with_name(path.name + WRITING)
+    new = folder / path.name
     try:
-        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
-        sync(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        save_file(tensors, new, metadata={"format": "pt", **(metadata or {})})
+        sync(new)
+        os.replace(new, path)
     except (SafetensorError, OSError) as error:
         path.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def place_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -26,8 +26,9 @@ RUN = "run.json"
 
 _FINAL, _REPLACED = "final", "replaced"
 _STATES = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
-_KNOWN = (MARK, RUN, f"{_FINAL}/", f"{_REPLACED}/", *(f"{state}.safetensors" for state in _STATES), f"*{WRITING}")
-"""The names of all files that a run writes into its folder."""
+_UNFINISHED = (f"*{WRITING}", f"*{WRITING}/")
+_KNOWN = (MARK, RUN, f"{_FINAL}/", f"{_REPLACED}/", *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)
+"""The names of all files and folders that a run writes into its folder."""
 
 
 class Workspace:

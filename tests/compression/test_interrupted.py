@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from compression_runs import EVERYTHING, SMALL, compress_in, config, tensors, weights
-from neuronmm.compression import calibration_store
+from neuronmm.compression import calibration_store, tensor_files
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.models import UserError
@@ -90,6 +90,31 @@ def test_a_damaged_file_counts_as_missing(
             compress(source, out, config(**settings), resume=True)
             assert weights(out) == expected, (file.name, how)
             shutil.rmtree(out)
+
+
+def test_a_kill_while_safetensors_writes_under_a_random_name(
+    reference: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors 0.8 does; a killed run leaves that file."""
+    source, settings, expected = reference
+    work, killed = tmp_path / "out.partial", tmp_path / "killed"
+
+    def stop_within(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
+        if "layer" in path.name:
+            (path.parent / ".tmpA1b2C3").write_bytes(b"half")
+            shutil.copytree(work, killed)  # what a kill would leave: nothing tidies up after it
+            raise Interrupted
+        save_file(tensors, path, metadata)
+
+    save_file = tensor_files.save_file
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(tensor_files, "save_file", stop_within)
+        compress(source, tmp_path / "out", config(**settings))
+    shutil.rmtree(work)
+    killed.rename(work)
+    assert list(work.rglob(".tmp*"))
+    compress(source, tmp_path / "out", config(**settings), resume=True)
+    assert weights(tmp_path / "out") == expected and not work.exists()
 
 
 def test_layers_run_again_if_their_hidden_states_are_lost(
