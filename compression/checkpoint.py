@@ -85,7 +85,6 @@ def _write_shards(final: Path, source: Reader, others: list[str], layers: list[P
         single = len(shards) == 1
         shard = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_tensors(final / shard, {name: readers[name][name] for name in names})
-        shutil.copymode(final / "config.json", final / shard)  # safetensors lets only the owner read its files
         where.update(dict.fromkeys(names, shard))
         for reader in {id(readers[name]): readers[name] for name in names}.values():
             reader.close()

@@ -33,6 +33,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         save_file(tensors, new, metadata={"format": "pt", **(metadata or {})})
+        new.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read the file
         sync(new)
         os.replace(new, path)
     except (SafetensorError, OSError) as error:

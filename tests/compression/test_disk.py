@@ -97,7 +97,7 @@ def test_a_conversion_never_holds_more_tensors_on_the_disk_than_it_asked_room_fo
 
 def _content(file: Path) -> int:
     """Return the bytes of the tensors in a safetensors file, complete or partial; 0 for other files."""
-    if file.suffix not in (".safetensors", ".writing"):
+    if not file.is_file() or file.suffix not in (".safetensors", ".writing"):
         return 0
     with file.open("rb") as opened:
         header = int.from_bytes(opened.read(8), "little")
