@@ -1,13 +1,14 @@
 """A folder with the calibration of several runs on one text, which is computed once.
 
 It holds the tokens and, for each decoder layer, the moments of the dense model's linears. Neither depends on method,
-ratio or shared A. A run that reads them gets what it would compute itself, to the last bit.
+ratio or shared A. A run that reads them gets what it would compute itself, to the last bit. A run that needs the
+moments twice, for the ranks and for the factors, keeps them in such a folder of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,13 +16,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.moments import Moments, leaders_of, moments_of
+from neuronmm.compression.moments import Moments, leaders_of, moments_of, side
+from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import Rotary, advance
 from neuronmm.compression.tensor_files import place_tensors, read_header
 from neuronmm.kernels.durable import WRITING
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
+from neuronmm.models.families import LAYERS
 from neuronmm.models.output import stranger_in
 from neuronmm.version import VERSION
 
@@ -30,8 +33,22 @@ _RUN, _TOKENS = "run.json", "tokens"
 _TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}
 
 
+def stored_bytes(linears: Sequence[Linear]) -> int:
+    """Return the size of the stored moments of ``linears``, each with its own A."""
+    layers: dict[str, dict[str, Linear]] = {}
+    for linear in linears:
+        index, _, inside = linear.name.removeprefix(f"{LAYERS}.").partition(".")
+        layers.setdefault(index, {})[inside] = linear
+    numbers = 0
+    for layer in layers.values():
+        for name in set(leaders_of(list(layer)).values()):
+            size, _ = side(name, layer[name].out_features, layer[name].in_features)
+            numbers += size * size + layer[name].in_features + 1  # the Gram matrix, its diagonal and the fraction
+    return torch.float64.itemsize * numbers
+
+
 class CalibrationStore:
-    """A store of nothing: every run computes its own calibration. :class:`SharedStore` stores it in a folder."""
+    """A store of nothing: the run computes its calibration when it needs it. :class:`SharedStore` has a folder."""
 
     seconds = 0.0
     """Time that other runs spent on the contents that this run has read."""

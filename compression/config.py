@@ -18,8 +18,8 @@ from neuronmm.models.errors import UserError, first_problem, reading
 SELF = "self"
 """The calibration text that the model samples itself."""
 
-BARE: dict[str, Any] = {"allocation": "uniform", "share_a": "off", "refine": "off"}
-"""The settings of a method alone, without the steps that ``compress`` adds by default."""
+BARE: dict[str, Any] = {"allocation": "uniform", "share_a": "off", "refine": "off", "form": "two"}
+"""The settings of a method as it is published, without what ``compress`` adds by default."""
 
 RENAMED = {"share": "share_a", "factors": "factor_dtype"}
 """Old name of a setting -> its name. Recipes, keyword arguments, options and reports may still have the old ones."""
@@ -85,7 +85,7 @@ class CompressionConfig(BaseModel):
     share_a: Literal["off", "auto"] = "auto"
     refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
-    form: Literal["two", "pivoted"] = "two"
+    form: Literal["two", "pivoted"] = "pivoted"
     factor_dtype: Literal["model", "int8"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str = SELF
@@ -97,7 +97,7 @@ class CompressionConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Replace old names. The baselines svd and asvd get no further steps by default."""
+        """Replace old names. The baselines svd and asvd are as published by default."""
         values = renamed(values)
         if values.get("method") in ("svd", "asvd"):
             return {**BARE, **values}

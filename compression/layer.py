@@ -15,7 +15,7 @@ from neuronmm.compression.layer_pair import LayerPair
 from neuronmm.compression.moments import Moments
 from neuronmm.compression.plan import Plan
 from neuronmm.compression.ranks import Linear
-from neuronmm.compression.refine import COURSES, refine
+from neuronmm.compression.refine import course_of, refine
 from neuronmm.compression.report import Matrix
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel, Streams, advance
@@ -50,9 +50,12 @@ def compress_layer(
         def dtype_of(linear: Linear) -> torch.dtype:
             return model.reader[f"{linear.name}.weight"].dtype
 
+        def working_dtype(linear: Linear) -> torch.dtype:
+            return torch.float32 if config.form == "pivoted" else dtype_of(linear)  # the pivoted ones are rounded
+
         def compress_linear(linear: Linear, sums: Moments | Anchors | None) -> None:
             factors = factorize(pair.weight(linear), ranks[linear], sums, scaled=config.method == "asvd")
-            pair.replace(linear, factors, torch.float32 if config.form == "pivoted" else dtype_of(linear))
+            pair.replace(linear, factors, working_dtype(linear))
             errors[linear.name] = factors.relative_error
 
         try:
@@ -65,14 +68,14 @@ def compress_layer(
                     compress_linear(linear, None if config.method == "svd" else moments[pair.inside(linear)])
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
-            if config.form == "pivoted" and ranks:
-                conditions |= pair.pivot(plan.align, dtype_of(next(iter(ranks))))
             if config.refine != "off" and ranks:
-                course, seed = COURSES[config.refine], config.seed * len(plan.linears) + index
-                dtype = dtype_of(next(iter(ranks)))
+                course, seed = course_of(config), config.seed * len(plan.linears) + index
+                dtype = working_dtype(next(iter(ranks)))
                 facts["refinement"] = refine(pair.compressed, streams, outputs, course, seed, dtype, progress)
             else:
                 progress(1.0)
+            if config.form == "pivoted" and ranks:  # last, because two factors learn more than pivoted ones
+                conditions |= pair.pivot(plan.align, dtype_of(next(iter(ranks))))
         except ValueError as error:
             raise UserError(
                 f"{model.reader.folder}: {pair.prefix}*: {error}; the checkpoint is damaged or unstable in float32"

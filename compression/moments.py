@@ -124,8 +124,7 @@ def gathering(layer: nn.Module, linears: Sequence[str], damping: float) -> Itera
     for name in set(leaders.values()):
         linear = layer.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        of_inputs = linear.out_features > linear.in_features or any(name in group for group in SAME_INPUT)
-        size = linear.in_features if of_inputs else linear.out_features
+        size, of_inputs = side(name, linear.out_features, linear.in_features)
         moments[name] = Moments(size, of_inputs, damping, linear.weight.device)
         hooks.append(linear.register_forward_hook(_adder(moments[name])))
     try:
@@ -133,6 +132,12 @@ def gathering(layer: nn.Module, linears: Sequence[str], damping: float) -> Itera
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def side(name: str, out_features: int, in_features: int) -> tuple[int, bool]:
+    """Return the size of the Gram matrix of a linear, by its name inside the layer, and whether it is of the inputs."""
+    of_inputs = out_features > in_features or any(name in group for group in SAME_INPUT)
+    return in_features if of_inputs else out_features, of_inputs
 
 
 def leaders_of(linears: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from neuronmm.compression import report
 from neuronmm.compression.calibration import calibration_tokens
-from neuronmm.compression.calibration_store import CalibrationStore, SharedStore
+from neuronmm.compression.calibration_store import CalibrationStore, SharedStore, stored_bytes
 from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.layer import compress_layer
@@ -67,14 +68,14 @@ def compress(
         dense, contents = _open(model, workspace)
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
         _begin(config, workspace, dense, device, plan)
-        shared = SharedStore(store, dense, device, config) if store is not None and config.needs_text else None
-        run = Run(config, workspace, dense, device, shared or CalibrationStore(), progress)
+        run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows = calibration_tokens(run)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         if needs_spectra(config):
             plan = make_plan(plan.linears, config, measure_spectra(run, streamed, plan.linears, rows))
         resumed_layers = _compress_layers(run, streamed, plan, rows)
+        shutil.rmtree(workspace.moments, ignore_errors=True)  # make room for the checkpoint
 
         layers = workspace.layer_facts(len(streamed))
         spec = _spec(run, plan, rows, layers)
@@ -116,11 +117,23 @@ def _begin(config: CompressionConfig, workspace: Workspace, dense: Reader, devic
         UserError: there is too little room, the run to resume had other settings, or a weight is not finite.
     """
     size = dense.total_bytes()
-    # The layers' files and the final shards are on the disk together.
-    check_room(workspace.out, 2 * size, size, dense.total_parameters(), plan.parameters, config)
+    # The layers' files are on the disk together with the moments, and later with the final shards.
+    moments = stored_bytes(plan.linears) if needs_spectra(config) else 0
+    check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
     origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
     workspace.begin({**origin, **config.model_dump()})
     dense.check_finite()
+
+
+def _store(
+    folder: Path | None, workspace: Workspace, dense: Reader, device: str, config: CompressionConfig
+) -> CalibrationStore:
+    """Return the store in ``folder``, or without one a store for a run that needs the moments twice."""
+    if folder is None and needs_spectra(config):
+        folder = workspace.moments
+    return (
+        SharedStore(folder, dense, device, config) if folder is not None and config.needs_text else CalibrationStore()
+    )
 
 
 @torch.no_grad()

@@ -149,6 +149,8 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
     """
     streamed = () if run.store.complete(len(model)) else ("dense",)
     first, state = run.workspace.latest("spectra", ["hidden"] if streamed else [])
+    if not all(linear.name in state for linear in linears[: first * len(linears) // len(model)]):  # it is damaged
+        first, state = 0, {}
     run.progress("measuring spectra", first / len(model))
     hidden = state.pop("hidden", None)
     streams = model.streams(rows, streamed, None if hidden is None else {"dense": hidden})

@@ -13,15 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.streaming import Streams, batches, run_layer
 from neuronmm.compression.training import Course, Objective, train
 from neuronmm.kernels.widened_linears import multiplies_bf16
 from neuronmm.models.lowrank import LowRankLinear
 
-COURSES = {"fast": Course(3, 1e-3, 0.05, (0.9, 0.95)), "full": Course(8, 1e-3, 0.05, (0.9, 0.95))}
+_EPOCHS = {"fast": 3, "full": 8}
+
+_LEARNING_RATES = {"two": 1e-3, "pivoted": 3e-4}
+"""By form. The ranks of pivoted factors are higher, and 1e-3 would raise the smaller loss from which they start."""
 
 STEP_TOKENS = 512
 """Calibration tokens per step. The number of steps limits a fast course more than the number of tokens."""
+
+
+def course_of(config: CompressionConfig) -> Course:
+    """Return the schedule of the refinement that ``config`` asks for."""
+    return Course(_EPOCHS[config.refine], _LEARNING_RATES[config.form], 0.05, (0.9, 0.95))
 
 
 @torch.enable_grad()

@@ -24,10 +24,11 @@ from neuronmm.models.output import Inputs, is_within, keep_apart, output_folder,
 RUN = "run.json"
 """The file with the settings of the run in a work folder."""
 
-_FINAL, _REPLACED = "final", "replaced"
+_FINAL, _REPLACED, _MOMENTS = "final", "replaced", "moments"
 _STATES = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
 _UNFINISHED = (f"*{WRITING}", f"*{WRITING}/")
-_KNOWN = (MARK, RUN, f"{_FINAL}/", f"{_REPLACED}/", *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)
+_FOLDERS = tuple(f"{name}/" for name in (_FINAL, _REPLACED, _MOMENTS))
+_KNOWN = (MARK, RUN, *_FOLDERS, *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)
 """The names of all files and folders that a run writes into its folder."""
 
 
@@ -105,6 +106,11 @@ class Workspace:
                 f"{self.folder}: was started with another {changed[0]} ({before.get(changed[0])!r}, now "
                 f"{run[changed[0]]!r}); repeat that command with --resume, or --force starts over"
             )
+
+    @property
+    def moments(self) -> Path:
+        """The folder of the calibration store of this run alone."""
+        return self.folder / _MOMENTS
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         """Write ``name``.safetensors atomically."""

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--form",
         choices=("two", "pivoted"),
         help="store a linear of rank r as two factors, or r^2 weights smaller, as r of its rows or columns and the "
-        "coefficients of the others (default two)",
+        "coefficients of the others (default pivoted)",
     )
     add_factor_dtype(parser)
     parser.add_argument(

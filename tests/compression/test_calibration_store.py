@@ -58,6 +58,16 @@ def test_later_runs_do_not_run_the_model_but_report_its_time(
     assert len(metadata) == 1 + 2 and sum(float(entry["seconds"]) for entry in metadata.values()) < plain["seconds"]
 
 
+def test_a_run_that_needs_the_moments_twice_runs_each_layer_once(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, moments_of = list[str](), calibration_store.moments_of
+    monkeypatch.setattr(calibration_store, "advance", lambda *_: pytest.fail("a layer was run again"))
+    monkeypatch.setattr(calibration_store, "moments_of", lambda *args: calls.append("") or moments_of(*args))
+    compress(dense(), tmp_path / "out", config(allocation="global", share_a="auto"))
+    assert len(calls) == 2
+
+
 def test_an_interrupted_run_resumes_with_its_store(dense: Callable[..., Path], tmp_path: Path) -> None:
     source, settings, seen = dense(), config(share_a="auto"), list[str]()
 

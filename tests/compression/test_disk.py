@@ -20,7 +20,7 @@ from neuronmm.models import UserError
 
 SMALL = 12_000  # bytes that lie there whatever the model's size: a generator's state, twice, and the text
 
-KINDS = [{}, {"factor_dtype": "int8"}, {"recover": "factors"}, {"recover": "factors", "factor_dtype": "int8"}]
+KINDS = [{}, {"allocation": "global"}, {"factor_dtype": "int8"}, {"recover": "factors"}, {"recover": "factors", "factor_dtype": "int8"}]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "+".join(kind.values()) or "plain")
