@@ -122,6 +122,7 @@ def store_int8(folder: Path) -> None:
     files = weight_files(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     spec = CompressionSpec.parse(config["quantization_config"], str(folder / "config.json"))
+    original = Reader(folder, files)  # the pivots of a linear may be in another shard
     where: dict[str, str] = {}
     total = 0
 
@@ -134,7 +135,6 @@ def store_int8(folder: Path) -> None:
         total += sum(tensor.nbytes for tensor in tensors.values())
         return tensors
 
-    original = Reader(folder, files)  # the pivots of a linear may be in another shard
     rewrite_shards(set(files.values()), quantised)
     if len(set(where.values())) > 1:
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
@@ -150,4 +150,6 @@ def _quantise_factor(name: str, factor: Tensor, spec: CompressionSpec, original:
     if (form, kind) not in ((Form.ROWS, "B"), (Form.COLUMNS, "A")):
         return quantise(factor)
     pivots = original[f"{leader}.{'A' if form is Form.ROWS else 'B'}.weight"]
-    return quantise_coefficients(factor, pivots, form)
+    int8 = quantise_coefficients(factor, pivots, form)
+    original.close()  # pages of a mapped shard count as resident
+    return int8

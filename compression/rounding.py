@@ -1,4 +1,4 @@
-"""Round the two factors of a pivoted linear to int8, the coefficients to fit the rounded pivots.
+"""Round the coefficients of a pivoted linear to int8 such that they fit its rounded pivots.
 
 In ``W' = [P; C P]`` the rounding error of P enters W' twice: directly in the rows of the pivots, and through C in all
 other rows. So P is rounded first, and C is fitted to the rounded P before it is rounded itself::
@@ -17,13 +17,13 @@ from torch import Tensor
 from neuronmm.kernels import Form, Int8, quantise
 
 _RIDGE = 1e-9
-"""Weight of the change of the coefficients in the fit, relative to the mean square of a pivot. It decides only if the
-rounded pivots are linearly dependent."""
+"""Weight of the change of the coefficients in the fit, relative to the mean squared norm of a pivot. It decides only if
+the rounded pivots are linearly dependent."""
 
 
 @torch.no_grad()
 def quantise_coefficients(coefficients: Tensor, pivots: Tensor, form: Form) -> Int8:
-    """Round the coefficients of a pivoted linear to int8, such that they suit the int8 values of its pivots.
+    """Fit the coefficients of a pivoted linear to the int8 values of its pivots, and round them to int8.
 
     Args:
         coefficients: C [out - r, r] in the form ROWS, D [r, in - r] in the form COLUMNS; of any float dtype.
@@ -31,8 +31,8 @@ def quantise_coefficients(coefficients: Tensor, pivots: Tensor, form: Form) -> I
         form: the form of the linear with the pivots.
 
     Returns:
-        The fitted and rounded coefficients; those without a fit if they make the smaller error of W', as they may for
-        a few coefficients.
+        The fitted coefficients, or the original ones if the error of W' is smaller with them after rounding, which can
+        happen if there are few of them.
     """
     exact, rounded = _rows(pivots, form), _rows(quantise(pivots).dequantise(torch.float64), form)
     wide = _rows(coefficients, form)
@@ -40,7 +40,7 @@ def quantise_coefficients(coefficients: Tensor, pivots: Tensor, form: Form) -> I
     power = float(gram.diagonal().mean())
     ridge = _RIDGE * power if power > 0 else 1.0
     damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    change = torch.linalg.solve(damped, wide @ (cross - gram), left=False)
+    change = wide @ torch.linalg.solve(damped, cross - gram, left=False)
     fitted, plain = quantise(_rows(wide + change, form).contiguous()), quantise(coefficients)
 
     def error(int8: Int8) -> float:
