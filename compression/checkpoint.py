@@ -12,14 +12,16 @@ from torch import Tensor
 
 from neuronmm.compression import report
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.rounding import quantise_coefficients
 from neuronmm.compression.tensor_files import rewrite_shards, write_tensors
-from neuronmm.kernels import quantise
+from neuronmm.kernels import Form, Int8, quantise
 from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import weight_files
 from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.output import stranger_in
 from neuronmm.models.portable import make_portable
+from neuronmm.models.spec import CompressionSpec
 
 _SHARD_BYTES = 2_000_000_000
 _INDEX = "model.safetensors.index.json"
@@ -111,10 +113,15 @@ def _copy_beside(source: Path, final: Path) -> None:
 def store_int8(folder: Path) -> None:
     """Rewrite the factors of a compressed checkpoint as int8 with one float32 scale per row, and update config.json.
 
+    The coefficients of pivoted linears are fitted to their rounded pivots.
+
     Raises:
         UserError: the disk is full or refuses a file; the checkpoint is then untouched.
     """
     files = weight_files(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    spec = CompressionSpec.parse(config["quantization_config"], str(folder / "config.json"))
+    original = Reader(folder, files)  # the pivots of a linear may be in another shard
     where: dict[str, str] = {}
     total = 0
 
@@ -122,7 +129,7 @@ def store_int8(folder: Path) -> None:
         nonlocal total
         file = files[next(iter(tensors))].name
         for name in [name for name in tensors if name.endswith(FACTORS)]:
-            tensors[name], tensors[f"{name}_scale"] = quantise(tensors[name])
+            tensors[name], tensors[f"{name}_scale"] = _quantise_factor(name, tensors[name], spec, original)
         where.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
         return tensors
@@ -130,6 +137,18 @@ def store_int8(folder: Path) -> None:
     rewrite_shards(set(files.values()), quantised)
     if len(set(where.values())) > 1:
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"]["factors"] = "int8"
     write_json(folder / "config.json", config)
+
+
+def _quantise_factor(name: str, factor: Tensor, spec: CompressionSpec, original: Reader) -> Int8:
+    """Return the factor ``name`` in int8. ``original`` reads the factors before rounding."""
+    linear, kind, _ = name.rsplit(".", 2)
+    leader = spec.shared.get(linear, linear)
+    form = spec.form_of(leader)
+    if (form, kind) not in ((Form.ROWS, "B"), (Form.COLUMNS, "A")):
+        return quantise(factor)
+    pivots = original[f"{leader}.{'A' if form is Form.ROWS else 'B'}.weight"]
+    int8 = quantise_coefficients(factor, pivots, form)
+    original.close()  # pages of a mapped shard count as resident
+    return int8

@@ -1,0 +1,56 @@
+"""Round the coefficients of a pivoted linear to int8 such that they fit its rounded pivots.
+
+In ``W' = [P; C P]`` the rounding error of P enters W' twice: directly in the rows of the pivots, and through C in all
+other rows. So P is rounded first, and C is fitted to the rounded P before it is rounded itself::
+
+    min over C'  ||C P - C' P8||_F  =>  C' = C P P8^T (P8 P8^T)^-1
+
+The rows of the pivots keep the error of P8. The column form is the row form of the transposed matrix, except that int8
+has one scale per row of what is stored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from neuronmm.kernels import Form, Int8, quantise
+
+_RIDGE = 1e-9
+"""Weight of the change of the coefficients in the fit, relative to the mean squared norm of a pivot. It decides only if
+the rounded pivots are linearly dependent."""
+
+
+@torch.no_grad()
+def quantise_coefficients(coefficients: Tensor, pivots: Tensor, form: Form) -> Int8:
+    """Fit the coefficients of a pivoted linear to the int8 values of its pivots, and round them to int8.
+
+    Args:
+        coefficients: C [out - r, r] in the form ROWS, D [r, in - r] in the form COLUMNS; of any float dtype.
+        pivots: P [r, in] or Q [out, r], before rounding. A linear with a shared A has the P of its leader.
+        form: the form of the linear with the pivots.
+
+    Returns:
+        The fitted coefficients, or the original ones if the error of W' is smaller with them after rounding, which can
+        happen if there are few of them.
+    """
+    exact, rounded = _rows(pivots, form), _rows(quantise(pivots).dequantise(torch.float64), form)
+    wide = _rows(coefficients, form)
+    gram, cross = rounded @ rounded.T, exact @ rounded.T
+    power = float(gram.diagonal().mean())
+    ridge = _RIDGE * power if power > 0 else 1.0
+    damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    change = wide @ torch.linalg.solve(damped, cross - gram, left=False)
+    fitted, plain = quantise(_rows(wide + change, form).contiguous()), quantise(coefficients)
+
+    def error(int8: Int8) -> float:
+        """Return ``||C P - C8 P8||^2`` without the constant ``||C P||^2``."""
+        values = _rows(int8.dequantise(torch.float64), form)
+        return float((values @ gram * values).sum() - 2 * (wide @ cross * values).sum())
+
+    return fitted if error(fitted) < error(plain) else plain
+
+
+def _rows(factor: Tensor, form: Form) -> Tensor:
+    """Return a factor of the row form in float64; transpose one of the column form."""
+    return factor.double() if form is Form.ROWS else factor.double().T

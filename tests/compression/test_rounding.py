@@ -1,0 +1,134 @@
+"""int8 factors of pivoted linears: coefficients that are fitted to the rounded pivots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compression_runs import config, tensors
+from draws import examples
+from neuronmm.compression import checkpoint
+from neuronmm.compression.pipeline import compress
+from neuronmm.compression.pivots import Skeleton
+from neuronmm.compression.recover import recover
+from neuronmm.compression.rounding import quantise_coefficients
+from neuronmm.kernels import Form, Int8, quantise
+from neuronmm.models.spec import CompressionSpec
+
+FORMS = st.sampled_from([Form.ROWS, Form.COLUMNS])
+
+
+def error(coefficients: Tensor, pivots: Tensor, int8: Int8, form: Form) -> float:
+    """Return ``||C P - C8 P8||^2``, or the same of the column form, computed from the matrices themselves."""
+    rounded = quantise(pivots).dequantise(torch.float64), int8.dequantise(torch.float64)
+    exact = pivots.double(), coefficients.double()
+    if form is Form.COLUMNS:
+        return float((exact[0] @ exact[1] - rounded[0] @ rounded[1]).square().sum())
+    return float((exact[1] @ exact[0] - rounded[1] @ rounded[0]).square().sum())
+
+
+def drawn(form: Form, rank: int, others: int, wide: int, power: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Return random coefficients and pivots in the shapes of ``form``, bf16."""
+    pivots, coefficients = torch.randn(rank, wide) * 2.0**power, torch.randn(others, rank) / 3
+    if kind == "zero":
+        pivots.zero_()
+    elif kind == "repeated":
+        pivots[:] = pivots[0]
+    elif kind == "ill-conditioned":
+        pivots = pivots[0] + 0.01 * pivots
+    both = coefficients.bfloat16(), pivots.bfloat16()
+    return both if form is Form.ROWS else (both[0].T.contiguous(), both[1].T.contiguous())
+
+
+@examples(80)
+@given(
+    FORMS,
+    st.integers(1, 24),
+    st.integers(0, 40),
+    st.integers(0, 24),
+    st.integers(-60, 60),
+    st.sampled_from(["random", "zero", "repeated", "ill-conditioned"]),
+)
+def test_fitted_coefficients_never_err_more_than_unfitted_ones(
+    form: Form, rank: int, others: int, more: int, power: int, kind: str
+) -> None:
+    coefficients, pivots = drawn(form, rank, others, rank + more, power, kind)
+    fitted, plain = quantise_coefficients(coefficients, pivots, form), quantise(coefficients)
+    assert fitted.values.shape == coefficients.shape and fitted.values.dtype == torch.int8
+    assert fitted.scales.shape == plain.scales.shape and fitted.scales.dtype == torch.float32
+    assert fitted.values.is_contiguous() and torch.isfinite(fitted.scales).all()
+    scale = float(pivots.double().square().sum() * coefficients.double().square().sum())
+    assert error(coefficients, pivots, fitted, form) <= error(coefficients, pivots, plain, form) + 1e-13 * scale
+
+
+@pytest.mark.parametrize("form", [Form.ROWS, Form.COLUMNS], ids=str)
+def test_the_fit_removes_most_of_what_the_rounded_pivots_add(form: Form) -> None:
+    """Pivots of a real kind: chosen from a matrix whose singular values fall by a factor of 100."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.logspace(0, -2, 48, dtype=torch.float64)
+    A, B = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((48, 96), (160, 48)))
+    skeleton = Skeleton(A * values.sqrt()[:, None], B * values.sqrt())
+    parts = skeleton.coefficients.float(), skeleton.rows.float()
+    coefficients, pivots = parts if form is Form.ROWS else (parts[0].T.contiguous(), parts[1].T.contiguous())
+    exact_pivots = quantise(pivots).dequantise(torch.float32)
+    plain = error(coefficients, pivots, quantise(coefficients), form)
+    fitted = error(coefficients, pivots, quantise_coefficients(coefficients, pivots, form), form)
+    least = error(coefficients, exact_pivots, quantise(coefficients), form)
+    assert fitted < 0.7 * plain
+    assert fitted - least < 0.5 * (plain - least), "half of what is lost against exact pivots"
+
+
+@pytest.mark.parametrize("form", [Form.ROWS, Form.COLUMNS], ids=str)
+def test_without_an_error_of_the_pivots_nothing_is_fitted(form: Form) -> None:
+    coefficients, pivots = drawn(form, 8, 20, 16, 0, "random")
+    pivots = quantise(pivots).dequantise(torch.float32)
+    pivots = quantise(pivots).dequantise(torch.float32)  # the values of int8, which int8 stores exactly
+    fitted, plain = quantise_coefficients(coefficients, pivots, form), quantise(coefficients)
+    torch.testing.assert_close(fitted.dequantise(torch.float64), plain.dequantise(torch.float64), rtol=0, atol=1e-6)
+
+
+def check_rounded(exact: Path, rounded: Path) -> CompressionSpec:
+    """Check every int8 factor of ``rounded`` against the factors of ``exact``, and return the spec."""
+    before, after = tensors(exact), tensors(rounded)
+    spec = CompressionSpec.model_validate(json.loads((rounded / "config.json").read_text())["quantization_config"])
+    for linear in spec.ranks:
+        leader = spec.shared.get(linear, linear)
+        A, B, form = before[f"{leader}.A.weight"], before[f"{linear}.B.weight"], spec.form_of(leader)
+        expected = {
+            "A": quantise_coefficients(A, B, form) if form is Form.COLUMNS else quantise(A),
+            "B": quantise_coefficients(B, A, form) if form is Form.ROWS else quantise(B),
+        }
+        for factor, int8 in expected.items():
+            name = f"{leader if factor == 'A' else linear}.{factor}.weight"
+            assert torch.equal(after[name], int8.values) and torch.equal(after[f"{name}_scale"], int8.scales)
+    return spec
+
+
+@pytest.mark.parametrize("form", ["two", "pivoted"])
+def test_a_run_with_int8_factors_fits_the_coefficients_of_pivoted_linears_only(
+    form: str, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 4000)  # factors of one linear are in different shards
+    source = dense(dtype=torch.bfloat16)
+    settings = {"share_a": "auto", "targets": "all", "form": form}
+    compress(source, tmp_path / "exact", config(**settings))
+    compress(source, tmp_path / "int8", config(factor_dtype="int8", **settings))
+    spec = check_rounded(tmp_path / "exact", tmp_path / "int8")
+    assert spec.shared and {entry.form for entry in spec.forms.values()} == (
+        {"rows", "columns"} if form == "pivoted" else set()
+    )
+
+
+def test_recovered_factors_are_fitted_too(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:
+    more = {"calibration": str(text), "calibration_rows": 24, "form": "pivoted"}
+    compress(dense(dtype=torch.bfloat16), tmp_path / "low", config(method="whitened", **more))
+    recover(tmp_path / "low", tmp_path / "exact")
+    recover(tmp_path / "low", tmp_path / "int8", factor_dtype="int8")
+    check_rounded(tmp_path / "exact", tmp_path / "int8")
