@@ -48,8 +48,8 @@ PIVOTS = [
     Mutant(
         "a span skips a copied chunk",
         "stages",
-        "split(d, f.rows.count, step * f.group)",
-        "split(d, f.rows.count - 1, step * f.group)",
+        "split(d, f.copies, step * f.group)",
+        "split(d, f.copies - 1, step * f.group)",
     ),
     Mutant(
         "no chunk after the copied ones is stored",
@@ -81,10 +81,33 @@ PIVOTS = [
     Mutant(
         "ranks are not cut",
         "forms",
-        "for end in borders if first < end < first + size",
-        "for end in borders if end < 0",
+        "for end in ends if own.first < end <= own.end",
+        "for end in ends if end < 0",
     ),
-    Mutant("down's pivots are the first features", "forms", "middle - ranks.down if", "0 if"),
+    Mutant("down's pivots are one chunk late", "forms", "stored=down_copied[0] if", "stored=down_copied[0] + 1 if"),
+    Mutant("a rank is not cut after its pivots", "forms", "end <= own.end and", "end < own.end and"),
+    Mutant("all of a rank is copied", "forms", "if s.start < own.count)", "if s.start < size)"),
+    Mutant(
+        "ranks without pivots have no result",
+        "stages",
+        "rest = panel.last if last == f.rows.count else end",
+        "rest = end",
+    ),
+    Mutant(
+        "no pivot is added where some are missing", "stages", "begin = max(count, panel.first)", "begin = panel.first"
+    ),
+    Mutant(
+        "ranks without pivots are computed with every block",
+        "stages",
+        "rest = panel.last if last == f.rows.count else end",
+        "rest = panel.last",
+    ),
+    Mutant(
+        "ranks without pivots are the panel's first",
+        "stages",
+        "to.sums[p][0:wide, at : at + n, 0:tokens])",
+        "to.sums[p][0:wide, 0:n, 0:tokens])",
+    ),
     Mutant("pivots are one feature late", "forms", "return next(s.first for s in", "return next(s.first + 1 for s in"),
     Mutant(
         "every segment is loaded from the first feature",
