@@ -62,13 +62,13 @@ def mlp_packings(hidden: int, ranks: Ranks, shared: bool, element_bytes: int) ->
     def rank(size: int, own: Pivots | None) -> tuple[Chunks, tuple[int, int]]:
         if own is None:
             return Chunks(size), (0, 0)
-        if own.count > size:
-            raise KernelError(f"{own.count} pivots: must be at most the rank, {size}")
+        if own.number > size:
+            raise KernelError(f"{own.number} pivots: must be at most the rank, {size}")
         cut = Chunks(
             size, tuple(end - own.first for end in ends if own.first < end <= own.end and end - own.first < size)
         )
-        copies = sum(s.count for s in cut.segments if s.start < own.count)
-        return cut, (_chunk(act, own.first, own.count), copies)
+        copies = sum(s.count for s in cut.segments if s.start < own.number)
+        return cut, (_chunk(act, own.first, own.number), copies)
 
     sizes = ranks.gate, ranks.gate if shared else ranks.up, ranks.down
     (gate, gate_copied), (up, up_copied), (down, down_copied) = (rank(*one) for one in zip(sizes, pivots, strict=True))

@@ -52,15 +52,15 @@ class Problem:
 
 
 class Pivots(NamedTuple):
-    """Consecutive features that are pivots: ``count`` of them, from ``first`` on."""
+    """Consecutive features that are pivots: ``number`` of them, from ``first`` on."""
 
     first: int
-    count: int
+    number: int
 
     @property
     def end(self) -> int:
         """The feature after the last pivot."""
-        return self.first + self.count
+        return self.first + self.number
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Ranks:
     def identities(self) -> int:
         """Numbers in the identity blocks of the three linears, zeros beside the identity included."""
         sizes = zip((self.gate, self.up, self.down), self.pivots, strict=True)
-        return sum(rank * pivots.count for rank, pivots in sizes if pivots)
+        return sum(rank * pivots.number for rank, pivots in sizes if pivots)
 
 
 @dataclass(frozen=True)

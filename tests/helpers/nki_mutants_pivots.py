@@ -86,27 +86,16 @@ PIVOTS = [
     ),
     Mutant("down's pivots are one chunk late", "forms", "stored=down_copied[0] if", "stored=down_copied[0] + 1 if"),
     Mutant("a rank is not cut after its pivots", "forms", "end <= own.end and", "end < own.end and"),
-    Mutant("all of a rank is copied", "forms", "if s.start < own.count)", "if s.start < size)"),
+    Mutant("all of a rank is copied", "forms", "if s.start < own.number)", "if s.start < size)"),
+    Mutant("chunks without pivots are not computed", "stages", "max(0, rest - begin)", "max(0, end - begin)"),
     Mutant(
-        "ranks without pivots have no result",
-        "stages",
-        "rest = panel.last if last == f.rows.count else end",
-        "rest = end",
+        "all chunks are computed without pivots", "stages", "begin = max(count, panel.first)", "begin = panel.first"
     ),
     Mutant(
-        "no pivot is added where some are missing", "stages", "begin = max(count, panel.first)", "begin = panel.first"
-    ),
-    Mutant(
-        "ranks without pivots are computed with every block",
+        "chunks without pivots are the panel's first",
         "stages",
-        "rest = panel.last if last == f.rows.count else end",
-        "rest = panel.last",
-    ),
-    Mutant(
-        "ranks without pivots are the panel's first",
-        "stages",
-        "to.sums[p][0:wide, at : at + n, 0:tokens])",
-        "to.sums[p][0:wide, 0:n, 0:tokens])",
+        "to.sums[p][0:wide, at : at + n, 0:tokens]\n",
+        "to.sums[p][0:wide, 0:n, 0:tokens]\n",
     ),
     Mutant("pivots are one feature late", "forms", "return next(s.first for s in", "return next(s.first + 1 for s in"),
     Mutant(

@@ -1,0 +1,116 @@
+"""An MLP split over cores: the parts add up to the MLP, and store its pivots once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+from draws import examples
+from neuronmm.kernels.nki.forms import mlp_packings
+from neuronmm.kernels.nki.layout import pack
+from neuronmm.kernels.nki.low_rank_mlp import weights
+from neuronmm.kernels.nki.low_rank_mlp_torch import low_rank_swiglu_mlp
+from neuronmm.kernels.nki.objects import Options
+from neuronmm.kernels.nki.problem import Pivots, Ranks
+from neuronmm.models.neuronx.intermediate import Parts, split
+
+HIDDEN = 6
+CORES = st.integers(1, 5)
+
+
+@st.composite
+def mlps(draw: st.DrawFn) -> tuple[Ranks, int]:
+    """An MLP and a number of cores; each linear has pivots in any range, or two factors."""
+    cores = draw(CORES)
+    middle = cores * draw(st.integers(-(-2 // cores), 24))
+    ranks = [draw(st.integers(1, middle - 1)) for _ in range(3)]
+    gate, up = (draw(st.none() | st.integers(0, middle - rank)) for rank in ranks[:2])
+    rows = (None if first is None else Pivots(first, rank) for first, rank in zip((gate, up), ranks, strict=False))
+    return Ranks(*ranks, middle, *rows, draw(st.sampled_from([0, ranks[2]]))), cores
+
+
+def expanded(ranks: Ranks, shared: bool) -> list[Tensor]:
+    """Return random A and B of gate, up and down with two factors whose identity blocks fit the pivots."""
+    random, factors = torch.Generator().manual_seed(0), []
+    for index, (name, pivots) in enumerate(zip(("gate", "up", "down"), ranks.pivots, strict=True)):
+        rank, shape = getattr(ranks, name), (ranks.intermediate, HIDDEN)
+        out, inputs = shape if index < 2 else shape[::-1]
+        a = torch.randn(rank, inputs, generator=random) * inputs**-0.5
+        b = torch.randn(out, rank, generator=random) * rank**-0.5
+        if pivots:
+            side = a[:, pivots.first : pivots.end] if name == "down" else b[pivots.first : pivots.end]
+            side.copy_(torch.eye(rank))
+        factors += [factors[0] if shared and name == "up" else a, b]
+    return factors
+
+
+def stored(parts: Parts, factors: list[Tensor], shared: bool) -> list[list[Tensor]]:
+    """Return A and B of gate, up and down on every core."""
+    cores: list[list[Tensor]] = [[] for _ in parts.features]
+    for index, name in enumerate(("gate", "up", "down")):
+        leader = "gate" if shared and name == "up" else name
+        a = parts.of_a(leader, factors[2 * index])
+        for core, *both in zip(cores, a, parts.of_b(name, factors[2 * index + 1], leader), strict=True):
+            core += both
+    return cores
+
+
+@examples(40)
+@given(drawn=mlps(), shared=st.booleans())
+def test_the_cores_add_up_to_the_mlp(drawn: tuple[Ranks, int], shared: bool) -> None:
+    """Each core runs the kernel's torch reference on its packed factors, all of one packing."""
+    ranks, cores = drawn
+    if shared:
+        ranks = Ranks(
+            ranks.gate, ranks.gate, ranks.down, ranks.intermediate, ranks.gate_pivots, None, ranks.down_pivots
+        )
+    factors = expanded(ranks, shared)
+    parts = split(ranks, cores)
+    packings = mlp_packings(HIDDEN, parts.part, shared, 4)
+    x = torch.randn(HIDDEN, 3, generator=torch.Generator().manual_seed(1))
+    y = torch.zeros(HIDDEN, 3)
+    for core in stored(parts, factors, shared):
+        packed = [pack(factor, packing=packing) for factor, packing in zip(core, packings, strict=True)]
+        y += low_rank_swiglu_mlp(x, weights(packed, [p.plan() for p in packings], shared), Options())
+    a, b, c, d, e, f = (factor.double() for factor in factors)
+    act = silu(b @ (a @ x.double())) * (d @ (c @ x.double()))
+    torch.testing.assert_close(y.double(), f @ (e @ act), rtol=1e-5, atol=1e-5)
+
+
+@examples(40)
+@given(drawn=mlps())
+def test_a_core_stores_the_pivoted_number_of_weights(drawn: tuple[Ranks, int]) -> None:
+    """That is r (in + out - p) with p pivots, and at most ``cores - 1`` pivots of a region are on no core."""
+    ranks, cores = drawn
+    parts = split(ranks, cores)
+    assert sorted(parts.features.flatten().tolist()) == list(range(ranks.intermediate))
+    ends = {end for pivots in ranks.pivots if pivots for end in (pivots.first, pivots.end)}
+    ordinary = 0
+    for index, (name, whole, part) in enumerate(
+        zip(("gate", "up", "down"), ranks.pivots, parts.part.pivots, strict=True)
+    ):
+        rank, number = getattr(ranks, name), part.number if part else 0
+        for core in stored(parts, expanded(ranks, False), False):
+            sizes = HIDDEN + ranks.intermediate // cores - number
+            assert sum(factor.numel() for factor in core[2 * index : 2 * index + 2]) == rank * sizes
+        regions = 0 if whole is None else len([end for end in ends if whole.first < end <= whole.end])
+        kept_by_no_core = (whole.number if whole else 0) - cores * number
+        assert 0 <= kept_by_no_core <= (cores - 1) * regions
+        ordinary += kept_by_no_core
+    if all(end % cores == 0 for end in ends):
+        assert ordinary == 0
+
+
+@pytest.mark.parametrize(("cores", "part"), [
+    (1, Ranks(12, 16, 8, 48, Pivots(30, 12), Pivots(20, 16), 8)),
+    (2, Ranks(12, 16, 8, 24, Pivots(15, 6), Pivots(10, 8), 4)),
+    (3, Ranks(12, 16, 8, 16, Pivots(11, 3), Pivots(8, 5), 2)),
+    (16, Ranks(12, 16, 8, 3)),
+])  # fmt: skip
+def test_pivots_that_do_not_divide_are_ordinary_features(cores: int, part: Ranks) -> None:
+    whole = Ranks(12, 16, 8, 48, Pivots(30, 12), Pivots(20, 16), 8)
+    assert split(whole, cores).part == part
