@@ -1,24 +1,30 @@
 """Split the intermediate dimension of an MLP over the cores, so that every core has as many pivots as the others.
 
-All cores run one kernel, so the ranges of pivots are the same features of every core's part. The order of the dimension
-is free: a core may have any features, in any order. The ends of the ranges divide the dimension into regions, each
-inside or outside every range. A core gets ``size // cores`` features of every region, in the order of the regions. What
-is left of the regions is shared out as features without pivots: a pivot among them is an ordinary feature there, whose
-row or column of the other factor is one of the identity. Regions whose sizes are multiples of the cores leave nothing.
+All cores run one kernel, so the pivots are the same range of every core's part. The order of the dimension is free: a
+core may have any features, in any order. The ends of the ranges divide the dimension into groups of features that are
+pivots of the same linears, and a core gets as many features of each group as the others.
+
+That number is a multiple of the kernels' tile, because chunks that do not fill the tensor engine cost more time than
+they save (predicted). The remaining pivots become ordinary features: the stored factor then has a row or column of the
+identity for each. On one core every pivot remains a pivot.
 
 The order of a rank is free on every core too. A core has all rows of ``P`` or columns of ``Q``, its own pivots first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from neuronmm.kernels.nki.objects import PARTITIONS
 from neuronmm.kernels.nki.problem import Pivots, Ranks
+
+TILE = PARTITIONS
+"""Features of a chunk that fills the tensor engine."""
 
 
 @dataclass(frozen=True)
@@ -67,25 +73,54 @@ class Parts:
         return orders
 
 
-def split(whole: Ranks, cores: int) -> Parts:
-    """Split an MLP whose intermediate size is a multiple of ``cores``."""
-    ends = {end for pivots in whole.pivots if pivots for end in (pivots.first, pivots.end)}
-    regions = [range(*bounds) for bounds in pairwise(sorted({0, whole.intermediate, *ends}))]
-    outside = [not any(p.first <= region.start < p.end for p in whole.pivots if p) for region in regions]
-    left = [feature for region in regions for feature in region[len(region) // cores * cores :]]
-    shared_out: list[Sequence[int]] = [*regions]
-    shared_out.insert(outside.index(True) if True in outside else 0, left)
+class Group(NamedTuple):
+    """Features that are pivots of the same linears: indices into :attr:`.Ranks.pivots`, none for ordinary features."""
+
+    linears: frozenset[int]
+    features: list[int]
+
+
+def split(whole: Ranks, cores: int, tile: int = TILE) -> Parts:
+    """Split an MLP whose intermediate size is a multiple of ``cores``; a part has a multiple of ``tile`` per group."""
+    groups = _even(_groups(whole), cores * tile if cores > 1 else 1)
+    sizes = [len(group.features) // cores for group in groups]
     features = [
-        [feature for of_all in shared_out for feature in of_all[len(of_all) // cores * core :][: len(of_all) // cores]]
+        [feature for group, size in zip(groups, sizes, strict=True) for feature in group.features[size * core :][:size]]
         for core in range(cores)
     ]
 
-    def part_of(pivots: Pivots | None) -> Pivots | None:
-        """Return the pivots in a part: those of a core that are not what is left of the regions."""
-        own = set(range(*(pivots.first, pivots.end) if pivots else (0, 0))).difference(left)
-        places = [place for place, feature in enumerate(features[0]) if feature in own]
-        return Pivots(places[0], len(places)) if places else None
+    def pivots(linear: int) -> Pivots | None:
+        own = [index for index, group in enumerate(groups) if linear in group.linears and sizes[index]]
+        return Pivots(sum(sizes[: own[0]]), sum(sizes[index] for index in own)) if own else None
 
-    gate, up, down = (part_of(pivots) for pivots in whole.pivots)
-    sizes = whole.gate, whole.up, whole.down, whole.intermediate // cores
-    return Parts(whole, Ranks(*sizes, gate, up, down.number if down else 0), torch.tensor(features))
+    gate, up, down = (pivots(linear) for linear in range(3))
+    part = Ranks(whole.gate, whole.up, whole.down, whole.intermediate // cores, gate, up, down.number if down else 0)
+    return Parts(whole, part, torch.tensor(features))
+
+
+def _groups(whole: Ranks) -> list[Group]:
+    """Cut the intermediate dimension at the ends of the ranges of pivots."""
+    ends = {end for pivots in whole.pivots if pivots for end in (pivots.first, pivots.end)}
+    return [
+        Group(
+            frozenset(i for i, p in enumerate(whole.pivots) if p and p.first <= begin < p.end), list(range(begin, end))
+        )
+        for begin, end in pairwise(sorted({0, whole.intermediate, *ends}))
+    ]
+
+
+def _even(groups: list[Group], unit: int) -> list[Group]:
+    """Return one group of ordinary features, then the others in their order with multiples of ``unit`` features.
+
+    What is left of a group fills up a group of fewer of its linears, and at last that of the ordinary features.
+    """
+    filled: dict[int, Group] = {}
+    left: list[Group] = []
+    for index in sorted(range(len(groups)), key=lambda i: len(groups[i].linears), reverse=True):
+        linears, own = groups[index]
+        features = [*own, *(feature for group in left if group.linears >= linears for feature in group.features)]
+        count = len(features) // unit * unit if linears else 0
+        filled[index] = Group(linears, features[:count])
+        left = [group for group in left if not group.linears >= linears] + [Group(linears, features[count:])]
+    ordinary = sorted(feature for group in left for feature in group.features)
+    return [Group(frozenset(), ordinary), *(filled[index] for index in range(len(groups)))]

@@ -27,7 +27,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LINEARS
 from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name
 from neuronmm.models.neuronx.heads import HeadPlan, distribute, take_heads
-from neuronmm.models.neuronx.intermediate import Parts, split
+from neuronmm.models.neuronx.intermediate import TILE, Parts, split
 
 NORMS = {
     "input_norm": "input_layernorm",
@@ -209,7 +209,7 @@ class Shards:
         forms = ("rows", "rows", "columns")
         gate, up, down = (self._kept(*linear) for linear in zip(linears, ranks, forms, strict=True))
         sizes = ranks[0], ranks[1], ranks[2], middle
-        return split(Ranks(*sizes, gate, up, down.number if down else 0), self.tp_degree)
+        return split(Ranks(*sizes, gate, up, down.number if down else 0), self.tp_degree, TILE)
 
     def _kept(self, linear: str, rank: int, form: str) -> Pivots | None:
         """Return the pivots of a linear of an MLP if it has this form and they are a range of its features."""

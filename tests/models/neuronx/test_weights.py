@@ -21,6 +21,12 @@ from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, pivot
 LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
 
 
+@pytest.fixture(autouse=True)
+def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny ranks have no full tiles."""
+    monkeypatch.setattr("neuronmm.models.neuronx.weights.TILE", 1)
+
+
 def shards(folder: Path, tp_degree: int) -> Shards:
     return Shards(Checkpoint(folder, torch.float32), tp_degree)
 
