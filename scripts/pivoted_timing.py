@@ -34,6 +34,8 @@ PREFILL = 2048
 DECODES = (1, 64)
 DEGREES = (1, 2, 4, 8)
 """Numbers of cores that share an MLP."""
+TOKENS = (1, 512)
+"""Tokens of the kernels that these cores run."""
 TEXT = f"""\
 # Pivoted factors on Trainium, predicted
 
@@ -100,8 +102,7 @@ def document() -> Iterator[str]:
     yield APPENDIX
     for cores in DEGREES[1:]:
         title = f"One of {cores} cores, trn1"
-        yield from table(f"{title}, decode", [pair.on(cores) for pair in full], (1,), CORES["trn1"], 1e6, "µs")
-        yield from table(f"{title}, prefill", [pair.on(cores) for pair in full], (PREFILL,), CORES["trn1"], 1e3, "ms")
+        yield from table(title, [pair.on(cores) for pair in full], TOKENS, CORES["trn1"], 1e6, "µs")
     for device, core in CORES.items():
         yield from table(f"One core, decode on {device}", pairs, DECODES, core, 1e6, "µs")
     yield from table("One core, prefill on trn1", pairs, (PREFILL,), CORES["trn1"], 1e3, "ms")
@@ -109,15 +110,14 @@ def document() -> Iterator[str]:
 
 def summary(pairs: list[Pair]) -> Iterator[str]:
     """Yield the ranges of the ratios by number of cores."""
-    tokens = "1 token", f"{PREFILL} tokens"
-    columns = " | ".join(f"{n}: pivoted | {n}: expanded" for n in tokens)
-    yield f"| cores | bytes per core, pivoted | {columns} |"
-    yield "|---:|---:|---:|---:|---:|---:|"
+    heads = [f"{text(tokens)}, {form}" for tokens in TOKENS for form in ("pivoted", "expanded")]
+    yield f"| cores | bytes per core, pivoted | {' | '.join(heads)} |"
+    yield "|---:|---:|" + "---:|" * len(heads)
     for cores in DEGREES:
         parts = [pair.on(cores) for pair in pairs]
         columns = [[pair.bytes for pair in parts]]
-        for count in (1, PREFILL):
-            columns += zip(*(ratios(pair, count, CORES["trn1"]) for pair in parts), strict=True)
+        for tokens in TOKENS:
+            columns += zip(*(ratios(pair, tokens, CORES["trn1"]) for pair in parts), strict=True)
         yield f"| {cores} | {' | '.join(f'{min(c):.2f} to {max(c):.2f}' for c in columns)} |"
     yield ""
 
@@ -126,7 +126,7 @@ def ratios(pair: Pair, tokens: int, core: NeuronCore) -> tuple[float, float]:
     """Return the time of pivoted and of expanded factors over that of two."""
     problems = (pair.two, pair.pivoted, pair.expanded)
     two, pivoted, expanded = (latency(replace(problem, tokens=tokens), core) for problem in problems)
-    print(f"{tokens} tokens, {pair.name} {pair.kind}: {pivoted / two:.3f} {expanded / two:.3f}", flush=True)
+    print(f"{text(tokens)}, {pair.name} {pair.kind}: {pivoted / two:.3f} {expanded / two:.3f}", flush=True)
     return pivoted / two, expanded / two
 
 
@@ -135,7 +135,7 @@ def table(
 ) -> Iterator[str]:
     yield f"### {title}"
     yield ""
-    columns = [f"{n} token{'s' * (n > 1)}: two, {unit} | pivoted, {unit} | time ratio" for n in counts]
+    columns = [f"{text(n)}: two, {unit} | pivoted, {unit} | time ratio" for n in counts]
     yield f"| model | ranges | rank, two | rank, pivoted | bytes ratio | {' | '.join(columns)} |"
     yield "|---|---|---:|---:|---:|" + "---:|---:|---:|" * len(counts)
     for pair in pairs:
@@ -147,6 +147,10 @@ def table(
         print(f"{title}: {pair.name} {pair.kind} {ranks} {pair.bytes:.3f} {' | '.join(cells)}", flush=True)
         yield f"| {pair.name} | {pair.kind} | {ranks} | {pair.bytes:.3f} | {' | '.join(cells)} |"
     yield ""
+
+
+def text(tokens: int) -> str:
+    return f"{tokens} token{'s' * (tokens > 1)}"
 
 
 def pairs_of(mlp: cases.Mlp) -> Iterator[Pair]:
@@ -177,7 +181,7 @@ def pivoted(two: MlpProblem, gate: int, down: int, align: int) -> MlpProblem:
 
 def part(problem: MlpProblem, cores: int) -> MlpProblem:
     """Return one core's part of an MLP."""
-    ranks = split(problem.ranks, cores).part
+    ranks = split(problem.ranks, cores).per_core
     pivots = {"gate_pivots": ranks.gate_pivots, "up_pivots": ranks.up_pivots, "down_pivots": ranks.down_pivots}
     return replace(problem, intermediate=ranks.intermediate, **pivots)
 

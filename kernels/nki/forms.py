@@ -55,23 +55,23 @@ def mlp_packings(hidden: int, ranks: Ranks, shared: bool, element_bytes: int) ->
     middle = ranks.intermediate
     if shared and ranks.up_pivots:
         raise KernelError("up has pivots and gate's A: with a shared A only gate has pivots")
-    pivots = ranks.pivots
-    ends = sorted({end for one in pivots if one for end in (one.first, one.end)})
+    ends = sorted({end for pivots in ranks.pivots if pivots for end in (pivots.first, pivots.end)})
     act = Chunks(middle, tuple(end for end in ends if 0 < end < middle))
 
-    def rank(size: int, own: Pivots | None) -> tuple[Chunks, tuple[int, int]]:
-        if own is None:
+    def rank(size: int, pivots: Pivots | None) -> tuple[Chunks, tuple[int, int]]:
+        """Cut a rank; return it with the first and the number of the chunks of its pivots."""
+        if pivots is None:
             return Chunks(size), (0, 0)
-        if own.number > size:
-            raise KernelError(f"{own.number} pivots: must be at most the rank, {size}")
-        cut = Chunks(
-            size, tuple(end - own.first for end in ends if own.first < end <= own.end and end - own.first < size)
-        )
-        copies = sum(s.count for s in cut.segments if s.start < own.number)
-        return cut, (_chunk(act, own.first, own.number), copies)
+        first, number = pivots
+        if number > size:
+            raise KernelError(f"{number} pivots: must be at most the rank, {size}")
+        inside = (end - first for end in ends if first < end <= pivots.end)
+        cut = Chunks(size, tuple(end for end in inside if end < size))
+        return cut, (_chunk(act, first, number), sum(s.count for s in cut.segments if s.start < number))
 
     sizes = ranks.gate, ranks.gate if shared else ranks.up, ranks.down
-    (gate, gate_copied), (up, up_copied), (down, down_copied) = (rank(*one) for one in zip(sizes, pivots, strict=True))
+    linears = zip(sizes, ranks.pivots, strict=True)
+    (gate, gate_copied), (up, up_copied), (down, down_copied) = (rank(*linear) for linear in linears)
     up = gate if shared else up
     x, size = Chunks(hidden), element_bytes
     gate_a = Packing.cut(x, gate, size)

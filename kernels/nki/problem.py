@@ -139,8 +139,8 @@ class Ranks:
     @property
     def pivots(self) -> tuple[Pivots | None, Pivots | None, Pivots | None]:
         """The pivots of gate, up and down."""
-        down = Pivots(self.intermediate - self.down_pivots, self.down_pivots) if self.down_pivots else None
-        return self.gate_pivots, self.up_pivots, down
+        down = Pivots(self.intermediate - self.down_pivots, self.down_pivots)
+        return self.gate_pivots, self.up_pivots, down if down.number else None
 
     @property
     def identities(self) -> int:

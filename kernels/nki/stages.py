@@ -113,8 +113,8 @@ def add_pivots(d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens
     for p in d.static_range(len(f.panels)):
         panel = f.panels[p]
         begin, end = max(first - f.stored, panel.first), min(last - f.stored, panel.last)
-        rest = panel.last if last == f.rows.count else end
-        if begin < rest and begin == panel.first:
+        complete = panel.last if last == f.rows.count else end
+        if begin < complete and begin == panel.first:
             to.result.append(d.sbuf((f.columns.width, panel.last - panel.first, tokens), dtype))
         for run in even_runs(f.columns, begin, max(0, end - begin)):
             k, n, wide = run
@@ -123,7 +123,7 @@ def add_pivots(d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens
             d.add(d.at(to.result[p], ((0, wide), (at, at + n), (0, tokens))), to.sums[p][0:wide, at : at + n, 0:tokens],
                   pivots)  # fmt: skip
         begin = max(count, panel.first)
-        for run in even_runs(f.columns, begin, max(0, rest - begin)):
+        for run in even_runs(f.columns, begin, max(0, complete - begin)):
             at, n, wide = run[0] - panel.first, run[1], run[2]
             d.copy(
                 d.at(to.result[p], ((0, wide), (at, at + n), (0, tokens))), to.sums[p][0:wide, at : at + n, 0:tokens]

@@ -27,100 +27,100 @@ TILE = PARTITIONS
 """Features of a chunk that fills the tensor engine."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of an MLP on several cores.
+MLP = ("gate", "up", "down")
 
-    ``whole``, ``part``: sizes and pivots of the MLP and of each part. ``features`` [cores, intermediate / cores]: the
-    features of each part in its order.
+
+@dataclass(frozen=True)
+class Split:
+    """An MLP on several cores.
+
+    ``total``, ``per_core``: sizes and pivots of the MLP and of each core's part. ``features`` [cores, intermediate /
+    cores]: the features of each core in its order.
     """
 
-    whole: Ranks
-    part: Ranks
+    total: Ranks
+    per_core: Ranks
     features: Tensor
 
-    def of_a(self, name: str, weight: Tensor) -> list[Tensor]:
-        """Return the A of each core as its form stores it, for A [r, in] of gate, up or down with two factors."""
+    def parts_of_a(self, name: str, A: Tensor) -> list[Tensor]:
+        """Return what each core stores of A [r, in] of gate, up or down, with its identity block."""
+        orders = self._orders(name)
         if name != "down":
-            return [weight[rows] for rows in self._orders(name)]
-        stored = self.features[:, : self.part.intermediate - self.part.down_pivots]
-        return [weight[rows][:, columns] for rows, columns in zip(self._orders(name), stored, strict=True)]
+            return [A[order] for order in orders]
+        stored = self.features[:, : self.per_core.intermediate - self.per_core.down_pivots]
+        return [A[order][:, features] for order, features in zip(orders, stored, strict=True)]
 
-    def of_b(self, name: str, weight: Tensor, leader: str) -> list[Tensor]:
-        """Return the B of each core as its form stores it, for B [out, r]; ``leader`` has the A that it uses."""
-        orders, pivots = self._orders(leader), self._pivots(name)[1]
+    def parts_of_b(self, name: str, B: Tensor, leader: str) -> list[Tensor]:
+        """Return what each core stores of B [out, r] with its identity block; ``leader`` has the A that it uses."""
+        orders = self._orders(leader)
         if name == "down":
-            return [weight[:, columns] for columns in orders]
-        first, end = (pivots.first, pivots.end) if pivots else (0, 0)
-        stored = torch.cat([self.features[:, :first], self.features[:, end:]], dim=1)
-        return [weight[rows][:, columns] for rows, columns in zip(stored, orders, strict=True)]
-
-    def _pivots(self, name: str) -> tuple[Pivots | None, Pivots | None]:
-        index = ("gate", "up", "down").index(name)
-        return self.whole.pivots[index], self.part.pivots[index]
+            return [B[:, order] for order in orders]
+        pivots = self.per_core.pivots[MLP.index(name)] or Pivots(0, 0)
+        stored = torch.cat([self.features[:, : pivots.first], self.features[:, pivots.end :]], dim=1)
+        return [B[features][:, order] for features, order in zip(stored, orders, strict=True)]
 
     def _orders(self, name: str) -> list[Tensor]:
-        """Return the order of a linear's rank on each core: first the core's own pivots."""
-        whole, part = self._pivots(name)
-        rank = getattr(self.whole, name)
-        if whole is None or part is None:
+        """Return the order of a linear's rank on each core: first the pivots of that core."""
+        index, rank = MLP.index(name), getattr(self.total, name)
+        total, per_core = self.total.pivots[index], self.per_core.pivots[index]
+        if total is None or per_core is None:
             return [torch.arange(rank)] * len(self.features)
         orders = []
-        for own in self.features[:, part.first : part.end] - whole.first:
-            other = torch.ones(rank, dtype=torch.bool)
-            other[own] = False
-            orders.append(torch.cat([own, other.nonzero()[:, 0]]))
+        for pivots in self.features[:, per_core.first : per_core.end] - total.first:
+            others = torch.ones(rank, dtype=torch.bool)
+            others[pivots] = False
+            orders.append(torch.cat([pivots, others.nonzero()[:, 0]]))
         return orders
 
 
 class Group(NamedTuple):
-    """Features that are pivots of the same linears: indices into :attr:`.Ranks.pivots`, none for ordinary features."""
+    """Features that are pivots of the same ``linears`` of :data:`MLP`; of none: ordinary features."""
 
-    linears: frozenset[int]
+    linears: frozenset[str]
     features: list[int]
 
 
-def split(whole: Ranks, cores: int, tile: int = TILE) -> Parts:
-    """Split an MLP whose intermediate size is a multiple of ``cores``; a part has a multiple of ``tile`` per group."""
-    groups = _even(_groups(whole), cores * tile if cores > 1 else 1)
+def split(total: Ranks, cores: int, tile: int = TILE) -> Split:
+    """Split an MLP whose intermediate size is a multiple of ``cores``; a core gets full tiles of a group's pivots."""
+    groups = _even(_groups(total), cores * tile if cores > 1 else 1)
     sizes = [len(group.features) // cores for group in groups]
     features = [
         [feature for group, size in zip(groups, sizes, strict=True) for feature in group.features[size * core :][:size]]
         for core in range(cores)
     ]
 
-    def pivots(linear: int) -> Pivots | None:
-        own = [index for index, group in enumerate(groups) if linear in group.linears and sizes[index]]
-        return Pivots(sum(sizes[: own[0]]), sum(sizes[index] for index in own)) if own else None
+    def pivots(linear: str) -> Pivots | None:
+        members = [index for index, group in enumerate(groups) if linear in group.linears and sizes[index]]
+        return Pivots(sum(sizes[: members[0]]), sum(sizes[index] for index in members)) if members else None
 
-    gate, up, down = (pivots(linear) for linear in range(3))
-    part = Ranks(whole.gate, whole.up, whole.down, whole.intermediate // cores, gate, up, down.number if down else 0)
-    return Parts(whole, part, torch.tensor(features))
+    gate, up, down = (pivots(linear) for linear in MLP)
+    ranks = total.gate, total.up, total.down, total.intermediate // cores
+    return Split(total, Ranks(*ranks, gate, up, down.number if down else 0), torch.tensor(features))
 
 
-def _groups(whole: Ranks) -> list[Group]:
+def _groups(total: Ranks) -> list[Group]:
     """Cut the intermediate dimension at the ends of the ranges of pivots."""
-    ends = {end for pivots in whole.pivots if pivots for end in (pivots.first, pivots.end)}
+    ranges = {linear: pivots for linear, pivots in zip(MLP, total.pivots, strict=True) if pivots}
+    ends = sorted({0, total.intermediate, *(end for p in ranges.values() for end in (p.first, p.end))})
     return [
-        Group(
-            frozenset(i for i, p in enumerate(whole.pivots) if p and p.first <= begin < p.end), list(range(begin, end))
-        )
-        for begin, end in pairwise(sorted({0, whole.intermediate, *ends}))
+        Group(frozenset(linear for linear, p in ranges.items() if p.first <= begin < p.end), list(range(begin, end)))
+        for begin, end in pairwise(ends)
     ]
 
 
 def _even(groups: list[Group], unit: int) -> list[Group]:
     """Return one group of ordinary features, then the others in their order with multiples of ``unit`` features.
 
-    What is left of a group fills up a group of fewer of its linears, and at last that of the ordinary features.
+    The surplus of a group goes to a group of fewer of its linears, and at last to the ordinary features.
     """
     filled: dict[int, Group] = {}
-    left: list[Group] = []
+    surplus: list[Group] = []
     for index in sorted(range(len(groups)), key=lambda i: len(groups[i].linears), reverse=True):
-        linears, own = groups[index]
-        features = [*own, *(feature for group in left if group.linears >= linears for feature in group.features)]
+        linears = groups[index].linears
+        fitting = [group for group in surplus if group.linears >= linears]
+        features = [feature for group in (groups[index], *fitting) for feature in group.features]
         count = len(features) // unit * unit if linears else 0
         filled[index] = Group(linears, features[:count])
-        left = [group for group in left if not group.linears >= linears] + [Group(linears, features[count:])]
-    ordinary = sorted(feature for group in left for feature in group.features)
+        surplus = [group for group in surplus if group not in fitting] + [Group(linears, features[count:])]
+    ordinary = sorted(feature for group in surplus for feature in group.features)
     return [Group(frozenset(), ordinary), *(filled[index] for index in range(len(groups)))]

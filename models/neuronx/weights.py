@@ -27,7 +27,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LINEARS
 from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name
 from neuronmm.models.neuronx.heads import HeadPlan, distribute, take_heads
-from neuronmm.models.neuronx.intermediate import TILE, Parts, split
+from neuronmm.models.neuronx.intermediate import MLP, TILE, Split, split
 
 NORMS = {
     "input_norm": "input_layernorm",
@@ -37,7 +37,6 @@ NORMS = {
 }
 READERS = {"input_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up")}
 """A norm of the hidden state -> the linears that read its result."""
-MLP = ("gate", "up", "down")
 BY_INPUT = ("o", "down")
 """Linears that are split by input: the results of the cores must be summed."""
 
@@ -159,7 +158,9 @@ class Shards:
         plan, mlp = self.plans[index], self.mlps[index]
         weight = self.checkpoint.factor(layer_name(index, LINEARS[name]), factor)
         if mlp and plan.pivoted and name in MLP:
-            return mlp.of_a(name, weight) if factor == "A" else mlp.of_b(name, weight, plan[name].leader or name)
+            if factor == "A":
+                return mlp.parts_of_a(name, weight)
+            return mlp.parts_of_b(name, weight, plan[name].leader or name)
         return self._split(name, weight) if (factor == "A") == (name in BY_INPUT) else [weight]
 
     def _split(self, name: str, weight: Tensor) -> list[Tensor]:
@@ -197,9 +198,9 @@ class Shards:
             fused = []
         qk_norm = self.checkpoint.has(layer_name(index, f"{NORMS['q_norm']}.weight"))
         mlp = self.mlps[index]
-        return LayerPlan(tuple(linears), qk_norm, tuple(fused), mlp.part if mlp else None)
+        return LayerPlan(tuple(linears), qk_norm, tuple(fused), mlp.per_core if mlp else None)
 
-    def _mlp(self, index: int) -> Parts | None:
+    def _mlp(self, index: int) -> Split | None:
         """Split an MLP that one kernel computes, with the pivots that it keeps; None for all others."""
         checkpoint, middle = self.checkpoint, self.checkpoint.architecture.intermediate
         linears = [layer_name(index, LINEARS[name]) for name in MLP]

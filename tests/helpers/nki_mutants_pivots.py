@@ -81,13 +81,13 @@ PIVOTS = [
     Mutant(
         "ranks are not cut",
         "forms",
-        "for end in ends if own.first < end <= own.end",
+        "for end in ends if first < end <= pivots.end",
         "for end in ends if end < 0",
     ),
     Mutant("down's pivots are one chunk late", "forms", "stored=down_copied[0] if", "stored=down_copied[0] + 1 if"),
-    Mutant("a rank is not cut after its pivots", "forms", "end <= own.end and", "end < own.end and"),
-    Mutant("all of a rank is copied", "forms", "if s.start < own.number)", "if s.start < size)"),
-    Mutant("chunks without pivots are not computed", "stages", "max(0, rest - begin)", "max(0, end - begin)"),
+    Mutant("a rank is not cut after its pivots", "forms", "first < end <= pivots.end", "first < end < pivots.end"),
+    Mutant("all of a rank is copied", "forms", "if s.start < number)", "if s.start < size)"),
+    Mutant("chunks without pivots are not computed", "stages", "max(0, complete - begin)", "max(0, end - begin)"),
     Mutant(
         "all chunks are computed without pivots", "stages", "begin = max(count, panel.first)", "begin = panel.first"
     ),

@@ -1,6 +1,8 @@
-"""An MLP split over cores: the parts add up to the MLP, and store its pivots once."""
+"""An MLP split over cores: the mlp add up to the MLP, and store its pivots once."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from neuronmm.kernels.nki.low_rank_mlp import weights
 from neuronmm.kernels.nki.low_rank_mlp_torch import low_rank_swiglu_mlp
 from neuronmm.kernels.nki.objects import Options
 from neuronmm.kernels.nki.problem import Pivots, Ranks
-from neuronmm.models.neuronx.intermediate import Parts, split
+from neuronmm.models.neuronx.intermediate import MLP, Split, split
 
 HIDDEN = 6
 CORES, TILES = st.integers(1, 5), st.integers(1, 4)
@@ -36,7 +38,7 @@ def mlps(draw: st.DrawFn) -> tuple[Ranks, int]:
 def expanded(ranks: Ranks, shared: bool) -> list[Tensor]:
     """Return random A and B of gate, up and down with two factors whose identity blocks fit the pivots."""
     random, factors = torch.Generator().manual_seed(0), []
-    for index, (name, pivots) in enumerate(zip(("gate", "up", "down"), ranks.pivots, strict=True)):
+    for index, (name, pivots) in enumerate(zip(MLP, ranks.pivots, strict=True)):
         rank, shape = getattr(ranks, name), (ranks.intermediate, HIDDEN)
         out, inputs = shape if index < 2 else shape[::-1]
         a = torch.randn(rank, inputs, generator=random) * inputs**-0.5
@@ -48,13 +50,13 @@ def expanded(ranks: Ranks, shared: bool) -> list[Tensor]:
     return factors
 
 
-def stored(parts: Parts, factors: list[Tensor], shared: bool) -> list[list[Tensor]]:
+def stored(mlp: Split, factors: list[Tensor], shared: bool) -> list[list[Tensor]]:
     """Return A and B of gate, up and down on every core."""
-    cores: list[list[Tensor]] = [[] for _ in parts.features]
-    for index, name in enumerate(("gate", "up", "down")):
+    cores: list[list[Tensor]] = [[] for _ in mlp.features]
+    for index, name in enumerate(MLP):
         leader = "gate" if shared and name == "up" else name
-        a = parts.of_a(leader, factors[2 * index])
-        for core, *both in zip(cores, a, parts.of_b(name, factors[2 * index + 1], leader), strict=True):
+        a = mlp.parts_of_a(leader, factors[2 * index])
+        for core, *both in zip(cores, a, mlp.parts_of_b(name, factors[2 * index + 1], leader), strict=True):
             core += both
     return cores
 
@@ -65,15 +67,13 @@ def test_the_cores_add_up_to_the_mlp(drawn: tuple[Ranks, int], shared: bool, til
     """Each core runs the kernel's torch reference on its packed factors, all of one packing."""
     ranks, cores = drawn
     if shared:
-        ranks = Ranks(
-            ranks.gate, ranks.gate, ranks.down, ranks.intermediate, ranks.gate_pivots, None, ranks.down_pivots
-        )
+        ranks = replace(ranks, up=ranks.gate, up_pivots=None)
     factors = expanded(ranks, shared)
-    parts = split(ranks, cores, tile)
-    packings = mlp_packings(HIDDEN, parts.part, shared, 4)
+    mlp = split(ranks, cores, tile)
+    packings = mlp_packings(HIDDEN, mlp.per_core, shared, 4)
     x = torch.randn(HIDDEN, 3, generator=torch.Generator().manual_seed(1))
     y = torch.zeros(HIDDEN, 3)
-    for core in stored(parts, factors, shared):
+    for core in stored(mlp, factors, shared):
         packed = [pack(factor, packing=packing) for factor, packing in zip(core, packings, strict=True)]
         y += low_rank_swiglu_mlp(x, weights(packed, [p.plan() for p in packings], shared), Options())
     a, b, c, d, e, f = (factor.double() for factor in factors)
@@ -86,38 +86,36 @@ def test_the_cores_add_up_to_the_mlp(drawn: tuple[Ranks, int], shared: bool, til
 def test_a_core_stores_the_pivoted_number_of_weights(drawn: tuple[Ranks, int], tile: int) -> None:
     """That is r (in + out - p) with p pivots. Of every group less than a tile per core is made ordinary."""
     ranks, cores = drawn
-    parts, unit = split(ranks, cores, tile), cores * tile if cores > 1 else 1
-    assert sorted(parts.features.flatten().tolist()) == list(range(ranks.intermediate))
+    mlp, unit = split(ranks, cores, tile), cores * tile if cores > 1 else 1
+    assert sorted(mlp.features.flatten().tolist()) == list(range(ranks.intermediate))
     ends = {end for pivots in ranks.pivots if pivots for end in (pivots.first, pivots.end)}
-    ordinary = 0
-    for index, (name, whole, part) in enumerate(
-        zip(("gate", "up", "down"), ranks.pivots, parts.part.pivots, strict=True)
-    ):
-        rank, number = getattr(ranks, name), part.number if part else 0
-        for core in stored(parts, expanded(ranks, False), False):
+    factors = stored(mlp, expanded(ranks, False), False)
+    for index, name in enumerate(MLP):
+        rank, pivots, kept = getattr(ranks, name), ranks.pivots[index], mlp.per_core.pivots[index]
+        number = kept.number if kept else 0
+        for core in factors:
             sizes = HIDDEN + ranks.intermediate // cores - number
             assert sum(factor.numel() for factor in core[2 * index : 2 * index + 2]) == rank * sizes
-        groups = 0 if whole is None else len([end for end in ends if whole.first < end <= whole.end])
-        kept_by_no_core = (whole.number if whole else 0) - cores * number
-        assert 0 <= kept_by_no_core <= (unit - 1) * groups
-        ordinary += kept_by_no_core
-    if all(end % unit == 0 for end in {*ends, ranks.intermediate}):
-        assert ordinary == 0
+        if pivots:
+            groups = len([end for end in ends if pivots.first < end <= pivots.end])
+            assert 0 <= rank - cores * number <= (unit - 1) * groups
+            if all(end % unit == 0 for end in {*ends, ranks.intermediate}):
+                assert rank == cores * number
 
 
-@pytest.mark.parametrize(("cores", "part"), [
+@pytest.mark.parametrize(("cores", "per_core"), [
     (1, Ranks(12, 16, 8, 48, Pivots(30, 12), Pivots(20, 16), 8)),
     (2, Ranks(12, 16, 8, 24, Pivots(15, 6), Pivots(10, 8), 4)),
     (3, Ranks(12, 16, 8, 16, Pivots(10, 4), Pivots(7, 5), 2)),
     (16, Ranks(12, 16, 8, 3, None, Pivots(2, 1))),
 ])  # fmt: skip
-def test_pivots_that_do_not_divide_are_ordinary_features(cores: int, part: Ranks) -> None:
-    whole = Ranks(12, 16, 8, 48, Pivots(30, 12), Pivots(20, 16), 8)
-    assert split(whole, cores, 1).part == part
+def test_pivots_that_do_not_divide_are_ordinary_features(cores: int, per_core: Ranks) -> None:
+    total = Ranks(12, 16, 8, 48, Pivots(30, 12), Pivots(20, 16), 8)
+    assert split(total, cores, 1).per_core == per_core
 
 
-def test_a_part_has_full_tiles_of_pivots() -> None:
-    """Llama-3.2-1B: what is left of the 384 pivots of all three linears becomes pivots of gate and up alone."""
-    whole = Ranks(1536, 1536, 1536, 8192, Pivots(5504, 1536), Pivots(5504, 1536), 1536)
-    assert split(whole, 2).part == Ranks(1536, 1536, 1536, 4096, Pivots(2816, 768), Pivots(2816, 768), 640)
-    assert split(whole, 16).part == Ranks(1536, 1536, 1536, 512)
+def test_a_core_gets_full_tiles_of_pivots() -> None:
+    """Of the 384 pivots of all three linears, 256 remain such and 128 are pivots of gate and up alone."""
+    total = Ranks(1536, 1536, 1536, 8192, Pivots(5504, 1536), Pivots(5504, 1536), 1536)
+    assert split(total, 2).per_core == Ranks(1536, 1536, 1536, 4096, Pivots(2816, 768), Pivots(2816, 768), 640)
+    assert split(total, 16).per_core == Ranks(1536, 1536, 1536, 512)
