@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/results"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    lines = list(track(accuracy(), "accuracy", total=len(DIALECTS) * len(DTYPES) * len(TOKENS) * 16))
+    lines = list(track(accuracy(), "accuracy", total=len(DIALECTS) * len(DTYPES) * len(TOKENS) * 17))
     caught = [caught_by(mutant) for mutant in track(PLANTED, "planted bugs")]
     (args.output / "nki.md").write_text("\n".join(document(lines, caught)) + "\n", encoding="utf-8")
 
@@ -111,6 +111,8 @@ def results(
         yield f"low_rank_matmul {what}", case.run(kernels, dialect), case.exact(), case.plain()
     case = Case.mlp(MLP[0], MLP[2], MLP[1], tokens, dtype, pivots=(1000, 1100, "columns"))
     yield "low_rank_swiglu_mlp pivoted", case.run(kernels, dialect), case.exact(), case.plain()
+    case = Case.mlp(MLP[0], MLP[2], MLP[1], tokens, dtype, pivots=((300, 200), (400, 130), ("columns", 170)))
+    yield "low_rank_swiglu_mlp pivots of a core", case.run(kernels, dialect), case.exact(), case.plain()
     case = Case.mlp(MLP[0], MLP[2], MLP[1], tokens, dtype)
     yield "the MLP in two kernels", two_kernel_mlp(case, kernels, dialect, SIZES), case.exact(), case.plain()
     case = Case.linear(*LINEAR, tokens, dtype)

@@ -11,13 +11,15 @@ import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from neuronmm.emulator.nki import nki_modules
 from neuronmm.kernels.hardware import CORES, NeuronCore
 from neuronmm.kernels.nki.forms import mlp_packings
-from neuronmm.kernels.nki.problem import MlpProblem
+from neuronmm.kernels.nki.problem import MlpProblem, Pivots
+from neuronmm.models.neuronx.intermediate import split
 
 with nki_modules():
     import paper_cases as cases
@@ -30,17 +32,36 @@ OVERLAP = 0.25
 """Share of down's pivots that are pivots of gate too: 0.17 to 0.41 were measured on SmolLM2-135M."""
 PREFILL = 2048
 DECODES = (1, 64)
+DEGREES = (1, 2, 4, 8)
+"""Numbers of cores that share an MLP."""
+TOKENS = (1, 512)
+"""Tokens per call in the tables of several cores."""
 TEXT = f"""\
 # Pivoted factors on Trainium, predicted
 
-One kernel computes the whole MLP, on one core in bfloat16. `two` has two factors per linear, with the ranks of
-[timing.md](timing.md) at ratio 0.2. `pivoted` has at most its bytes: gate and up in the row form, down in the column
-form. Up's pivots are gate's, and {OVERLAP:.0%} of down's are gate's too. Every time is predicted; no kernel ran on a
-device. A ratio below 1 means that `pivoted` is faster.
+On one core, pivoted factors in full tiles are as fast as two factors of the same bytes, or a little faster. On two
+cores they take up to 5 % more time and on eight up to 20 %, because every core reads all of `P` and `Q`, whose rank is
+higher. At equal rank they are faster than two factors on any of these numbers of cores.
+
+One kernel computes the whole MLP in bfloat16. `two` has two factors per linear, with the ranks of
+[timing.md](timing.md) at ratio 0.2. `pivoted` has at most its bytes in the checkpoint: gate and up in the row form,
+down in the column form. Up's pivots are gate's, and {OVERLAP:.0%} of down's are gate's too. `expanded` has the rank of
+`pivoted` in two factors: what the kernel runs if it does not use the pivots. Every time is predicted; no kernel ran on
+a device. A ratio is a time over that of `two`, so below 1 is faster.
+
+## Cores
+
+The kernel of one core on trn1, without the all-reduce, which is the same in every form: the least and the largest ratio
+of five models, each with two A and with one A for gate and up.
+"""
+APPENDIX = f"""\
+Repeat with `python scripts/pivoted_timing.py`.
+
+## Appendix: every model
 
 - **aligned**: the largest ranks that are multiples of {TILE}; all ranges begin and end at multiples of {TILE}.
 - **exact**: the largest ranks. The ranges begin and end anywhere, so more chunks have fewer than {TILE} partitions.
-- **one A**: gate and up share one A, and all its pivots are gate's.
+- **one A**: gate and up share one A, and all its pivots are gate's. Ranks and ranges are aligned.
 """
 
 
@@ -51,6 +72,15 @@ class Pair(NamedTuple):
     kind: str
     two: MlpProblem
     pivoted: MlpProblem
+
+    def on(self, cores: int) -> Pair:
+        """Return the problems of one of several cores."""
+        return self._replace(two=part(self.two, cores), pivoted=part(self.pivoted, cores))
+
+    @property
+    def expanded(self) -> MlpProblem:
+        """The pivoted problem with two factors per linear."""
+        return replace(self.pivoted, gate_pivots=None, up_pivots=None, down_pivots=0)
 
     @property
     def bytes(self) -> float:
@@ -68,18 +98,46 @@ def main() -> None:
 
 def document() -> Iterator[str]:
     pairs = [pair for mlp in cases.MLPS for pair in pairs_of(mlp)]
+    full = [pair for pair in pairs if pair.kind != "exact"]
     yield TEXT
+    yield from summary(full)
+    yield APPENDIX
+    for cores in DEGREES[1:]:
+        title = f"One of {cores} cores, trn1"
+        yield from table(title, [pair.on(cores) for pair in full], TOKENS, CORES["trn1"], 1e6, "µs")
     for device, core in CORES.items():
-        yield from table(f"Decode on {device}", pairs, DECODES, core, 1e6, "µs")
-    yield from table("Prefill on trn1", pairs, (PREFILL,), CORES["trn1"], 1e3, "ms")
+        yield from table(f"One core, decode on {device}", pairs, DECODES, core, 1e6, "µs")
+    yield from table("One core, prefill on trn1", pairs, (PREFILL,), CORES["trn1"], 1e3, "ms")
+
+
+def summary(pairs: list[Pair]) -> Iterator[str]:
+    """Yield the ranges of the ratios by number of cores."""
+    heads = [f"{text(tokens)}, {form}" for tokens in TOKENS for form in ("pivoted", "expanded")]
+    yield f"| cores | bytes per core, pivoted | {' | '.join(heads)} |"
+    yield "|---:|---:|" + "---:|" * len(heads)
+    for cores in DEGREES:
+        parts = [pair.on(cores) for pair in pairs]
+        columns = [[pair.bytes for pair in parts]]
+        for tokens in TOKENS:
+            columns += zip(*(ratios(pair, tokens, CORES["trn1"]) for pair in parts), strict=True)
+        yield f"| {cores} | {' | '.join(f'{min(c):.2f} to {max(c):.2f}' for c in columns)} |"
+    yield ""
+
+
+def ratios(pair: Pair, tokens: int, core: NeuronCore) -> tuple[float, float]:
+    """Return the time of pivoted and of expanded factors over that of two."""
+    problems = (pair.two, pair.pivoted, pair.expanded)
+    two, pivoted, expanded = (latency(replace(problem, tokens=tokens), core) for problem in problems)
+    print(f"{text(tokens)}, {pair.name} {pair.kind}: {pivoted / two:.3f} {expanded / two:.3f}", flush=True)
+    return pivoted / two, expanded / two
 
 
 def table(
     title: str, pairs: list[Pair], counts: tuple[int, ...], core: NeuronCore, scale: float, unit: str
 ) -> Iterator[str]:
-    yield f"## {title}"
+    yield f"### {title}"
     yield ""
-    columns = [f"{n} token{'s' * (n > 1)}: two, {unit} | pivoted, {unit} | time ratio" for n in counts]
+    columns = [f"{text(n)}: two, {unit} | pivoted, {unit} | time ratio" for n in counts]
     yield f"| model | ranges | rank, two | rank, pivoted | bytes ratio | {' | '.join(columns)} |"
     yield "|---|---|---:|---:|---:|" + "---:|---:|---:|" * len(counts)
     for pair in pairs:
@@ -91,6 +149,10 @@ def table(
         print(f"{title}: {pair.name} {pair.kind} {ranks} {pair.bytes:.3f} {' | '.join(cells)}", flush=True)
         yield f"| {pair.name} | {pair.kind} | {ranks} | {pair.bytes:.3f} | {' | '.join(cells)} |"
     yield ""
+
+
+def text(tokens: int) -> str:
+    return f"{tokens} token{'s' * (tokens > 1)}"
 
 
 def pairs_of(mlp: cases.Mlp) -> Iterator[Pair]:
@@ -114,11 +176,19 @@ def pivoted_rank(rank: int, sizes: int) -> int:
 def pivoted(two: MlpProblem, gate: int, down: int, align: int) -> MlpProblem:
     """Return the MLP with these ranks and ranges of pivots that overlap in a multiple of ``align``."""
     overlap = round(OVERLAP * down / align) * align
-    first = two.intermediate - down - gate + overlap
-    up = None if two.shared else first
-    return replace(two, gate=gate, up=gate, down=down, gate_first=first, up_first=up, down_last=True)
+    rows = Pivots(two.intermediate - down - gate + overlap, gate)
+    up = None if two.shared else rows
+    return replace(two, gate=gate, up=gate, down=down, gate_pivots=rows, up_pivots=up, down_pivots=down)
 
 
+def part(problem: MlpProblem, cores: int) -> MlpProblem:
+    """Return one core's part of an MLP."""
+    ranks = split(problem.ranks, cores).per_core
+    pivots = {"gate_pivots": ranks.gate_pivots, "up_pivots": ranks.up_pivots, "down_pivots": ranks.down_pivots}
+    return replace(problem, intermediate=ranks.intermediate, **pivots)
+
+
+@cache
 def latency(problem: MlpProblem, core: NeuronCore) -> float:
     """Return the predicted seconds of the kernel, with the block sizes of the tiling solver."""
     entry = low_rank_swiglu_mlp_shared if problem.shared else low_rank_swiglu_mlp

@@ -70,7 +70,7 @@ def mlp_blocks(
     """Return the solver's block sizes of the MLP for this input."""
     hidden, tokens = sizes(x, first)
     shape = tokens, hidden, ranks.intermediate, ranks.gate, ranks.up, ranks.down
-    pivots = ranks.gate_first, ranks.up_first, ranks.down_last
+    pivots = ranks.gate_pivots, ranks.up_pivots, ranks.down_pivots
     return solve(MlpProblem(*shape, _dtype(x), shared, norm, residual, first, *pivots), core).blocks
 
 

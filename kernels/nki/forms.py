@@ -12,6 +12,9 @@ three ranges are ranges of the intermediate dimension, which is cut at all of th
 ends of the other ranges lie in its own. No dimension but a linear's input or output is in HBM. Every cut may leave a
 chunk of fewer than 128 partitions, hence more matmuls. Ranges that begin and end at multiples of 128 cost none.
 
+On one of several cores a linear of an MLP has fewer pivots than its rank (:class:`.problem.Ranks`): the block is then
+the identity in the first rows or columns of the rank, which is cut after them, and zero in the others.
+
 Pivots that are not consecutive would be a gather, which the kernels do not have: the caller expands such a linear.
 """
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 from neuronmm.kernels.nki.layout import Packing
 from neuronmm.kernels.nki.objects import Chunks
-from neuronmm.kernels.nki.problem import Ranks
+from neuronmm.kernels.nki.problem import Pivots, Ranks
 from neuronmm.kernels.ops import Form, KernelError
 
 
@@ -34,45 +37,50 @@ def linear_packings(
     if not isinstance(pivots, int):
         raise KernelError("pivots are an index: the NKI kernels take consecutive pivots; expand the linear")
     x, h, y = Chunks(inputs), Chunks(rank), Chunks(outputs)
-    stored = copied = None
+    stored, copied = None, (0, 0)
     if form is Form.COLUMNS:
         x, stored = _identity(inputs, inputs - rank, rank)
     elif form is Form.ROWS:
-        y, copied = _identity(outputs, pivots, rank)
-    return Packing.cut(x, h, element_bytes, stored=stored), Packing.cut(h, y, element_bytes, copied=copied)
+        y, first = _identity(outputs, pivots, rank)
+        copied = first, h.count
+    return Packing.cut(x, h, element_bytes, stored), Packing.cut(h, y, element_bytes, copied=copied)
 
 
 def mlp_packings(hidden: int, ranks: Ranks, shared: bool, element_bytes: int) -> tuple[Packing, ...]:
     """Return how A and B of gate, up and down are packed; with a shared A, up's A is gate's.
 
     Raises:
-        KernelError: the pivots do not fit, or all features of a linear are pivots.
+        KernelError: the pivots do not fit, are more than the rank, or are all features of a linear.
     """
-    middle, rank_of_up = ranks.intermediate, ranks.gate if shared else ranks.up
-    if shared and ranks.up_first is not None:
+    middle = ranks.intermediate
+    if shared and ranks.up_pivots:
         raise KernelError("up has pivots and gate's A: with a shared A only gate has pivots")
-    firsts = ranks.gate_first, ranks.up_first, middle - ranks.down if ranks.down_last else None
-    ranges = [(first, size) for first, size in zip(firsts, (ranks.gate, rank_of_up, ranks.down), strict=True)]
-    ends = sorted({end for first, size in ranges if first is not None for end in (first, first + size)})
-    borders = tuple(end for end in ends if 0 < end < middle)
-    act = Chunks(middle, borders)
+    ends = sorted({end for pivots in ranks.pivots if pivots for end in (pivots.first, pivots.end)})
+    act = Chunks(middle, tuple(end for end in ends if 0 < end < middle))
 
-    def rank(first: int | None, size: int) -> tuple[Chunks, int | None]:
-        if first is None:
-            return Chunks(size), None
-        inside = tuple(end - first for end in borders if first < end < first + size)
-        return Chunks(size, inside), _chunk(act, first, size)
+    def rank(size: int, pivots: Pivots | None) -> tuple[Chunks, tuple[int, int]]:
+        """Cut a rank; return it with the first and the number of the chunks of its pivots."""
+        if pivots is None:
+            return Chunks(size), (0, 0)
+        first, number = pivots
+        if number > size:
+            raise KernelError(f"{number} pivots: must be at most the rank, {size}")
+        inside = (end - first for end in ends if first < end <= pivots.end)
+        cut = Chunks(size, tuple(end for end in inside if end < size))
+        return cut, (_chunk(act, first, number), sum(s.count for s in cut.segments if s.start < number))
 
-    (gate, gate_at), (up, up_at), (down, down_at) = (rank(*one) for one in ranges)
+    sizes = ranks.gate, ranks.gate if shared else ranks.up, ranks.down
+    linears = zip(sizes, ranks.pivots, strict=True)
+    (gate, gate_copied), (up, up_copied), (down, down_copied) = (rank(*linear) for linear in linears)
     up = gate if shared else up
     x, size = Chunks(hidden), element_bytes
     gate_a = Packing.cut(x, gate, size)
     return (
         gate_a,
-        Packing.cut(gate, act, size, copied=gate_at),
+        Packing.cut(gate, act, size, copied=gate_copied),
         gate_a if shared else Packing.cut(x, up, size),
-        Packing.cut(up, act, size, copied=up_at),
-        Packing.cut(act, down, size, stored=down_at),
+        Packing.cut(up, act, size, copied=up_copied),
+        Packing.cut(act, down, size, stored=down_copied[0] if ranks.down_pivots else None),
         Packing.cut(down, x, size),
     )
 
@@ -83,7 +91,7 @@ def _identity(size: int, first: int, rank: int) -> tuple[Chunks, int]:
     return cut, _chunk(cut, first, rank)
 
 
-def _chunk(cut: Chunks, first: int, rank: int) -> int:
-    if first < 0 or first + rank > cut.size or rank == cut.size:
-        raise KernelError(f"pivots [{first}, {first + rank}): must be some, but not all, of {cut.size} features")
+def _chunk(cut: Chunks, first: int, count: int) -> int:
+    if first < 0 or first + count > cut.size or count == cut.size:
+        raise KernelError(f"pivots [{first}, {first + count}): must be some, but not all, of {cut.size} features")
     return next(s.first for s in cut.segments if s.start == first)

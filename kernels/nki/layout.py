@@ -51,8 +51,8 @@ def features(cut: Chunks, chunk: int) -> range:
 class Packing:
     """How a weight [columns, rows] (out and in features of a linear) is packed.
 
-    A panel has ``group`` column chunks. The last panels halve that number each time, down to ``least``. ``stored`` and
-    ``copied`` describe the identity block of a pivoted linear (:class:`.objects.Factor`).
+    A panel has ``group`` column chunks. The last panels halve that number each time, down to ``least``. ``stored``,
+    ``copied`` and ``copies`` describe the identity block of a pivoted linear (:class:`.objects.Factor`).
     """
 
     rows: Chunks
@@ -61,6 +61,7 @@ class Packing:
     least: int
     stored: int
     copied: int
+    copies: int
 
     @classmethod
     def of(cls, rows: int, columns: int, element_bytes: int) -> Packing:
@@ -69,9 +70,12 @@ class Packing:
 
     @classmethod
     def cut(
-        cls, r: Chunks, c: Chunks, element_bytes: int, stored: int | None = None, copied: int | None = None
+        cls, r: Chunks, c: Chunks, element_bytes: int, stored: int | None = None, copied: tuple[int, int] = (0, 0)
     ) -> Packing:
-        """Return the packing of a weight with these row and column chunks; None: no identity block."""
+        """Return the packing of a weight with these row and column chunks.
+
+        ``stored``: row chunks without an identity block, None: all. ``copied``: first and number of the copied chunks.
+        """
         deep = r.count if stored is None else stored
 
         def chunks(row_bytes: int) -> int:
@@ -80,7 +84,7 @@ class Packing:
                 group *= 2
             return group
 
-        return cls(r, c, chunks(ROW_BYTES), chunks(LAST_ROW_BYTES), deep, -1 if copied is None else copied)
+        return cls(r, c, chunks(ROW_BYTES), chunks(LAST_ROW_BYTES), deep, *copied)
 
     @property
     def elements(self) -> int:
@@ -90,7 +94,7 @@ class Packing:
     @property
     def computed(self) -> int:
         """Column chunks that are computed: all but the copied ones."""
-        return self.columns.count - (self.rows.count if self.copied >= 0 else 0)
+        return self.columns.count - self.copies
 
     @property
     def _rows(self) -> int:
@@ -122,7 +126,7 @@ class Packing:
     def panels(self) -> list[Panel]:
         """Return the panels in their order in memory; copied chunks divide or shorten a panel."""
         panels, begin, offset = [], 0, 0
-        skip, resume = (self.copied, self.copied + self.rows.count) if self.copied >= 0 else (0, 0)
+        skip, resume = self.copied, self.copied + self.copies
         for chunks in self.chunks_of_panels():
             end = begin + chunks
             for first, last in ((begin, min(end, skip)), (max(begin, resume), end)):
@@ -149,16 +153,17 @@ class Packing:
         return pieces
 
     def plan(self) -> FactorPlan:
-        """Return what :func:`.objects.factor` takes: sizes and borders, group, panels, pieces, stored, copied."""
+        """Return what :func:`.objects.factor` takes: sizes and borders, group, panels, pieces, the identity block."""
         panels = tuple((p.offset, p.first, p.last, p.columns) for p in self.panels())
         pieces = tuple((p.begin, p.end, p.first, p.last, p.chunks, p.offset) for p in self.pieces())
         cuts = self.rows.size, self.rows.borders, self.columns.size, self.columns.borders
-        return *cuts, self.group, panels, pieces, self.stored, self.copied
+        return *cuts, self.group, panels, pieces, self.stored, self.copied, self.copies
 
     def factor(self, packed: Any) -> Factor:
         """Describe a tensor that is packed like this."""
         cuts = self.rows, self.columns
-        return Factor(packed, *cuts, self.group, self.panels(), self.pieces(), self.stored, self.copied)
+        identity = self.stored, self.copied, self.copies
+        return Factor(packed, *cuts, self.group, self.panels(), self.pieces(), *identity)
 
 
 def pack(weight: Tensor, scale: Tensor | None = None, packing: Packing | None = None) -> Tensor:
@@ -207,11 +212,11 @@ def unpacked(f: Factor) -> Tensor:
     for c in range(f.stored):
         index = torch.tensor(features(f.rows, c))
         weight[columns[:, None], index] = chunks[:, c, : len(index)]
-    if f.copied >= 0:
-        first = f.columns.start(f.copied)
-        weight[first : first + f.rows.size] = torch.eye(f.rows.size, dtype=weight.dtype)
-    if f.stored < f.rows.count:
-        weight[:, f.rows.start(f.stored) :] = torch.eye(f.columns.size, dtype=weight.dtype)
+    first, pivots = f.columns.start(f.copied), f.rows.start(f.copies)
+    weight[first : first + pivots, :pivots] = torch.eye(pivots, dtype=weight.dtype)
+    first = f.rows.start(f.stored)
+    pivots = f.rows.size - first
+    weight[:pivots, first:] = torch.eye(pivots, dtype=weight.dtype)
     return weight
 
 
@@ -222,10 +227,8 @@ def _columns(f: Factor) -> list[int]:
 
 def _stored_index(f: Factor, columns: list[int]) -> list[int]:
     """Return the rows of the stored weight that have these output features."""
-    if f.copied < 0:
-        return columns
-    start = f.columns.start(f.copied)
-    return [i if i < start else i - f.rows.size for i in columns]
+    start, pivots = f.columns.start(f.copied), f.rows.start(f.copies)
+    return [i if i < start else i - pivots for i in columns]
 
 
 def _bands(segments: list[tuple[Segment, int]]) -> list[tuple[int, int, list[Segment]]]:

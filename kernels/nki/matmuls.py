@@ -121,9 +121,7 @@ def copy_pivots(
 
     Dimensions: ``out`` [columns, chunks, tokens] from column chunk ``base`` on, ``h`` [rank, tokens].
     """
-    if f.copied < 0:
-        return
-    begin, end = max(first, f.copied), min(last, f.copied + f.rows.count)
+    begin, end = max(first, f.copied), min(last, f.copied + f.copies)
     for run in even_runs(f.columns, begin, max(0, end - begin)):
         start, stop, wide = run[0], run[0] + run[1], run[2]
         for i in d.static_range(run[1]):

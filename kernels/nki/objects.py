@@ -105,9 +105,10 @@ class Factor(NKIObject):  # type: ignore[misc, valid-type]
 
     A weight of a pivoted linear has an identity block, which is not stored (:mod:`.forms`):
 
-    - ``copied``, row form: column chunk ``copied + i`` of the result is row chunk ``i``; no panel has it. Otherwise -1.
-    - ``stored``, column form: row chunk ``stored + i`` is added to column chunk ``i`` of the result. Otherwise the
-      number of row chunks.
+    - Row form: column chunk ``copied + i`` of the result is row chunk ``i`` for the first ``copies`` row chunks, and no
+      panel has it. In the other forms both numbers are 0.
+    - Column form: row chunk ``stored + i`` is added to column chunk ``i`` of the result. In the other forms ``stored``
+      is the number of row chunks.
 
     Dimensions: ``weights`` flat; ``rows`` are the weight's input features, ``columns`` its output features.
     """
@@ -120,6 +121,7 @@ class Factor(NKIObject):  # type: ignore[misc, valid-type]
     pieces: list[Piece]
     stored: int
     copied: int
+    copies: int
 
 
 @dataclass
@@ -173,7 +175,7 @@ def factor(weights: Any, plan: Any) -> Factor:
         rows += (part[1] - part[0]) * (part[3] - part[2])
     assert weights.shape[0] == rows * columns, f"packed weight has {weights.shape[0]} elements, not {rows * columns}"
     cuts = Chunks(plan[0], plan[1]), Chunks(plan[2], plan[3])
-    return Factor(weights, cuts[0], cuts[1], plan[4], panels, pieces, plan[7], plan[8])
+    return Factor(weights, cuts[0], cuts[1], plan[4], panels, pieces, plan[7], plan[8], plan[9])
 
 
 def parts_of(d: Any, tile: Any, count: int) -> Parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from neuronmm.kernels.hardware import DTYPE_BYTES
 from neuronmm.kernels.ops import Form, KernelError
@@ -50,13 +51,25 @@ class Problem:
         return sizes if self.form is Form.TWO else f"{sizes}, pivoted {self.form.value}"
 
 
+class Pivots(NamedTuple):
+    """Consecutive features that are pivots: ``number`` of them, from ``first`` on."""
+
+    first: int
+    number: int
+
+    @property
+    def end(self) -> int:
+        """The feature after the last pivot."""
+        return self.first + self.number
+
+
 @dataclass(frozen=True)
 class MlpProblem:
     """``down(silu(gate(x)) * up(x))``.
 
     Dimensions: ``x`` [hidden, tokens], the activation [intermediate, tokens]; ``gate``, ``up`` and ``down`` are ranks.
 
-    ``shared``: gate and up have one A, and ``up`` is not used. ``gate_first``, ``up_first``, ``down_last``: as in
+    ``shared``: gate and up have one A, and ``up`` is not used. ``gate_pivots``, ``up_pivots``, ``down_pivots``: as in
     :class:`Ranks`. The other options are those of the kernel.
 
     Raises:
@@ -74,16 +87,16 @@ class MlpProblem:
     norm: bool = False
     residual: bool = False
     tokens_first: bool = False
-    gate_first: int | None = None
-    up_first: int | None = None
-    down_last: bool = False
+    gate_pivots: Pivots | None = None
+    up_pivots: Pivots | None = None
+    down_pivots: int = 0
 
     def __post_init__(self) -> None:
         _check(self, (self.tokens, self.hidden, self.intermediate, self.gate, self.up, self.down))
 
     @property
     def ranks(self) -> Ranks:
-        pivots = self.gate_first, self.up_first, self.down_last
+        pivots = self.gate_pivots, self.up_pivots, self.down_pivots
         return Ranks(self.gate, self.gate if self.shared else self.up, self.down, self.intermediate, *pivots)
 
     @property
@@ -109,23 +122,31 @@ def _check(problem: Problem | MlpProblem, sizes: tuple[int, ...]) -> None:
 class Ranks:
     """Static sizes of an MLP: the ranks of gate, up and down, the intermediate dimension, and the pivots.
 
-    ``gate_first``, ``up_first``: the first intermediate feature of the pivots of a linear in the row form; None: the
-    linear has two factors. ``down_last``: down has the column form, and its pivots are the last intermediate features.
+    ``gate_pivots``, ``up_pivots``: the intermediate features that are the pivots of a linear in the row form; None: the
+    linear has two factors. ``down_pivots``: down has the column form, and this number of pivots, the last intermediate
+    features; 0: it has two factors. A linear has ``rank`` pivots, or fewer if the MLP is one core's part of a larger
+    one. Pivot ``i`` is element ``i`` of the rank-r intermediate.
     """
 
     gate: int
     up: int
     down: int
     intermediate: int
-    gate_first: int | None = None
-    up_first: int | None = None
-    down_last: bool = False
+    gate_pivots: Pivots | None = None
+    up_pivots: Pivots | None = None
+    down_pivots: int = 0
+
+    @property
+    def pivots(self) -> tuple[Pivots | None, Pivots | None, Pivots | None]:
+        """The pivots of gate, up and down."""
+        down = Pivots(self.intermediate - self.down_pivots, self.down_pivots)
+        return self.gate_pivots, self.up_pivots, down if down.number else None
 
     @property
     def identities(self) -> int:
-        """Numbers in the identity blocks of the three linears."""
-        pivoted = (self.gate, self.gate_first is not None), (self.up, self.up_first is not None)
-        return sum(rank * rank for rank, has in (*pivoted, (self.down, self.down_last)) if has)
+        """Numbers in the identity blocks of the three linears, zeros beside the identity included."""
+        sizes = zip((self.gate, self.up, self.down), self.pivots, strict=True)
+        return sum(rank * pivots.number for rank, pivots in sizes if pivots)
 
 
 @dataclass(frozen=True)

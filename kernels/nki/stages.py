@@ -60,7 +60,7 @@ def accumulate_block(
 ) -> None:  # fmt: skip
     """Add ``A x`` over row chunks [first, last), those of ``x``; ``scale`` [128, tokens] multiplies the last sum.
 
-    In the column form ``x`` is one tile, and the last chunks of the input are the pivots.
+    In the column form the last chunks of the input are the pivots.
     """
     stored = to.f.stored
     pivoted = stored < to.f.rows.count
@@ -104,12 +104,17 @@ def _add_matmul(
 
 
 def add_pivots(d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens: int, dtype: Any) -> None:
-    """Compute the result's chunks whose pivots are in [first, last): the sum of the blocks and the pivot's chunk."""
+    """Compute the result's chunks whose pivots are in [first, last): the sum of the blocks and the pivot's chunk.
+
+    With the last pivots, compute the chunks without pivots as well: the sum alone. ``x`` is one tile.
+    """
     f = to.f
+    count = f.rows.count - f.stored
     for p in d.static_range(len(f.panels)):
         panel = f.panels[p]
         begin, end = max(first - f.stored, panel.first), min(last - f.stored, panel.last)
-        if begin < end and begin == panel.first:
+        complete = panel.last if last == f.rows.count else end
+        if begin < complete and begin == panel.first:
             to.result.append(d.sbuf((f.columns.width, panel.last - panel.first, tokens), dtype))
         for run in even_runs(f.columns, begin, max(0, end - begin)):
             k, n, wide = run
@@ -117,6 +122,12 @@ def add_pivots(d: Any, to: Accumulation, x: Parts, first: int, last: int, tokens
             pivots = x.tiles[k + f.stored - first][0:wide, slot : slot + n, 0:tokens]
             d.add(d.at(to.result[p], ((0, wide), (at, at + n), (0, tokens))), to.sums[p][0:wide, at : at + n, 0:tokens],
                   pivots)  # fmt: skip
+        begin = max(count, panel.first)
+        for run in even_runs(f.columns, begin, max(0, complete - begin)):
+            at, n, wide = run[0] - panel.first, run[1], run[2]
+            d.copy(
+                d.at(to.result[p], ((0, wide), (at, at + n), (0, tokens))), to.sums[p][0:wide, at : at + n, 0:tokens]
+            )
 
 
 def _scale_columns(d: Any, dst: Any, src: Any, cut: Chunks, panel: Panel, scale: Any, tokens: int) -> None:
@@ -248,13 +259,12 @@ class Span(NKIObject):  # type: ignore[misc, valid-type]
 def _spans(d: Any, f: Factor, panels: list[Panel], step: int) -> list[Span]:
     """Return the spans of ``step`` panels (0: one span of everything); copied chunks have spans of their own."""
     if step == 0:
-        if f.copied < 0:
+        if f.copies == 0:
             return [Span(panels[0].first, panels[len(panels) - 1].last, panels)]
         return [Span(0, f.columns.count, panels)]
     spans = []
-    if f.copied >= 0:
-        for block in split(d, f.rows.count, step * f.group):
-            spans.append(Span(f.copied + block[0], f.copied + block[0] + block[1], []))
+    for block in split(d, f.copies, step * f.group):
+        spans.append(Span(f.copied + block[0], f.copied + block[0] + block[1], []))
     before, after = [], []
     for panel in panels:
         if panel.first < f.copied:

@@ -56,21 +56,13 @@ class Checkpoint:
             return Int8(tensor, self._read(f"{name}_scale").float()).dequantise(self.dtype)
         return tensor.to(self.dtype)
 
-    def stored(self, linear: str, factor: str) -> Tensor:
-        """Read ``factor`` A or B of a factorised linear as its form stores it.
-
-        Raises:
-            UserError: as :meth:`tensor`.
-        """
-        return self.tensor(f"{linear}.{factor}.weight")
-
     def factor(self, linear: str, factor: str) -> Tensor:
         """Read ``factor`` A [r, in] or B [out, r] of a factorised linear, with the rows or columns of its pivots.
 
         Raises:
             UserError: as :meth:`tensor`, or the pivots are invalid.
         """
-        stored, form = self.stored(linear, factor), self._form(linear)
+        stored, form = self.tensor(f"{linear}.{factor}.weight"), self._form(linear)
         if factor == "A":
             return expand_a(stored, form)
         pivots: int | Tensor | None = self.forms[linear].first if form is Form.ROWS else None

@@ -143,11 +143,16 @@ class LayerGraph:
         return self._call(kernel, x, factors, linear.outputs)
 
     def _sums_before_b(self, plan: LayerPlan, name: str, x: Any) -> bool:
-        """Return whether a linear that is split by input is summed over the cores before its B."""
+        """Return whether a linear that is split by input is summed over the cores before its B.
+
+        A pivoted one is summed after B, because its rank has another order on every core.
+        """
         linear, cores = plan[name], self.settings.tp_degree
         assert linear.rank is not None
+        if cores == 1 or name in plan.pivoted:
+            return False
         tokens, element = x.sizes[0 if self.bsh else 1], self.settings.dtype.itemsize
-        return cores > 1 and sums_before_b(linear.rank, linear.outputs, tokens, element, cores)
+        return sums_before_b(linear.rank, linear.outputs, tokens, element, cores)
 
     def _sum_over_cores(self, plan: LayerPlan, name: str, y: Any, w: dict[str, Any], before_b: bool = False) -> Any:
         """Sum the cores' parts, apply B to the sum if the parts are ``before_b``, and add the bias."""

@@ -1,14 +1,14 @@
 """A decoder layer's weights as the graph takes them: a flat list of parameters, each with one tensor per core.
 
-q, k, v, gate and up are split by output, o and down by input. The factor without a split dimension is the same on every
-core. A dense linear is one matrix [in, out]. A factorised linear is its two factors, split and then packed for the
+q, k, v, gate and up are split by output, o and down by input. Every core has the factor without a split dimension. A
+dense linear is one matrix [in, out]. A factorised linear is its two factors, split and then packed for the
 kernels (:func:`neuronmm.kernels.nki.layout.pack`). If all linears that read a norm's result are factorised, their
 kernels normalise the hidden state themselves, and the norm's weight is packed into their A. :func:`names` defines the
 order of the parameters.
 
-On one core, an MLP that one kernel computes keeps gate and up in the row form and down in the column form. All other
-linears in a pivoted form are expanded to two factors, also on several cores: they all run the same kernel, but in a
-contiguous split they have different numbers of pivots.
+An MLP that one kernel computes keeps gate and up in the row form and down in the column form. On several cores each has
+its own order of the intermediate dimension and of the ranks (:mod:`.intermediate`), so that the factor without a split
+dimension has another order on every core. All other linears in a pivoted form are expanded to two factors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from neuronmm.kernels.nki.forms import mlp_packings
 from neuronmm.kernels.nki.layout import Packing, pack
-from neuronmm.kernels.nki.problem import Ranks
+from neuronmm.kernels.nki.problem import Pivots, Ranks
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LINEARS
 from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name
 from neuronmm.models.neuronx.heads import HeadPlan, distribute, take_heads
+from neuronmm.models.neuronx.intermediate import MLP, TILE, Split, split
 
 NORMS = {
     "input_norm": "input_layernorm",
@@ -77,17 +78,15 @@ class LayerPlan:
     @property
     def pivoted(self) -> tuple[str, ...]:
         """The linears that keep their pivoted form."""
-        ranks = self.mlp
-        if ranks is None:
+        if self.mlp is None:
             return ()
-        has = {"gate": ranks.gate_first is not None, "up": ranks.up_first is not None, "down": ranks.down_last}
-        return tuple(name for name, pivots in has.items() if pivots)
+        return tuple(name for name, pivots in zip(MLP, self.mlp.pivots, strict=True) if pivots)
 
     def packings(self, element_bytes: int) -> dict[str, Packing]:
         """Return how the factors of an MLP with pivots are packed, by the names of the parameters."""
         if self.mlp is None or not self.pivoted:
             return {}
-        factors = [f"{name}.{factor}" for name in ("gate", "up", "down") for factor in "AB"]
+        factors = [f"{name}.{factor}" for name in MLP for factor in "AB"]
         shared = self.a_of("gate") == self.a_of("up")
         return dict(zip(factors, mlp_packings(self["gate"].inputs, self.mlp, shared, element_bytes), strict=True))
 
@@ -125,6 +124,7 @@ class Shards:
             )
         self.checkpoint, self.tp_degree = checkpoint, tp_degree
         self.heads: HeadPlan = distribute(heads, architecture.kv_heads, tp_degree)
+        self.mlps = [self._mlp(index) for index in range(architecture.layers)]
         self.plans = [self._plan(index) for index in range(architecture.layers)]
 
     def layer(self, index: int) -> list[list[Tensor]]:
@@ -142,25 +142,31 @@ class Shards:
                 parts = self._split(name, checkpoint.tensor(f"{full}.weight"))
                 shards[f"{name}.W"] = [part.T.contiguous() for part in parts]
             else:
-                for factor, split in (("A", name in BY_INPUT), ("B", name not in BY_INPUT)):
-                    if factor == "B" or linear.leader is None:
-                        read = checkpoint.stored if name in plan.pivoted else checkpoint.factor
-                        weight = read(full, factor)
-                        parts = self._split(name, weight) if split else [weight]
-                        norm = plan.norm_of(name) if factor == "A" else None
-                        scale = shards[norm][0] if norm else None
-                        packing = packings.get(f"{name}.{factor}")
-                        packed = [pack(part, scale, packing) for part in parts]
-                        shards[f"{name}.{factor}"] = packed if split else packed * self.tp_degree
+                for factor in "AB" if linear.leader is None else "B":
+                    norm = plan.norm_of(name) if factor == "A" else None
+                    scale = shards[norm][0] if norm else None
+                    packing = packings.get(f"{name}.{factor}")
+                    packed = [pack(part, scale, packing) for part in self._factor(index, name, factor)]
+                    shards[f"{name}.{factor}"] = packed * (self.tp_degree // len(packed))
             if linear.bias:
                 bias = checkpoint.tensor(checkpoint.bias(full))
                 shards[f"{name}.bias"] = [bias] * self.tp_degree if name in BY_INPUT else self._split(name, bias)
         return [shards[name] for name in names(plan)]
 
+    def _factor(self, index: int, name: str, factor: str) -> list[Tensor]:
+        """Read factor A or B of a linear: one part per core, or a single one that is the same on every core."""
+        plan, mlp = self.plans[index], self.mlps[index]
+        weight = self.checkpoint.factor(layer_name(index, LINEARS[name]), factor)
+        if mlp and plan.pivoted and name in MLP:
+            if factor == "A":
+                return mlp.parts_of_a(name, weight)
+            return mlp.parts_of_b(name, weight, plan[name].leader or name)
+        return self._split(name, weight) if (factor == "A") == (name in BY_INPUT) else [weight]
+
     def _split(self, name: str, weight: Tensor) -> list[Tensor]:
         """Split a weight or factor [out, in], or a bias [out], into one part per core."""
         dim = 1 if name in BY_INPUT else 0
-        if name in ("gate", "up", "down"):
+        if name in MLP:
             return [part.contiguous() for part in weight.chunk(self.tp_degree, dim)]
         heads = self.heads.keys if name in ("k", "v") else self.heads.queries
         return [take_heads(weight, assigned, self.checkpoint.architecture.head, dim) for assigned in heads]
@@ -191,24 +197,28 @@ class Shards:
         if self.checkpoint.dtype is torch.float16:  # cannot represent the squares of a hidden state
             fused = []
         qk_norm = self.checkpoint.has(layer_name(index, f"{NORMS['q_norm']}.weight"))
-        return LayerPlan(tuple(linears), qk_norm, tuple(fused), self._mlp(index, dict(linears)))
+        mlp = self.mlps[index]
+        return LayerPlan(tuple(linears), qk_norm, tuple(fused), mlp.per_core if mlp else None)
 
-    def _mlp(self, index: int, linears: dict[str, LinearPlan]) -> Ranks | None:
-        """Return the sizes of an MLP that one kernel computes, with the pivots that it keeps."""
-        gate, up, down = (linears[name] for name in ("gate", "up", "down"))
-        if gate.rank is None or up.rank is None or down.rank is None or gate.bias or up.bias:
+    def _mlp(self, index: int) -> Split | None:
+        """Split an MLP that one kernel computes, with the pivots that it keeps; None for all others."""
+        checkpoint, middle = self.checkpoint, self.checkpoint.architecture.intermediate
+        linears = [layer_name(index, LINEARS[name]) for name in MLP]
+        ranks = [checkpoint.ranks[linear] for linear in linears if linear in checkpoint.ranks]
+        if len(ranks) < len(MLP) or any(checkpoint.has(checkpoint.bias(linear)) for linear in linears[:2]):
             return None
-        first: dict[str, int | None] = {"gate": None, "up": None, "down": None}
-        for name in first:
-            linear, entry = linears[name], self.checkpoint.forms.get(layer_name(index, LINEARS[name]))
-            assert linear.rank is not None
-            last = gate.outputs - linear.rank
-            begin = last if name == "down" else entry.first if entry else None
-            kept = entry is not None and entry.form == ("columns" if name == "down" else "rows")
-            if kept and self.tp_degree == 1 and begin is not None and begin <= last and last > 0:
-                first[name] = begin
-        pivots = first["gate"], first["up"], first["down"] is not None
-        return Ranks(gate.rank, up.rank, down.rank, gate.outputs, *pivots)
+        forms = ("rows", "rows", "columns")
+        gate, up, down = (self._kept(*linear) for linear in zip(linears, ranks, forms, strict=True))
+        sizes = ranks[0], ranks[1], ranks[2], middle
+        return split(Ranks(*sizes, gate, up, down.number if down else 0), self.tp_degree, TILE)
+
+    def _kept(self, linear: str, rank: int, form: str) -> Pivots | None:
+        """Return the pivots of a linear of an MLP if it has this form and they are a range of its features."""
+        middle, entry = self.checkpoint.architecture.intermediate, self.checkpoint.forms.get(linear)
+        if entry is None or entry.form != form or rank >= middle:
+            return None
+        first = middle - rank if form == "columns" else entry.first
+        return None if first is None else Pivots(first, rank)
 
 
 def fill(decoder: Any, shards: Shards, to_cores: Callable[[list[Tensor]], Any]) -> None:

@@ -16,7 +16,7 @@ from word_tokenizer import word_tokenizer
 
 from neuronmm.engine.engine import Engine, load
 from neuronmm.models.families import LAYERS, TARGETS
-from neuronmm.models.neuronx import sdk
+from neuronmm.models.neuronx import sdk, weights
 from tiny_models import compress_tiny, fill_tiny, make_tiny, pivot_tiny, shared_spec, vary_norms, write_checkpoint
 
 
@@ -45,7 +45,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.fixture
-def neuron_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+def neuron_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """``neuron_checkpoint("qwen2", "mlp")``: tiny, and ``dense``, ``mlp``, ``mixed`` (see MIXED), ``shared``:
     one A for q, k, v and one for gate, up; or ``pivoted``: see ``pivot_tiny``."""
 
@@ -56,6 +56,7 @@ def neuron_checkpoint(tmp_path: Path) -> Callable[..., Path]:
         elif kind == "shared":
             write_checkpoint(model, fill_tiny(model, shared_spec()), folder)
         elif kind == "pivoted":
+            monkeypatch.setattr(weights, "TILE", 1)  # tiny ranks have no full tiles
             write_checkpoint(model, pivot_tiny(model), folder)
         else:
             ranks = {f"{LAYERS}.{i}.{name}": EVERY[name] for i in range(2) for name in TARGETS["mlp"]}

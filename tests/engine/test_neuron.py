@@ -91,8 +91,22 @@ def test_sum_over_cores_before_b(
     assert session.calls["nki"] == NEW * (KERNELS["mixed"] + 2) * 2
 
 
+@pytest.mark.parametrize(("tp_degree", "layout"), [(2, "BSH"), (3, "HSB")])
+def test_pivoted_linears_on_several_cores(
+    host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch,
+    tp_degree: int, layout: str,
+) -> None:  # fmt: skip
+    """A pivoted down is summed after B, whatever is cheaper. On 3 cores some pivots are ordinary features."""
+    monkeypatch.setattr(graph, "sums_before_b", lambda *sizes: True)
+    folder = neuron_checkpoint("llama", "pivoted")
+    engine = neuron(folder, tp_degree=tp_degree, batch_size=2, layout=layout)
+    session = fresh_session(engine)
+    assert [result.token_ids for result in engine.generate(PROMPTS, PARAMS)] == cpu_tokens(folder, PROMPTS)
+    assert session.calls["nki"] == NEW * KERNELS["pivoted"] * tp_degree
+
+
 @pytest.mark.parametrize("tp_degree", [1, 2])
-@pytest.mark.parametrize("kind", ["dense", "mixed"])
+@pytest.mark.parametrize("kind", ["dense", "mixed", "pivoted"])
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_bfloat16_logits(
     host: str, neuron_checkpoint: Callable[..., Path], neuron: Callable[..., Engine], model_type: str, kind: str,

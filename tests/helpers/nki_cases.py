@@ -19,10 +19,14 @@ from neuronmm.kernels.hardware import TRN1, TRN2
 from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, linear_plans, mlp_blocks, mlp_plans
 from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
 from neuronmm.kernels.nki.layout import Packing, pack
-from neuronmm.kernels.nki.problem import Blocks, Ranks
+from neuronmm.kernels.nki.problem import Blocks, Pivots, Ranks
 
 CORES = {"neuronxcc": TRN1, "nki": TRN2}
 """The first Trainium generation that each dialect supports."""
+
+
+Pivoted = int | str | tuple[int | str, int] | None
+"""The pivots of one linear of a :class:`Case`."""
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
@@ -52,7 +56,7 @@ class Case:
     ``weights``: (A, B) of a linear, or (A, B) of gate, up and down; a shared A is the same tensor twice.
 
     ``pivots`` of each linear: None with two factors, the first of the pivots in the row form, or "columns". The weights
-    are those that the form stores.
+    are those that the form stores. A linear of an MLP may have fewer pivots than its rank: (first or "columns", count).
     """
 
     x: Tensor
@@ -62,11 +66,11 @@ class Case:
     bias: Tensor | None = None
     tokens_first: bool = False
     epsilon: float = field(default=0.0)
-    pivots: tuple[int | str | None, ...] = (None, None, None)
+    pivots: tuple[Pivoted, ...] = (None, None, None)
 
     @classmethod
     def linear(
-        cls, inputs: int, rank: int, out: int, tokens: int, dtype: torch.dtype, pivots: int | str | None = None,
+        cls, inputs: int, rank: int, out: int, tokens: int, dtype: torch.dtype, pivots: Pivoted = None,
         **options: Any,
     ) -> Case:  # fmt: skip
         return cls._make(tokens, inputs, out, stored(inputs, rank, out, pivots), dtype, pivots=(pivots,), **options)
@@ -84,7 +88,7 @@ class Case:
     def _make(
         cls, tokens: int, inputs: int, out: int, shapes: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0,
         norm: bool = False, residual: bool = False, shared: bool = False, bias: bool = False,
-        tokens_first: bool = False, pivots: tuple[int | str | None, ...] = (None, None, None),
+        tokens_first: bool = False, pivots: tuple[Pivoted, ...] = (None, None, None),
     ) -> Case:  # fmt: skip
         random = torch.Generator().manual_seed(seed)
 
@@ -153,8 +157,9 @@ class Case:
 
     def ranks(self) -> Ranks:
         gate, up, down = (len(self.weights[i]) for i in (0, 2, 4))
-        middle = len(self.weights[1]) + (gate if self.pivots[0] is not None else 0)
-        return Ranks(gate, up, down, middle, *self.pivots[:2], self.pivots[2] is not None)  # type: ignore[arg-type]
+        counted = [first_and_count(*one) for one in zip(self.pivots, (gate, up, down), strict=True)]
+        rows = (Pivots(first, count) if isinstance(first, int) else None for first, count in counted[:2])
+        return Ranks(gate, up, down, len(self.weights[1]) + counted[0][1], *rows, counted[2][1])
 
     def arguments(self) -> list[np.ndarray]:
         """Return the kernel's input tensors in the entries' order, in the case's layout."""
@@ -219,19 +224,29 @@ class Case:
         return activation.T if self.tokens_first else activation
 
 
-def stored(inputs: int, rank: int, out: int, pivots: int | str | None) -> list[tuple[int, int]]:
+def first_and_count(pivots: Pivoted, rank: int) -> tuple[int | str | None, int]:
+    """Split the pivots of a linear into their first, or "columns", and their number; ``rank`` if it is not given."""
+    if isinstance(pivots, tuple):
+        return pivots
+    return pivots, 0 if pivots is None else rank
+
+
+def stored(inputs: int, rank: int, out: int, pivots: Pivoted) -> list[tuple[int, int]]:
     """The shapes of A and B in their form."""
-    rows, columns = isinstance(pivots, int), pivots == "columns"
-    return [(rank, inputs - rank * columns), (out - rank * rows, rank)]
+    first, count = first_and_count(pivots, rank)
+    columns = first == "columns"
+    return [(rank, inputs - count * columns), (out - count * (not columns), rank)]
 
 
-def pivoted(a: Tensor, b: Tensor, x: Tensor, pivots: int | str | None) -> Tensor:
+def pivoted(a: Tensor, b: Tensor, x: Tensor, pivots: Pivoted) -> Tensor:
     """``B (A x)`` with the factors of a form, for x [in, tokens], in their dtype."""
-    if pivots == "columns":
-        return b @ (x[-len(a) :] + a @ x[: -len(a)])
+    first, count = first_and_count(pivots, len(a))
+    if first == "columns":
+        h = a @ x[:-count]
+        return b @ torch.cat([h[:count] + x[-count:], h[count:]])
     h = a @ x
     y = b @ h
-    return torch.cat([y[:pivots], h, y[pivots:]]) if isinstance(pivots, int) else y
+    return torch.cat([y[:first], h[:count], y[first:]]) if isinstance(first, int) else y
 
 
 Baseline = tuple[str, Callable[..., None], list[Tensor], Tensor, Tensor]

@@ -282,6 +282,10 @@ MUTANTS = [
 ]
 
 
+FEW = (300, 200), (350, 130), ("columns", 300)
+"""Pivots of an MLP with larger ranks."""
+
+
 @contextmanager
 def planted(mutant: Mutant | None) -> Iterator[Any]:
     """Yield copies of the kernel modules with the mutant in them; the real modules stay unchanged."""
@@ -342,6 +346,7 @@ def battery(kernels: Any, make: Any) -> None:
             (make.linear(571, 270, 300, 150, torch.float32, pivots="columns", tokens_first=True), None),
             (make.linear(200, 130, 300, 150, torch.float32, pivots=70, tokens_first=True), None),
             (make.mlp(140, 900, (330, 200, 410), 50, torch.float32, pivots=(300, 450, "columns")), small),
+            (make.mlp(140, 900, (330, 400, 810), 50, torch.float32, pivots=FEW), small),
         ):
             assert_near(case.run(kernels, dialect, sizes), case.exact())
     for layout in ("HSB", "BSH"):
@@ -378,6 +383,7 @@ def assert_entries(entry: Any, make: Any, layout: str) -> None:
     for middle, ranks, pivots in (
         (300, (130, 130, 1101), (None, None, None)),
         (900, (330, 200, 410), (300, 450, "columns")),
+        (900, (330, 400, 810), FEW),
     ):
         case = make.mlp(200, middle, ranks, 70, torch.float32, tokens_first=tokens_first, pivots=pivots)
         kernel = entry.low_rank_swiglu_mlp(case.ranks(), layout=layout, partial=True)

@@ -48,8 +48,8 @@ PIVOTS = [
     Mutant(
         "a span skips a copied chunk",
         "stages",
-        "split(d, f.rows.count, step * f.group)",
-        "split(d, f.rows.count - 1, step * f.group)",
+        "split(d, f.copies, step * f.group)",
+        "split(d, f.copies - 1, step * f.group)",
     ),
     Mutant(
         "no chunk after the copied ones is stored",
@@ -81,10 +81,22 @@ PIVOTS = [
     Mutant(
         "ranks are not cut",
         "forms",
-        "for end in borders if first < end < first + size",
-        "for end in borders if end < 0",
+        "for end in ends if first < end <= pivots.end",
+        "for end in ends if end < 0",
     ),
-    Mutant("down's pivots are the first features", "forms", "middle - ranks.down if", "0 if"),
+    Mutant("down's pivots are one chunk late", "forms", "stored=down_copied[0] if", "stored=down_copied[0] + 1 if"),
+    Mutant("a rank is not cut after its pivots", "forms", "first < end <= pivots.end", "first < end < pivots.end"),
+    Mutant("all of a rank is copied", "forms", "if s.start < number)", "if s.start < size)"),
+    Mutant("chunks without pivots are not computed", "stages", "max(0, complete - begin)", "max(0, end - begin)"),
+    Mutant(
+        "all chunks are computed without pivots", "stages", "begin = max(count, panel.first)", "begin = panel.first"
+    ),
+    Mutant(
+        "chunks without pivots are the panel's first",
+        "stages",
+        "to.sums[p][0:wide, at : at + n, 0:tokens]\n",
+        "to.sums[p][0:wide, 0:n, 0:tokens]\n",
+    ),
     Mutant("pivots are one feature late", "forms", "return next(s.first for s in", "return next(s.first + 1 for s in"),
     Mutant(
         "every segment is loaded from the first feature",

@@ -27,7 +27,7 @@ from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
 from neuronmm.kernels.nki.layout import Packing, pack, unpacked
 from neuronmm.kernels.nki.low_rank_mlp_torch import low_rank_swiglu_mlp
 from neuronmm.kernels.nki.objects import Options, factor
-from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, Ranks
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Pivots, Problem, Ranks
 from neuronmm.kernels.nki.tiling import solve
 
 DIALECTS = ("neuronxcc", "nki")
@@ -75,13 +75,14 @@ def linears(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def mlps(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes and pivots of an MLP: each linear has pivots or two factors, and any ranges may overlap."""
+    """Sizes and pivots of an MLP: each linear has pivots, ``rank`` or fewer, or two factors; any ranges may overlap."""
     middle = draw(st.integers(2, 900))
-    ranks = [draw(st.integers(1, min(400, middle - 1))) for _ in range(3)]
+    ranks = [draw(st.integers(1, 400)) for _ in range(3)]
     shared = draw(st.booleans())
     ranks[1] = ranks[0] if shared else ranks[1]
-    gate, up = (draw(st.none() | st.integers(0, middle - rank)) for rank in ranks[:2])
-    pivots = gate, None if shared else up, draw(st.sampled_from([None, "columns"]))
+    counts = [draw(st.just(most) | st.integers(1, most)) for most in (min(rank, middle - 1) for rank in ranks)]
+    gate, up = (draw(st.none() | st.tuples(st.integers(0, middle - n), st.just(n))) for n in counts[:2])
+    pivots = gate, None if shared else up, draw(st.sampled_from([None, ("columns", counts[2])]))
     options = {name: draw(st.booleans()) for name in (*FLAGS, "norm")}
     return {"middle": middle, "ranks": tuple(ranks), "shared": shared, "pivots": pivots, **options}
 
@@ -118,9 +119,10 @@ def test_entries_of_both_dialects(kernels: Any, make: Any, tokens: int, layout: 
     cases = [make.linear(200, 130, 350, *shape, norm=True, bias=True, pivots=101, **drawn)]
     cases += [make.linear(350, 130, 200, *shape, pivots="columns", **drawn)]
     for shared in (False, True):
-        pivots = 100, None if shared else 150, "columns"
         ranks = 230, 230 if shared else 170, 190
-        cases += [make.mlp(140, 500, ranks, *shape, shared=shared, norm=True, pivots=pivots, **drawn)]
+        for gate, up, down in ((100, 150, "columns"), ((100, 140), (30, 160), ("columns", 60))):
+            pivots = gate, None if shared else up, down
+            cases += [make.mlp(140, 500, ranks, *shape, shared=shared, norm=True, pivots=pivots, **drawn)]
     for case in cases:
         tensors = case.arguments()
         options = {"epsilon": case.epsilon, "residual": True, "layout": layout}
@@ -147,7 +149,15 @@ def test_a_partial_mlp_adds_its_pivots(kernels: Any, make: Any, layout: str) -> 
     near(case.weights[5].double() @ part.double(), case.exact())
 
 
-@pytest.mark.parametrize("pivots", [(100, 150, "columns"), (100, None, None), (None, 10, "columns")])
+@pytest.mark.parametrize(
+    "pivots",
+    [
+        (100, 150, "columns"),
+        (100, None, None),
+        (None, 10, "columns"),
+        ((100, 130), (150, 1), ("columns", 400)),
+    ],
+)
 def test_references_expand_the_pivots(kernels: Any, make: Any, pivots: tuple[Any, ...]) -> None:
     case = make.mlp(200, 700, (330, 200, 410), 30, torch.float32, norm=True, pivots=pivots)
     x, *tensors = (to_torch(array) for array in case.arguments())
@@ -183,7 +193,9 @@ def test_what_the_kernels_do_not_support_is_refused() -> None:
     with pytest.raises(KernelError, match="some, but not all, of 30"):
         linear_packings(30, 30, 40, 4, Form.COLUMNS)
     with pytest.raises(KernelError, match="only gate has pivots"):
-        mlp_packings(30, Ranks(8, 8, 8, 40, 0, 0), True, 4)
+        mlp_packings(30, Ranks(8, 8, 8, 40, Pivots(0, 8), Pivots(0, 8)), True, 4)
+    with pytest.raises(KernelError, match="9 pivots: must be at most the rank, 8"):
+        mlp_packings(30, Ranks(8, 8, 8, 40, None, None, 9), True, 4)
     with pytest.raises(KernelError, match="cannot normalise an input with pivots"):
         Problem(4, 30, 8, 40, norm=True, form=Form.COLUMNS)
 
@@ -215,8 +227,17 @@ def ranged(tokens: int, hidden: int, middle: int, rank: int, shared: bool, overl
     first = middle - 2 * rank + overlap
     up = rank if shared else overlap + 128
     return MlpProblem(
-        tokens, hidden, middle, rank, up, rank, shared=shared, gate_first=first,
-        up_first=None if shared else middle - rank - 128, down_last=True,
+        tokens, hidden, middle, rank, up, rank, shared=shared, gate_pivots=Pivots(first, rank),
+        up_pivots=None if shared else Pivots(middle - rank - 128, up), down_pivots=rank,
+    )  # fmt: skip
+
+
+def part_of_two(tokens: int, shared: bool) -> MlpProblem:
+    """One of two cores' parts of Llama-3.2-1B's MLP."""
+    up = None if shared else Pivots(1792, 640)
+    return MlpProblem(
+        tokens, 2048, 4096, 1536, 1280, 1536, shared=shared, gate_pivots=Pivots(1664, 768), up_pivots=up,
+        down_pivots=768,
     )  # fmt: skip
 
 
@@ -240,13 +261,31 @@ def test_decode_reads_every_stored_weight_once(kernels: Any, name: str, tokens: 
     assert not any(i.op == "transpose" for i in trace.instructions)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("cores", [2, 4])
+def test_a_core_reads_every_stored_weight_of_its_part_once(kernels: Any, cores: int, shared: bool) -> None:
+    """One core's MLP of several: its pivots are fewer than the ranks, and it stores r (in + out - pivots) numbers."""
+    hidden, middle, rank = 2048, 8192 // cores, 1536
+    pivots, up = rank // cores, rank if shared else 512
+    problem = MlpProblem(
+        1, hidden, middle, rank, up, rank, shared=shared, gate_pivots=Pivots(128, pivots),
+        up_pivots=None if shared else Pivots(128, up // cores), down_pivots=pivots,
+    )  # fmt: skip
+    numbers = 2 * rank * (hidden + middle - pivots) + (up * middle if shared else up * (hidden + middle - up // cores))
+    trace = trace_of(kernels, problem)
+    assert 2 * (numbers + 2 * hidden) <= sum(trace.traffic()) <= 1.01 * 2 * numbers + 4 * hidden
+    assert trace.multiply_adds() == numbers + hidden
+    assert problem.multiply_adds == numbers
+
+
 @pytest.mark.parametrize("overlap", [70, 171, 300])
 def test_ranges_that_are_not_multiples_of_128_read_little_more(kernels: Any, overlap: int) -> None:
     """Packing pads the chunks of a segment to a multiple of 16 partitions, or only the last partition."""
     hidden, middle, rank = 576, 1536, 417
     problem = MlpProblem(
-        1, hidden, middle, rank, rank, rank, shared=True, gate_first=middle - 2 * rank + overlap, down_last=True
-    )
+        1, hidden, middle, rank, rank, rank, shared=True, gate_pivots=Pivots(middle - 2 * rank + overlap, rank),
+        down_pivots=rank,
+    )  # fmt: skip
     numbers = rank * (2 * hidden + 3 * middle - 2 * rank)
     assert problem.multiply_adds == numbers
     for core in (TRN1, TRN2):
@@ -277,6 +316,8 @@ def test_linears_read_every_stored_weight_once(kernels: Any) -> None:
         (ranged(700, 1024, 3072, 640, False), TRN1),
         (ranged(1024, 1024, 3072, 640, True), TRN2),
         (ranged(64, 576, 1536, 417, True, 171), TRN1),
+        (part_of_two(1, False), TRN2),
+        (part_of_two(2048, True), TRN1),
     ],
     ids=str,
 )
@@ -314,9 +355,12 @@ def test_a_linear_needs_no_more_memory_than_is_counted(kernels: Any, sizes: dict
 def test_an_mlp_needs_no_more_memory_than_is_counted(
     kernels: Any, hidden: int, sizes: dict[str, Any], tokens: int
 ) -> None:
-    gate, up, down = sizes["pivots"]
-    pivots = {"gate_first": gate, "up_first": up, "down_last": down is not None}
-    problem = MlpProblem(tokens, hidden, sizes["middle"], *sizes["ranks"], shared=sizes["shared"], **pivots)
+    gate, up = (pivots and Pivots(*pivots) for pivots in sizes["pivots"][:2])
+    down = sizes["pivots"][2]
+    problem = MlpProblem(
+        tokens, hidden, sizes["middle"], *sizes["ranks"], shared=sizes["shared"],
+        gate_pivots=gate, up_pivots=up, down_pivots=down[1] if down else 0,
+    )  # fmt: skip
     tiling = solve(problem)
     trace = trace_of(kernels, problem, TRN1, tiling.blocks)
     assert trace.peak(Space.SBUF) <= max(tiling.sbuf)

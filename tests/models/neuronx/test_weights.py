@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.nki.layout import unpack, unpacked
-from neuronmm.kernels.nki.problem import Ranks
+from neuronmm.kernels.nki.problem import Pivots, Ranks
 from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.families import LINEARS, TARGETS
 from neuronmm.models.neuronx.architecture import Architecture
@@ -19,6 +19,12 @@ from neuronmm.models.neuronx.weights import BY_INPUT, NORMS, LayerPlan, Shards, 
 from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, pivot_tiny, vary_norms, write_checkpoint
 
 LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
+
+
+@pytest.fixture(autouse=True)
+def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny ranks have no full tiles."""
+    monkeypatch.setattr("neuronmm.models.neuronx.weights.TILE", 1)
 
 
 def shards(folder: Path, tp_degree: int) -> Shards:
@@ -43,30 +49,50 @@ def test_the_cores_together_compute_every_linear(tmp_path: Path, model_type: str
         for name, linear in plan.linears:
             module = model.get_submodule(f"model.layers.{index}.{LINEARS[name]}")
             x = torch.randn(5, module.in_features)
-            parts = [part(weights, plan, name, core, inputs(cut, name, x, core)) for core in range(cores)]
-            y = sum(parts) if name in BY_INPUT else gather(cut, name, parts)
+            parts = [part(weights, plan, name, core, inputs(cut, index, name, x, core)) for core in range(cores)]
+            y = sum(parts) if name in BY_INPUT else gather(cut, index, name, parts)
             if linear.bias:
                 whole = weights[f"{name}.bias"]
-                y = y + (whole[0] if name in BY_INPUT else gather(cut, name, [b[None] for b in whole]))
+                y = y + (whole[0] if name in BY_INPUT else gather(cut, index, name, [b[None] for b in whole]))
             if norm := plan.norm_of(name):
                 x = x * model.get_parameter(f"model.layers.{index}.{NORMS[norm]}.weight")
             torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-4)
 
 
-def test_one_core_keeps_the_pivots_of_an_mlp_that_one_kernel_computes(tmp_path: Path) -> None:
-    """And no identity block: the packed factors have r (in + out - r) numbers, and zeros as padding."""
+@pytest.mark.parametrize("cores", [1, 2])
+def test_an_mlp_that_one_kernel_computes_keeps_its_pivots(tmp_path: Path, cores: int) -> None:
+    """And no identity block: the packed factors have r (in + out - pivots) numbers, and zeros as padding."""
     tiny = make_tiny()
     write_checkpoint(tiny, pivot_tiny(tiny), tmp_path)
-    cut = shards(tmp_path, 1)
+    cut = shards(tmp_path, cores)
     first, second = cut.plans
-    assert first.mlp == Ranks(12, 16, 8, 48, 30, 20, True) and second.mlp == Ranks(12, 12, 8, 48, 34, None, True)
+    if cores == 1:
+        assert first.mlp == Ranks(12, 16, 8, 48, Pivots(30, 12), Pivots(20, 16), 8)
+        assert second.mlp == Ranks(12, 12, 8, 48, Pivots(34, 12), None, 8)
+    else:
+        assert first.mlp == Ranks(12, 16, 8, 24, Pivots(15, 6), Pivots(10, 8), 4)
+        assert second.mlp == Ranks(12, 12, 8, 24, Pivots(17, 6), None, 4)
     assert first.pivoted == ("gate", "up", "down") and second.pivoted == ("gate", "down")
     weights = dict(zip(names(first), cut.layer(0), strict=True))
-    sizes = {
-        name: sum(int(weights[f"{name}.{factor}"][0].count_nonzero()) for factor in "AB") for name in first.pivoted
-    }
-    assert sizes == {name: r * (32 + 48 - r) for name, r in (("gate", 12), ("up", 16), ("down", 8))}
-    assert [plan.pivoted for plan in shards(tmp_path, 2).plans] == [(), ()]
+    for core in range(cores):
+        sizes = {
+            name: sum(int(weights[f"{name}.{factor}"][core].count_nonzero()) for factor in "AB")
+            for name in first.pivoted
+        }
+        assert sizes == {n: r * (32 + 48 // cores - r // cores) for n, r in (("gate", 12), ("up", 16), ("down", 8))}
+
+
+def test_a_partly_factorised_mlp_is_expanded(tmp_path: Path) -> None:
+    tiny = make_tiny()
+    spec = pivot_tiny(tiny)
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"):
+        module = tiny.get_submodule(name)
+        parent, _, last = name.rpartition(".")
+        setattr(tiny.get_submodule(parent), last, torch.nn.Linear(module.in_features, module.out_features, bias=False))
+        del spec.ranks[name], spec.forms[name]
+        spec.shared.pop(name, None)
+    write_checkpoint(tiny, spec, tmp_path)
+    assert [(plan.mlp, plan.pivoted) for plan in shards(tmp_path, 2).plans] == [(None, ()), (None, ())]
 
 
 def test_norms_are_fused_where_all_their_readers_are_factorised(tmp_path: Path) -> None:
@@ -79,11 +105,17 @@ def test_norms_are_fused_where_all_their_readers_are_factorised(tmp_path: Path) 
     assert [plan.fused for plan in Shards(Checkpoint(tmp_path, torch.float16), 1).plans] == [(), ()]
 
 
-def inputs(cut: Shards, name: str, x: Tensor, core: int) -> Tensor:
+def features_of(cut: Shards, index: int) -> Tensor:
+    """Return the intermediate features of every core."""
+    mlp = cut.mlps[index]
+    return torch.arange(48).reshape(cut.tp_degree, -1) if mlp is None else mlp.features
+
+
+def inputs(cut: Shards, index: int, name: str, x: Tensor, core: int) -> Tensor:
     """Return the part of x that a core reads."""
     if name == "o":
         return heads_of(cut.heads.queries[core], x)
-    return x.chunk(cut.tp_degree, 1)[core] if name == "down" else x
+    return x[:, features_of(cut, index)[core]] if name == "down" else x
 
 
 def heads_of(heads: tuple[int | None, ...], x: Tensor) -> Tensor:
@@ -104,10 +136,10 @@ def part(weights: dict[str, list[Tensor]], plan: LayerPlan, name: str, core: int
     return x @ a.T @ b.T
 
 
-def gather(cut: Shards, name: str, parts: list[Tensor]) -> Tensor:
+def gather(cut: Shards, index: int, name: str, parts: list[Tensor]) -> Tensor:
     """Return the whole output of a linear that is split by output, each head from the first core that has it."""
     if name in ("gate", "up"):
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 1)[:, features_of(cut, index).flatten().argsort()]
     size, found = 8, {}
     for heads, y in zip(cut.heads.queries if name == "q" else cut.heads.keys, parts, strict=True):
         for slot, head in enumerate(heads):
