@@ -25,8 +25,6 @@ from neuronmm.kernels.nki.problem import Pivots, Ranks
 
 TILE = PARTITIONS
 """Features of a chunk that fills the tensor engine."""
-
-
 MLP = ("gate", "up", "down")
 
 
@@ -43,7 +41,7 @@ class Split:
     features: Tensor
 
     def parts_of_a(self, name: str, A: Tensor) -> list[Tensor]:
-        """Return what each core stores of A [r, in] of gate, up or down, with its identity block."""
+        """Return the A that each core stores. Dimensions: ``A`` [r, in] of the MLP, with its identity block."""
         orders = self._orders(name)
         if name != "down":
             return [A[order] for order in orders]
@@ -51,7 +49,10 @@ class Split:
         return [A[order][:, features] for order, features in zip(orders, stored, strict=True)]
 
     def parts_of_b(self, name: str, B: Tensor, leader: str) -> list[Tensor]:
-        """Return what each core stores of B [out, r] with its identity block; ``leader`` has the A that it uses."""
+        """Return the B that each core stores. Dimensions: ``B`` [out, r] of the MLP, with its identity block.
+
+        ``leader``: the linear whose A it uses, and with it the order of the rank.
+        """
         orders = self._orders(leader)
         if name == "down":
             return [B[:, order] for order in orders]
