@@ -20,7 +20,8 @@ from neuronmm.models import UserError
 
 SMALL = 12_000  # bytes that lie there whatever the model's size: a generator's state, twice, and the text
 
-KINDS = [{}, {"allocation": "global"}, {"factor_dtype": "int8"}, {"recover": "factors"}, {"recover": "factors", "factor_dtype": "int8"}]
+INT8 = {"factor_dtype": "int8"}
+KINDS = [{}, {"allocation": "global"}, INT8, {"recover": "factors"}, {"recover": "factors"} | INT8]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "+".join(kind.values()) or "plain")
