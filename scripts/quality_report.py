@@ -30,6 +30,8 @@ PICTURED = (
     "anchored+global",
     "whitened+share+global+fast",
     "whitened+share+global+fast+factors",
+    "whitened+share+global+pivoted",
+    "whitened+share+global+pivoted+fast",
 )
 """The methods in the picture; with all of them it would be unreadable."""
 
