@@ -28,8 +28,11 @@ from neuronmm.models.families import LAYERS
 from neuronmm.models.output import stranger_in
 from neuronmm.version import VERSION
 
+STORE = "run.json"
+"""The file that says which calibration a store holds."""
+
 _SIDES = ("outputs", "inputs")
-_RUN, _TOKENS = "run.json", "tokens"
+_TOKENS, _SECONDS = "tokens", "seconds"
 _TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}
 
 
@@ -48,10 +51,10 @@ def stored_bytes(linears: Sequence[Linear]) -> int:
 
 
 class CalibrationStore:
-    """A store of nothing: the run computes its calibration when it needs it. :class:`SharedStore` has a folder."""
+    """No store: the run computes its calibration whenever it needs it. :class:`SharedStore` keeps it in a folder."""
 
     seconds = 0.0
-    """Time that other runs spent on the contents that this run has read."""
+    """Time that other runs, or the interrupted one, spent on the contents that this run has read."""
 
     def tokens(self, make: Callable[[], Tensor]) -> Tensor:
         """Return the calibration tokens [rows, length]; ``make`` is called if they are not stored."""
@@ -94,6 +97,8 @@ class CalibrationStore:
 class SharedStore(CalibrationStore):
     """The folder of calibration, as one run uses it. The first run creates and fills the folder, the others read it.
 
+    The folder in a work folder serves one run, which reads it twice.
+
     Args:
         folder: the store.
         dense: the dense checkpoint.
@@ -110,11 +115,11 @@ class SharedStore(CalibrationStore):
         run = {"model": str(dense.folder), "bytes": dense.total_bytes(), "version": VERSION, "device": device}
         run |= config.model_dump(include=_TEXT)
         folder.mkdir(parents=True, exist_ok=True)
-        before = read_own(folder / _RUN)
+        before = read_own(folder / STORE)
         if before is None:
             if stranger_in(folder, [f"*{WRITING}"]) is not None:
-                raise UserError(f"{folder}: its {_RUN} does not say what it holds; remove it or give another folder")
-            write_json(folder / _RUN, run)
+                raise UserError(f"{folder}: its {STORE} does not say what it holds; remove it or give another folder")
+            write_json(folder / STORE, run)
         elif before != run:
             raise UserError(f"{folder}: holds the calibration of another model or text; give another folder")
 
@@ -125,7 +130,7 @@ class SharedStore(CalibrationStore):
         return self._read(_TOKENS, torch.device("cpu"))[_TOKENS]
 
     def has(self, index: int) -> bool:
-        return read_header(self._path(self._layer(index))) is not None
+        return _SECONDS in (read_header(self._path(self._layer(index))) or {})
 
     def keep(self, index: int, moments: dict[str, Moments], began: float) -> None:
         by_leader = {leader: moments[leader] for leader in leaders_of(list(moments)).values()}
@@ -151,12 +156,12 @@ class SharedStore(CalibrationStore):
         return self._folder / f"{name}.safetensors"
 
     def _write(self, name: str, tensors: dict[str, Tensor], began: float) -> None:
-        place_tensors(self._path(name), tensors, {"seconds": str(time.perf_counter() - began)})
+        place_tensors(self._path(name), tensors, {_SECONDS: str(time.perf_counter() - began)})
         self._known.add(name)
 
     def _read(self, name: str, device: torch.device) -> dict[str, Tensor]:
         with safe_open(self._path(name), framework="pt", device=str(device)) as file:
             if name not in self._known:
-                self.seconds += float(file.metadata()["seconds"])
+                self.seconds += float(file.metadata()[_SECONDS])
                 self._known.add(name)
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

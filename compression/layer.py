@@ -51,7 +51,7 @@ def compress_layer(
             return model.reader[f"{linear.name}.weight"].dtype
 
         def working_dtype(linear: Linear) -> torch.dtype:
-            return torch.float32 if config.form == "pivoted" else dtype_of(linear)  # the pivoted ones are rounded
+            return torch.float32 if config.form == "pivoted" else dtype_of(linear)  # rounded after pivoting
 
         def compress_linear(linear: Linear, sums: Moments | Anchors | None) -> None:
             factors = factorize(pair.weight(linear), ranks[linear], sums, scaled=config.method == "asvd")
@@ -74,7 +74,7 @@ def compress_layer(
                 facts["refinement"] = refine(pair.compressed, streams, outputs, course, seed, dtype, progress)
             else:
                 progress(1.0)
-            if config.form == "pivoted" and ranks:  # last, because two factors learn more than pivoted ones
+            if config.form == "pivoted" and ranks:  # last, because training gains more with two factors
                 conditions |= pair.pivot(plan.align, dtype_of(next(iter(ranks))))
         except ValueError as error:
             raise UserError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from neuronmm.compression import report
 from neuronmm.compression.calibration import calibration_tokens
-from neuronmm.compression.calibration_store import CalibrationStore, SharedStore, stored_bytes
+from neuronmm.compression.calibration_store import STORE, CalibrationStore, SharedStore, stored_bytes
 from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.layer import compress_layer
@@ -25,6 +25,7 @@ from neuronmm.compression.recover import last_steps
 from neuronmm.compression.run import Run, check_device
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
+from neuronmm.models.documents import read_own
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import Contents, inspect
@@ -118,7 +119,7 @@ def _begin(config: CompressionConfig, workspace: Workspace, dense: Reader, devic
     """
     size = dense.total_bytes()
     # The layers' files are on the disk together with the moments, and later with the final shards.
-    moments = stored_bytes(plan.linears) if needs_spectra(config) else 0
+    moments = stored_bytes(plan.linears) if _reads_moments_twice(config) else 0
     check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
     origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
     workspace.begin({**origin, **config.model_dump()})
@@ -129,11 +130,18 @@ def _store(
     folder: Path | None, workspace: Workspace, dense: Reader, device: str, config: CompressionConfig
 ) -> CalibrationStore:
     """Return the store in ``folder``, or without one a store for a run that needs the moments twice."""
-    if folder is None and needs_spectra(config):
+    if folder is None and _reads_moments_twice(config):
         folder = workspace.moments
-    return (
-        SharedStore(folder, dense, device, config) if folder is not None and config.needs_text else CalibrationStore()
-    )
+        if read_own(folder / STORE) is None:  # it is missing or damaged
+            shutil.rmtree(folder, ignore_errors=True)
+    if folder is None or not config.needs_text:
+        return CalibrationStore()
+    return SharedStore(folder, dense, device, config)
+
+
+def _reads_moments_twice(config: CompressionConfig) -> bool:
+    """Return whether the dense model's moments decide the ranks and then the factors."""
+    return needs_spectra(config) and config.method != "anchored"
 
 
 @torch.no_grad()
@@ -211,7 +219,10 @@ def _facts(run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, A
 
 
 def _block_loss(layers: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Return the held-out losses of the refinement, averaged over the layers; None without refinement."""
+    """Return the held-out losses of the refinement, averaged over the layers; None without refinement.
+
+    In the pivoted form they are of the two factors, before the change of form and its rounding.
+    """
     losses = [layer["refinement"] for layer in layers if "refinement" in layer]
     if not losses:
         return None

@@ -148,8 +148,9 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
         UserError: weights or activations hold NaN or infinity.
     """
     streamed = () if run.store.complete(len(model)) else ("dense",)
-    first, state = run.workspace.latest("spectra", ["hidden"] if streamed else [])
-    if not all(linear.name in state for linear in linears[: first * len(linears) // len(model)]):  # it is damaged
+    first, state = run.workspace.latest("spectra", [])
+    known = all(linear.name in state for linear in linears[: first * len(linears) // len(model)])
+    if not known or (streamed and first < len(model) and "hidden" not in state):
         first, state = 0, {}
     run.progress("measuring spectra", first / len(model))
     hidden = state.pop("hidden", None)

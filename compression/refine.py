@@ -55,7 +55,7 @@ def refine(
         targets: the dense layer's outputs for the dense model's inputs [rows, length, hidden].
         course: the training schedule.
         seed: the seed of the shuffling of the rows.
-        dtype: the dtype that the factors are stored in later; the best state is kept in it.
+        dtype: the dtype in which the best state is kept: the checkpoint's, or float32 if the form changes afterwards.
         advance: called with each further fraction that is done; the fractions add up to 1.
 
     Returns:

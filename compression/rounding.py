@@ -34,23 +34,23 @@ def quantise_coefficients(coefficients: Tensor, pivots: Tensor, form: Form) -> I
         The fitted coefficients, or the original ones if the error of W' is smaller with them after rounding, which can
         happen if there are few of them.
     """
-    exact, rounded = _rows(pivots, form), _rows(quantise(pivots).dequantise(torch.float64), form)
-    wide = _rows(coefficients, form)
-    gram, cross = rounded @ rounded.T, exact @ rounded.T
+    exact_pivots, rounded_pivots = _row_form(pivots, form), _row_form(quantise(pivots).dequantise(torch.float64), form)
+    exact = _row_form(coefficients, form)
+    gram, cross = rounded_pivots @ rounded_pivots.T, exact_pivots @ rounded_pivots.T
     power = float(gram.diagonal().mean())
     ridge = _RIDGE * power if power > 0 else 1.0
     damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    change = wide @ torch.linalg.solve(damped, cross - gram, left=False)
-    fitted, plain = quantise(_rows(wide + change, form).contiguous()), quantise(coefficients)
+    change = exact @ torch.linalg.solve(damped, cross - gram, left=False)
+    fitted, plain = quantise(_row_form(exact + change, form).contiguous()), quantise(coefficients)
 
     def error(int8: Int8) -> float:
         """Return ``||C P - C8 P8||^2`` without the constant ``||C P||^2``."""
-        values = _rows(int8.dequantise(torch.float64), form)
-        return float((values @ gram * values).sum() - 2 * (wide @ cross * values).sum())
+        values = _row_form(int8.dequantise(torch.float64), form)
+        return float((values @ gram * values).sum() - 2 * (exact @ cross * values).sum())
 
     return fitted if error(fitted) < error(plain) else plain
 
 
-def _rows(factor: Tensor, form: Form) -> Tensor:
+def _row_form(factor: Tensor, form: Form) -> Tensor:
     """Return a factor of the row form in float64; transpose one of the column form."""
     return factor.double() if form is Form.ROWS else factor.double().T

@@ -19,8 +19,8 @@ class Run:
     """One run of ``compress`` or ``recover``.
 
     ``dense`` reads the dense checkpoint. ``device`` is torch's name of the device on which layers run and train.
-    ``store`` shares the calibration with other runs. ``progress`` is called whenever a fraction of a stage
-    is done.
+    ``store`` has the calibration, if it is stored. ``progress`` is called whenever a fraction of a stage is
+    done.
     """
 
     config: CompressionConfig

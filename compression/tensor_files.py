@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from neuronmm.kernels.durable import WRITING, replacing, sync
+from neuronmm.kernels.durable import WRITING, sync
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import weight_files
 
@@ -21,7 +21,7 @@ _DAMAGED = (SafetensorError, OSError, ValueError)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; it is on the disk when this returns.
+    """Write a safetensors file atomically; its content is on the disk when this returns.
 
     Raises:
         UserError: the disk is full or refuses the file.
@@ -37,16 +37,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         sync(new)
         os.replace(new, path)
     except (SafetensorError, OSError) as error:
-        path.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def place_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically, otherwise as :func:`write_tensors` does."""
-    with replacing(path) as new:
-        write_tensors(new, tensors, metadata)
+    """Write a safetensors file as :func:`write_tensors` does; its name is on the disk, too."""
+    write_tensors(path, tensors, metadata)
+    sync(path.parent)
 
 
 def read_tensors(path: Path, names: Collection[str] = ()) -> dict[str, Tensor] | None:

@@ -41,7 +41,8 @@ TEXT = f"""\
 
 On one core, pivoted factors in full tiles are as fast as two factors of the same bytes, or a little faster. On two
 cores they take up to 5 % more time and on eight up to 20 %, because every core reads all of `P` and `Q`, whose rank is
-higher. At equal rank they are faster than two factors on any of these numbers of cores.
+higher. At equal rank they are as fast as two factors or faster for these five models; for SmolLM2-135M on two cores
+they are slower ([lab book](../log.md)).
 
 One kernel computes the whole MLP in bfloat16. `two` has two factors per linear, with the ranks of
 [timing.md](timing.md) at ratio 0.2. `pivoted` has at most its bytes in the checkpoint: gate and up in the row form,

@@ -58,7 +58,7 @@ class Chunks(NKIObject):  # type: ignore[misc, valid-type]
                 start = end
 
     def length(self, chunk: int) -> int:
-        """Partitions of one chunk."""
+        """Return the partitions of one chunk."""
         length = 0
         for s in self.segments:
             if s.first <= chunk < s.first + s.count:
@@ -66,7 +66,7 @@ class Chunks(NKIObject):  # type: ignore[misc, valid-type]
         return length
 
     def start(self, chunk: int) -> int:
-        """Elements in the chunks before this one."""
+        """Return the elements in the chunks before this one."""
         elements = 0
         for s in self.segments:
             if chunk >= s.first:

@@ -1,4 +1,4 @@
-"""The stages of the low-rank kernels: a strip of tokens past streamed weights, with its loads and stores.
+"""The stages of the low-rank kernels load a strip of tokens, multiply it by streamed weights and store the result.
 
 A kernel calls two stages per strip: :func:`load_and_contract` (``A x``) and :func:`expand_and_store` (``B h``). Their
 matmuls are those of :mod:`.matmuls`. If the input of a contraction arrives in blocks, the sums of the blocks are added

@@ -2,7 +2,8 @@
 
 Nothing runs: the figures come from the emulator's timing model. Its errors against published measurements are printed
 with them. TTFT is not validated: the one published context encoding took five times as long as predicted. The
-config.json of a compressed checkpoint supplies its own ranks.
+config.json of a compressed checkpoint supplies its own ranks. Every factorised linear counts as two factors of its
+rank, so a pivoted checkpoint is predicted too large and too slow.
 
 examples:
   neuronmm predict ./Llama-3.2-1B --ratio 0.2 --device trn1

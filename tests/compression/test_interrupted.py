@@ -117,6 +117,27 @@ def test_a_kill_while_safetensors_writes_under_a_random_name(
     assert weights(tmp_path / "out") == expected and not work.exists()
 
 
+@pytest.mark.parametrize(("stage", "count"), [("measuring spectra", 2), ("compressing", 2)])
+def test_a_damaged_file_with_moments_counts_as_missing(
+    stage: str, count: int, dense: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    source, settings = dense(), config(calibration=str(text), targets="all", allocation="global", share_a="auto")
+    compress(source, tmp_path / "whole", settings)
+    work, interrupted = tmp_path / "out.partial", tmp_path / "copy"
+    with pytest.raises(Interrupted):
+        compress(source, tmp_path / "out", settings, progress=stop_at(stage, count))
+    work.rename(interrupted)
+    files = sorted((interrupted / "moments").iterdir())
+    assert len(files) > 2
+    for file in files:
+        for how in ("empty", "half", "list") if file.suffix == ".json" else list(DAMAGES)[:-1]:
+            shutil.copytree(interrupted, work)
+            (work / "moments" / file.name).write_bytes(DAMAGES[how](file.read_bytes()))
+            compress(source, tmp_path / "out", settings, resume=True)
+            assert weights(tmp_path / "out") == weights(tmp_path / "whole"), (file.name, how)
+            shutil.rmtree(tmp_path / "out")
+
+
 def test_layers_run_again_if_their_hidden_states_are_lost(
     reference: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
 ) -> None:

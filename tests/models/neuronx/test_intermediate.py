@@ -1,4 +1,4 @@
-"""An MLP split over cores: the mlp add up to the MLP, and store its pivots once."""
+"""An MLP split over cores: the parts add up to the MLP, and store its pivots once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_cores_add_up_to_the_mlp(drawn: tuple[Ranks, int], shared: bool, til
 @examples(40)
 @given(drawn=mlps(), tile=TILES)
 def test_a_core_stores_the_pivoted_number_of_weights(drawn: tuple[Ranks, int], tile: int) -> None:
-    """That is r (in + out - p) with p pivots. Of every group less than a tile per core is made ordinary."""
+    """That is r (in + out - p) with p pivots. At most a tile per core of each group is stored as ordinary features."""
     ranks, cores = drawn
     mlp, unit = split(ranks, cores, tile), cores * tile if cores > 1 else 1
     assert sorted(mlp.features.flatten().tolist()) == list(range(ranks.intermediate))

@@ -124,7 +124,7 @@ def heads_of(heads: tuple[int | None, ...], x: Tensor) -> Tensor:
 
 
 def part(weights: dict[str, list[Tensor]], plan: LayerPlan, name: str, core: int, x: Tensor) -> Tensor:
-    """A core's part of a linear, with the weights as the graph gets them."""
+    """Return a core's part of a linear, with the weights as the graph gets them."""
     linear, packings = plan[name], plan.packings(4)
     if linear.rank is None:
         return x @ weights[f"{name}.W"][core]
