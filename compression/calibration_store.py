@@ -20,7 +20,7 @@ from neuronmm.compression.moments import Moments, leaders_of, moments_of, side
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import Rotary, advance
-from neuronmm.compression.tensor_files import place_tensors, read_header
+from neuronmm.compression.tensor_files import read_header, write_tensors
 from neuronmm.kernels.durable import WRITING
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
@@ -156,7 +156,7 @@ class SharedStore(CalibrationStore):
         return self._folder / f"{name}.safetensors"
 
     def _write(self, name: str, tensors: dict[str, Tensor], began: float) -> None:
-        place_tensors(self._path(name), tensors, {_SECONDS: str(time.perf_counter() - began)})
+        write_tensors(self._path(name), tensors, {_SECONDS: str(time.perf_counter() - began)})
         self._known.add(name)
 
     def _read(self, name: str, device: torch.device) -> dict[str, Tensor]:

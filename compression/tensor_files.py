@@ -21,7 +21,7 @@ _DAMAGED = (SafetensorError, OSError, ValueError)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically; its content is on the disk when this returns.
+    """Write a safetensors file atomically; it is on the disk when this returns.
 
     Raises:
         UserError: the disk is full or refuses the file.
@@ -36,16 +36,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         new.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read the file
         sync(new)
         os.replace(new, path)
+        sync(path.parent)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def place_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file as :func:`write_tensors` does; its name is on the disk, too."""
-    write_tensors(path, tensors, metadata)
-    sync(path.parent)
 
 
 def read_tensors(path: Path, names: Collection[str] = ()) -> dict[str, Tensor] | None:

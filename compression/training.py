@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import get_cosine_schedule_with_warmup
 
-from neuronmm.compression.tensor_files import place_tensors, read_tensors
+from neuronmm.compression.tensor_files import read_tensors, write_tensors
 
 _PATIENCE = 2  # training ends after this many epochs in a row without a better held-out loss
 _CLIP = 1.0  # maximum norm of the gradient
@@ -170,7 +170,7 @@ def _save(
     for index, (parameter, best) in enumerate(zip(parameters, state.best, strict=True)):
         values = {"value": parameter.detach(), "best": best, **optimizer.state[parameter]}
         tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in values.items()}
-    place_tensors(path, tensors)
+    write_tensors(path, tensors)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 from neuronmm.compression.checkpoint import check_ours
 from neuronmm.compression.claim import MARK, Claim
 from neuronmm.compression.config import renamed
-from neuronmm.compression.tensor_files import place_tensors, read_header, read_tensors
+from neuronmm.compression.tensor_files import read_header, read_tensors, write_tensors
 from neuronmm.kernels.durable import WRITING, sync, sync_tree
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
@@ -114,7 +114,7 @@ class Workspace:
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         """Write ``name``.safetensors atomically."""
-        place_tensors(self._file(name), tensors, metadata)
+        write_tensors(self._file(name), tensors, metadata)
 
     def load(self, name: str, needed: Collection[str] = ()) -> dict[str, Tensor] | None:
         """Return the tensors of ``name``.safetensors; None if it is missing, damaged or lacks a ``needed`` one."""

@@ -37,7 +37,7 @@ class Checkpoint:
         self.ranks: dict[str, int] = dict(content.spec.ranks) if content.spec else {}
         self.shared: dict[str, str] = dict(content.spec.shared) if content.spec else {}
         self.forms: dict[str, PivotedForm] = dict(content.spec.forms) if content.spec else {}
-        self._files = content.files
+        self._spec, self._files = content.spec, content.files
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor of that name."""
@@ -77,7 +77,7 @@ class Checkpoint:
         return bias_name(linear, self._form(linear)) if linear in self.ranks else f"{linear}.bias"
 
     def _form(self, linear: str) -> Form:
-        return Form(self.forms[linear].form) if linear in self.forms else Form.TWO
+        return self._spec.form_of(linear) if self._spec else Form.TWO
 
     def _read(self, name: str) -> Tensor:
         """Read one tensor as it is stored, and check that its numbers are finite."""
