@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install-torch = $(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 install = $(1)/bin/python -m pip install --quiet --no-build-isolation
 
-.PHONY: setup demo check test test-old test-neuron test-random bench clean
+.PHONY: setup demo qwen check test test-old test-neuron test-random bench clean
 
 setup: $(VENV)/.done
 
@@ -62,6 +62,10 @@ $(NEURON_VENV)/.done: $(SOURCES)
 
 demo: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/demo.sh $(MODEL) $(COMPRESSED)
+
+# A real model of 1.5 billion parameters, 1.1 GB, for studies; neither the demo nor the tests need it.
+qwen:
+	PYTHON=$(PYTHON) scripts/get_qwen.sh
 
 check: setup
 	$(VENV)/bin/ruff check

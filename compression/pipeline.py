@@ -66,7 +66,7 @@ def compress(
     check_device(device)
     config = config or CompressionConfig()
     with Workspace(out, (model, config.text_file, store), resume=resume, force=force) as workspace:
-        dense, contents = _open(model, workspace)
+        dense, contents = _open(model, workspace, progress)
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
         _begin(config, workspace, dense, device, plan)
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
@@ -97,13 +97,13 @@ def compress(
         return result
 
 
-def _open(model: str | Path, workspace: Workspace) -> tuple[Reader, Contents]:
+def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[Reader, Contents]:
     """Find the dense checkpoint and read its config.json and headers.
 
     Raises:
         UserError: it is missing, unsupported, damaged, compressed or quantised, or in the way of ``workspace``.
     """
-    folder = resolve(model)
+    folder = resolve(model, progress)
     workspace.protect(folder)
     if "quantization_config" in read_config(folder):
         raise UserError(f"{folder}: is already compressed or quantised; compress the original checkpoint")

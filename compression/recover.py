@@ -89,7 +89,7 @@ def recover(
         spec, result = _open(folder)
         config = _config(spec, settings)
         workspace.protect(folder, config.text_file, result["model"] if dense is None else None)
-        source = Reader(_dense_folder(folder, result["model"], dense))
+        source = Reader(_dense_folder(folder, result["model"], dense, progress))
         workspace.protect(source.folder)
         _begin(config, workspace, Reader(folder), source, device)
         shared = SharedStore(store, source, device, config) if store is not None else None
@@ -183,14 +183,14 @@ def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: 
     workspace.begin({**origin, **config.model_dump()})
 
 
-def _dense_folder(folder: Path, recorded: str, asked: str | Path | None) -> Path:
+def _dense_folder(folder: Path, recorded: str, asked: str | Path | None, progress: Progress) -> Path:
     """Return the folder of the dense model, ``asked`` or else ``recorded`` in the report of ``folder``.
 
     Raises:
         UserError: it is missing, compressed, or of another shape than ``folder``.
     """
     try:
-        dense = resolve(recorded if asked is None else asked)
+        dense = resolve(recorded if asked is None else asked, progress)
     except UserError as error:
         if asked is not None:
             raise

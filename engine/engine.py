@@ -19,6 +19,7 @@ from neuronmm.engine.text import TextStream
 from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.load import DTYPES, load_config, load_tokenizer
+from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.tensors import check_tokens
 
@@ -142,6 +143,7 @@ def load(
     dtype: str = "auto",
     impl: str = "auto",
     amp: str | None = None,
+    progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
     """Load a checkpoint, dense or compressed, for generation.
@@ -152,6 +154,7 @@ def load(
         dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is bf16 for a checkpoint in bf16 or fp16, else fp32.
         impl: the low-rank kernel; ``auto`` is the fastest one for each call.
         amp: the Neuron hosts' name for ``dtype``.
+        progress: is told how much of a GGUF file is unpacked.
         options: options of the backend; ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout``,
             ``continuous`` and ``emulate`` (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
 
@@ -160,7 +163,7 @@ def load(
             backend cannot run here.
     """
     chosen = choose(backend, options)
-    folder = resolve(model)
+    folder = resolve(model, progress)
     runner = chosen.load(folder, pick_dtype(folder, amp or dtype), impl, **options)
     tokenizer = load_tokenizer(folder)
     config = load_config(folder)

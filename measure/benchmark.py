@@ -104,7 +104,7 @@ class _Loaded:
 
 
 def _benchmark(config: BenchmarkConfig, progress: Progress) -> BenchmarkResult:
-    folders = checkpoints(config)
+    folders = checkpoints(config, progress)
     folder = folders.get("fused") or folders["dense"]
     compression = _compression(folder)
     variants = _load(config, folders, pick_dtype(folder, config.dtype))
@@ -150,20 +150,20 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def checkpoints(config: BenchmarkConfig) -> dict[str, Path]:
+def checkpoints(config: BenchmarkConfig, progress: Progress = no_progress) -> dict[str, Path]:
     """Return the checkpoint folders by variant: ``fused`` for a compressed model, ``dense`` for a dense one.
 
     Raises:
         UserError: a model cannot be read, the baseline is compressed, or a dense model has a baseline.
     """
-    folder = resolve(config.model)
+    folder = resolve(config.model, progress)
     if "quantization_config" not in read_config(folder):
         if config.baseline is not None:
             raise UserError(f"{config.model} is a dense model; --baseline is for a compressed one")
         return {"dense": folder}
     if config.baseline is None:
         return {"fused": folder}
-    baseline = resolve(config.baseline)
+    baseline = resolve(config.baseline, progress)
     if "quantization_config" in read_config(baseline):
         raise UserError(f"{config.baseline} is a compressed model itself; --baseline has to be the dense one")
     return {"dense": baseline, "fused": folder}

@@ -158,7 +158,7 @@ def _score(
     progress: Progress,
 ) -> _Scores:
     """Load one model and score the text and the questions with it."""
-    engine = load(path, backend=config.backend, dtype=config.dtype)
+    engine = load(path, backend=config.backend, dtype=config.dtype, progress=progress)
     runner = engine.runner
     if not isinstance(runner, TorchRunner):
         raise UserError("evaluate runs on cpu and cuda; choose one with --backend")

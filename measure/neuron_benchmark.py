@@ -118,7 +118,7 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
         UserError: the models cannot be compared, or an option is out of range.
     """
     choose("neuron", config.options)
-    folders = checkpoints(config)
+    folders = checkpoints(config, progress)
     emulated = bool(config.options.get("emulate"))
     positions = config.longest
     if emulated:

@@ -73,7 +73,7 @@ def sweep(
         read_task(file, config.questions)
     keep_apart(out, [model, config.base.text_file, *texts, *tasks])
     with claimed(out, resume):
-        dense = resolve(model)
+        dense = resolve(model, progress)
         keep_apart(out, [dense])
         settings = SweepSettings.of(config, dense)
         write_settings(out, settings)

@@ -1,142 +1,197 @@
-"""Unpack a GGUF file with transformers, after a check of its header.
+"""Unpack a GGUF file into an ordinary bf16 checkpoint, one tensor at a time.
 
-The reader that transformers uses trusts the header: an array declared with 2**60 numbers in a file of one kilobyte
-keeps it busy forever. The check walks the header first and compares the declared sizes with the size of the file.
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+transformers reads the configuration and the tokenizer. The weights are dequantised in pieces, straight into shards, so
+that memory does not grow with the model. transformers itself would hold all weights in float32.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import mmap
-import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, dequantize, get_tensor_name_map
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from neuronmm.models.errors import UserError, reading
+from neuronmm.models.families import family_of
+from neuronmm.models.gguf_header import StoredTensor, read_header
 from neuronmm.models.load import DTYPE, SAFELY, quiet
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.portable import make_portable
+from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.tensors import check_finite, promised
 
-_VERSIONS = (2, 3)
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""GGUF type code -> bytes of a number."""
-_STRING, _ARRAY = 8, 9
-_MAX_VALUES = 1 << 22  # in arrays; the largest vocabularies need a quarter of that, and the reader takes 400 bytes each
-_MAX_DIMENSIONS = 4
-_MAX_WEIGHTS_PER_BYTE = 8  # the densest quantisation packs five
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+_SHARD = 1 << 30  # bytes of a shard, and so of the weights in memory; a larger tensor has a shard of its own
+_PIECE = 1 << 22  # weights that a thread dequantises at once; the intermediate results take 40 bytes each
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The parameters of RoPE that all models of type ``llama3`` share, and that a GGUF file therefore omits."""
 
 
-def unpack(file: Path, folder: Path) -> None:
+def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
     """Write the model in ``file`` to ``folder`` as an ordinary bf16 checkpoint, tokenizer included.
 
     Raises:
         UserError: the file is damaged, the model is not supported, or weights are NaN or infinite.
     """
-    stored = _count_weights(file)
+    stored = read_header(file)
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, **SAFELY}
     unreadable = f"{file}: transformers cannot read this GGUF file"
     with quiet(), reading(unreadable):
         config = AutoConfig.from_pretrained(**where)
     sizes = ModelConfig.parse(config.to_dict(), str(file))
-    needed = sum(math.prod(promise.shape) for _, promise in promised(sizes, None) if promise.required)
-    if needed > stored:
-        raise UserError(f"{file}: its sizes need {needed} weights, but it holds {stored}; download it again")
+    source = _Weights(file, stored, sizes)
+    # without the type, transformers parses the whole header once more to find it
+    known = {"tokenizer_type": config.model_type} if config.model_type in TOKENIZER_MAPPING_NAMES else {}
     with quiet(), reading(unreadable):
-        options: dict[str, Any] = {DTYPE: torch.float32, "output_loading_info": True, "attn_implementation": "sdpa"}
-        model_and_info: Any = AutoModelForCausalLM.from_pretrained(**where, **options)
-        loaded, info = model_and_info
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-    if info["missing_keys"]:
-        raise UserError(f"{file}: {min(info['missing_keys'])} is not in this GGUF file; download it again")
-    for name, tensor in loaded.state_dict().items():
-        check_finite(name, tensor, file)
-    # transformers marks the model as GGUF-quantised and then refuses to save it: rebuild it from a clean config.
-    values = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "dtype", "torch_dtype")}
-    clean = type(config).from_dict({**values, "rms_norm_eps": float(f"{config.rms_norm_eps:.6g}")})
-    clean.architectures = [type(loaded).__name__]
-    model = type(loaded)(clean)
-    model.load_state_dict(loaded.state_dict())
+        AutoTokenizer.from_pretrained(**where, **known).save_pretrained(folder)
+    clean = _clean(config, source.rope_factors(), str(file))
     with quiet():
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        clean.save_pretrained(folder)
+        GenerationConfig.from_model_config(clean).save_pretrained(folder)
+    source.write(folder, progress)
     make_portable(folder)
 
 
-def _count_weights(file: Path) -> int:
-    """Return the number of weights that the file's header lists.
+def _clean(config: Any, rope_factors: Tensor | None, where: str) -> PretrainedConfig:
+    """Return the configuration of the unpacked model: bf16, not quantised, and with the RoPE scaling of the file.
 
     Raises:
-        UserError: the header is truncated, or lists more weights than the file can hold.
+        UserError: the RoPE scaling is of an unknown type.
     """
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        try:
-            return _Header(content).weights()
-        except (struct.error, ValueError) as error:
-            raise UserError(f"{file}: damaged GGUF file ({error}); download it again") from None
+    values = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "dtype", "torch_dtype")}
+    values |= {"rms_norm_eps": float(f"{config.rms_norm_eps:.6g}"), DTYPE: "bfloat16"}
+    values["architectures"] = [family_of(values, where).architecture]
+    if rope_factors is None:
+        return type(config).from_dict(values)
+    rope = {"rope_type": "llama3", "factor": float(rope_factors.max()), **_LLAMA3}
+    if "rope_parameters" in values:
+        values["rope_parameters"] |= rope
+    else:
+        values["rope_scaling"] = rope
+    scaled: PretrainedConfig = type(config).from_dict(values)
+    plain = type(config).from_dict(config.to_dict())
+    theta = (getattr(plain, "rope_parameters", None) or vars(plain))["rope_theta"]
+    exponents = torch.arange(0, len(rope_factors)) / len(rope_factors)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
+    if frequencies.shape != rope_factors.shape or not torch.allclose(
+        frequencies, theta**-exponents / rope_factors, rtol=1e-3
+    ):
+        raise UserError(f"{where}: {_ROPE_FACTORS} holds a RoPE scaling other than that of Llama 3.x; not supported")
+    return scaled
 
 
-class _Header:
-    """Walks through a GGUF header once, storing only its position.
+class _Weights:
+    """The weights of a GGUF file, under the names of transformers.
 
     Raises:
-        ValueError: the header contains an impossible value.
-        struct.error: the header continues past the end of the file.
+        UserError: the file lacks a tensor, or has one of another shape or one that belongs to no part of the model.
     """
 
-    def __init__(self, content: mmap.mmap) -> None:
-        self._content, self._at, self._values = content, 4, 0  # 4: the magic
+    def __init__(self, file: Path, stored: dict[str, StoredTensor], config: ModelConfig) -> None:
+        self._file, self._stored, self._config = file, dict(stored), config
+        self._gguf_names: dict[str, str] = {}
+        names = _names(config)
+        unused = set(stored) - {_ROPE_FACTORS}
+        for name, promise in promised(config, None):
+            gguf_name = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
+            if gguf_name not in stored:
+                if promise.required:
+                    raise UserError(f"{file}: {gguf_name} ({name}) is not in this GGUF file; download it again")
+                continue
+            shape = stored[gguf_name].shape
+            if shape != promise.shape:
+                raise UserError(
+                    f"{file}: {gguf_name} has shape {list(shape)}, not {list(promise.shape)}; download it again"
+                )
+            self._gguf_names[name] = gguf_name
+            unused.discard(gguf_name)
+        if unused:
+            raise UserError(
+                f"{file}: {min(unused)} belongs to no part of a {config.model_type} model; it is not supported"
+            )
 
-    def weights(self) -> int:
-        """Return the number of weights of all tensors."""
-        version = self._number("I")
-        if version not in _VERSIONS:
-            raise ValueError(f"version {version} is none of {_VERSIONS}")
-        tensors, entries = self._number("Q"), self._number("Q")
-        for _ in range(entries):
-            self._skip_string()
-            self._skip_value(self._number("I"))
-        weights = 0
-        for _ in range(tensors):
-            self._skip_string()
-            dimensions = self._number("I")
-            if dimensions > _MAX_DIMENSIONS:
-                raise ValueError(f"a tensor has {dimensions} dimensions")
-            weights += math.prod(self._number("Q") for _ in range(dimensions))
-            self._number("I")  # the type
-            self._number("Q")  # the offset of the data
-        if weights > _MAX_WEIGHTS_PER_BYTE * len(self._content):
-            raise ValueError(f"{weights} weights are more than its {len(self._content)} bytes hold")
-        return weights
+    def rope_factors(self) -> Tensor | None:
+        """Return the numbers by which RoPE's frequencies are divided, float32 [head / 2]; None if there are none."""
+        if _ROPE_FACTORS not in self._stored:
+            return None
+        factors = _dequantize(np.memmap(self._file, np.uint8, "r"), self._stored[_ROPE_FACTORS], 0, 1).flatten()
+        check_finite(_ROPE_FACTORS, factors, self._file)
+        return factors
 
-    def _number(self, code: str) -> int:
-        (value,) = struct.unpack_from(f"<{code}", self._content, self._at)
-        self._at += struct.calcsize(code)
-        return int(value)
+    def write(self, folder: Path, progress: Progress) -> None:
+        """Dequantise all weights to bf16, and write them to ``folder`` in shards.
 
-    def _skip(self, size: int) -> None:
-        if size > len(self._content) - self._at:
-            raise ValueError(f"its {len(self._content)} bytes end before an entry of the header does")
-        self._at += size
+        Raises:
+            UserError: a weight is NaN or infinite, or its type is unknown to the package ``gguf``.
+        """
+        empty = {
+            name: torch.empty(self._stored[gguf_name].shape, dtype=torch.bfloat16, device="meta")
+            for name, gguf_name in self._gguf_names.items()
+        }
+        split = split_torch_state_dict_into_shards(empty, max_shard_size=_SHARD)
+        total = sum(tensor.numel() for tensor in empty.values())
+        content = np.memmap(self._file, np.uint8, "r")
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for shard, names in split.filename_to_tensors.items():
+                tensors = {}
+                for name in names:
+                    tensors[name] = self._bf16(name, content, threads)
+                    progress("dequantising", empty[name].numel() / total)
+                save_file(tensors, folder / shard, metadata={"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
-    def _skip_string(self) -> None:
-        self._skip(self._number("Q"))
+    def _bf16(self, name: str, content: Bytes, threads: ThreadPoolExecutor) -> Tensor:
+        stored = self._stored[self._gguf_names[name]]
+        rows, width = math.prod(stored.shape[:-1]), stored.shape[-1]
+        result = torch.empty(rows, width, dtype=torch.bfloat16)
+        step = max(1, _PIECE // width)
 
-    def _skip_value(self, kind: int) -> None:
-        if kind in _SIZES:
-            self._skip(_SIZES[kind])
-        elif kind == _STRING:
-            self._skip_string()
-        elif kind == _ARRAY:
-            inner, count = self._number("I"), self._number("Q")
-            self._values += count
-            if self._values > _MAX_VALUES or inner == _ARRAY:
-                raise ValueError(f"an array of {count} values of type {inner}")
-            for _ in range(count):
-                self._skip_value(inner)
-        else:
-            raise ValueError(f"a value of type {kind}")
+        def fill(start: int) -> None:
+            result[start : start + step] = _dequantize(content, stored, start, min(step, rows - start))
+
+        with reading(f"{self._file}: {self._gguf_names[name]} of type {stored.type.name} cannot be dequantised"):
+            for _ in threads.map(fill, range(0, rows, step)):
+                pass
+        check_finite(name, result, self._file)
+        tensor = result.view(stored.shape)
+        return self._in_halves(name, tensor) if self._config.model_type == "llama" else tensor
+
+    def _in_halves(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the rows of a query or key projection in the order of transformers.
+
+        RoPE turns pairs of a head's rows. A GGUF file of a Llama stores the two rows of a pair beside each other,
+        transformers half a head apart.
+        """
+        if ".q_proj." not in name and ".k_proj." not in name:
+            return tensor
+        half = self._config.head // 2
+        return tensor.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _names(config: ModelConfig) -> TensorNameMap:
+    (arch,) = (arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == config.model_type)
+    return get_tensor_name_map(arch, config.num_hidden_layers)
+
+
+def _dequantize(content: Bytes, stored: StoredTensor, start: int, rows: int) -> Tensor:
+    """Return ``rows`` rows from row ``start`` on, float32 [rows, width]."""
+    begin = stored.offset + start * stored.row_bytes
+    data = content[begin : begin + rows * stored.row_bytes]
+    with np.errstate(all="ignore"):  # a damaged scale overflows; the result is checked
+        values = dequantize(data.reshape(rows, stored.row_bytes), stored.type)
+    return torch.from_numpy(np.array(values, np.float32))

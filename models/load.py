@@ -127,6 +127,20 @@ def load_pretrained(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Pr
         UserError: unsupported architecture, corrupt shard, a config.json that disagrees with the weights, or weights
             that hold NaN or infinity.
     """
+    model = map_pretrained(folder, dtype)
+    check_weights(model, folder)
+    model.to(device)  # type: ignore[arg-type]
+    return model
+
+
+def map_pretrained(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a checkpoint folder in eval mode; weights stored in ``dtype`` stay mapped from the files.
+
+    Every weight is present, but :func:`check_weights` has to check that they are finite.
+
+    Raises:
+        UserError: unsupported architecture, corrupt shard, or a config.json that disagrees with the weights.
+    """
     register()
     inspect(folder)
     kwargs: dict[str, Any] = {DTYPE: dtype, "output_loading_info": True, "use_safetensors": True, **SAFELY}
@@ -137,9 +151,17 @@ def load_pretrained(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Pr
         if info.get(kind):
             names = ", ".join(sorted(map(str, info[kind]))[:3])
             raise UserError(f"{folder}: config.json and weights disagree: {kind.replace('_', ' ')}: {names}")
+    return model.eval()
+
+
+def check_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Check that all weights of a model are finite.
+
+    Raises:
+        UserError: one holds NaN or infinity.
+    """
     for name, parameter in model.named_parameters():
         check_finite(name, parameter, folder)
-    return model.to(device).eval()
 
 
 def load_config(folder: Path) -> Any:

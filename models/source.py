@@ -13,17 +13,19 @@ from typing import Any
 from neuronmm.kernels.cache import cache_folder, write_folder
 from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError
+from neuronmm.models.progress import Progress, no_progress
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _GGUF_MAGIC = b"GGUF"
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 
 
-def resolve(model: str | Path) -> Path:
+def resolve(model: str | Path, progress: Progress = no_progress) -> Path:
     """Return the folder with the config.json, the safetensors and the tokenizer of ``model``.
 
     Args:
         model: a folder, a ``.gguf`` file, or a hub id such as ``meta-llama/Llama-3.2-1B`` (needs network access).
+        progress: is told how much of a GGUF file is unpacked.
 
     Raises:
         UserError: the model does not exist, its weights are not safetensors, or another file of it is malformed.
@@ -33,7 +35,7 @@ def resolve(model: str | Path) -> Path:
         with path.open("rb") as file:
             if file.read(4) != _GGUF_MAGIC:
                 raise UserError(f"{path}: neither a model folder nor a GGUF file")
-        return _unpack_gguf(path.resolve())
+        return _unpack_gguf(path.resolve(), progress)
     folder = path if path.is_dir() else _download(str(model))
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json there; give the folder of a Hugging Face checkpoint")
@@ -102,7 +104,7 @@ def _download(model: str) -> Path:
         raise UserError(f"{model}: no such folder, and the download from the hub failed ({reason})") from None
 
 
-def _unpack_gguf(file: Path) -> Path:
+def _unpack_gguf(file: Path, progress: Progress) -> Path:
     """Dequantise ``file`` into a bf16 folder of the cache, which appears only when complete, and return the folder."""
     from neuronmm.models.gguf_file import unpack
 
@@ -110,5 +112,5 @@ def _unpack_gguf(file: Path) -> Path:
     key = hashlib.sha256(f"{_CACHE_FORMAT}:{file}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_folder() / f"{file.stem}-{key}"
     if not folder.is_dir():
-        write_folder(folder, lambda partial: unpack(file, partial))
+        write_folder(folder, lambda partial: unpack(file, partial, progress))
     return folder

@@ -9,7 +9,9 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -31,12 +33,14 @@ def gather(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
     moved = list(tensors)
     sizes = [-(-tensor.nbytes // _LINE) * _LINE for tensor in moved]
     arena = torch.frombuffer(_map(max(sum(sizes), _LINE)), dtype=torch.uint8)
-    offset = 0
-    with torch.no_grad():
-        for tensor, size in zip(moved, sizes, strict=True):
-            target = arena[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            tensor.data = target.copy_(tensor)
-            offset += size
+    offsets = accumulate(sizes, initial=0)
+
+    def move(tensor: Tensor, offset: int) -> None:
+        target = arena[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = target.copy_(tensor.detach())
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # most of the time goes into new pages
+        list(threads.map(move, moved, offsets))
     return moved
 
 

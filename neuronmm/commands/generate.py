@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> None:
     from neuronmm.engine.backends.torch_runner import MAX_BATCH
     from neuronmm.engine.engine import load
     from neuronmm.engine.sampling import SamplingParams
+    from neuronmm.progress import stage_progress
 
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens,
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> None:
     options = neuron_options(args)
     if args.backend == "neuron":
         options["batch_size"] = min(len(prompts), MAX_BATCH)
-    engine = load(args.model, backend=args.backend, dtype=args.dtype, impl=args.impl, **options)
+    with stage_progress() as progress:
+        engine = load(args.model, backend=args.backend, dtype=args.dtype, impl=args.impl, progress=progress, **options)
     for prompt in prompts:
         engine.encode(prompt, args.chat)  # refuses a prompt that does not fit before anything is compiled
     dtype = str(engine.runner.dtype).removeprefix("torch.")

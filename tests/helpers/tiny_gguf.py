@@ -1,20 +1,30 @@
-"""A tiny random Llama in a GGUF file, with a tokenizer of a few characters."""
+"""A tiny random model in a GGUF file, with a tokenizer of a few characters."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def write_gguf(
-    path: Path, *, vocabulary: int = 64, hidden: int = 32, wide: int = 48, heads: int = 4, keys: int = 2
+    path: Path,
+    *,
+    vocabulary: int = 64,
+    hidden: int = 32,
+    wide: int = 48,
+    heads: int = 4,
+    keys: int = 2,
+    family: str = "llama",
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    tied: bool = False,
+    extra: dict[str, np.ndarray] | None = None,
 ) -> None:
-    """Write a one-layer float32 model to ``path``."""
-    writer = GGUFWriter(path, "llama")
+    """Write a one-layer model to ``path``: matrices of type ``kind``, norms, biases and ``extra`` in float32."""
+    writer = GGUFWriter(path, family)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(hidden)
@@ -50,8 +60,18 @@ def write_gguf(
         "blk.0.ffn_up": (wide, hidden),
         "blk.0.ffn_down": (hidden, wide),
     }
+    if tied:
+        del shapes["output"]
     for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", draw.normal(0, 0.1, shape).astype(np.float32))
+        values = draw.normal(0, 0.1, shape).astype(np.float32)
+        stored = kind if len(shape) == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(f"{name}.weight", quantize(values, stored), raw_dtype=stored)
+    if family == "qwen2":
+        for name in ("attn_q", "attn_k", "attn_v"):
+            bias = draw.normal(0, 0.1, shapes[f"blk.0.{name}"][0])
+            writer.add_tensor(f"blk.0.{name}.bias", bias.astype(np.float32))
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,141 @@
+"""Read the header of a GGUF file: where each tensor lies, in which shape and type.
+
+The readers of other libraries trust the header: an array declared with 2**60 numbers in a file of one kilobyte keeps
+them busy forever. This one compares every declared size with the size of the file.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from neuronmm.models.errors import UserError
+
+_VERSIONS = (2, 3)
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""GGUF type code -> bytes of a number."""
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_MAX_VALUES = (
+    1 << 22
+)  # in arrays; the largest vocabularies need a quarter of that, and transformers takes 400 bytes each
+_MAX_DIMENSIONS = 4
+_MAX_WEIGHTS_PER_BYTE = 8  # the densest quantisation packs five
+_ALIGNMENT = 32  # bytes, unless the file says otherwise
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a GGUF file. ``shape`` is in the order of torch; ``offset`` counts from the start of the file."""
+
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row, that is of ``shape[-1]`` weights."""
+        block, size = GGML_QUANT_SIZES[self.type]
+        return self.shape[-1] // block * size
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors that a GGUF file holds, by name.
+
+    Raises:
+        UserError: the header is damaged, or lists more weights than the file can hold.
+    """
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            return _Header(content).tensors()
+        except (struct.error, ValueError) as error:
+            raise UserError(f"{file}: damaged GGUF file ({error}); download it again") from None
+
+
+class _Header:
+    """Walks through a GGUF header once, storing only its position.
+
+    Raises:
+        ValueError: the header contains an impossible value.
+        struct.error: the header continues past the end of the file.
+    """
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content, self._at, self._values = content, 4, 0  # 4: the magic
+        self._alignment = _ALIGNMENT
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return all tensors by name."""
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} is none of {_VERSIONS}")
+        tensors, entries = self._number("Q"), self._number("Q")
+        for _ in range(entries):
+            key, kind = self._string(), self._number("I")
+            if key == b"general.alignment" and kind == _UINT32:
+                self._alignment = self._number("I")
+            else:
+                self._skip_value(kind)
+        listed, weights = [], 0
+        for _ in range(tensors):
+            name, shape = self._string(), self._shape()
+            listed.append((name, shape, self._number("I"), self._number("Q")))
+            weights += math.prod(shape)
+        if weights > _MAX_WEIGHTS_PER_BYTE * len(self._content):
+            raise ValueError(f"{weights} weights are more than its {len(self._content)} bytes hold")
+        if not self._alignment:
+            raise ValueError("its alignment is 0")
+        start = -(-self._at // self._alignment) * self._alignment
+        return {name.decode(): self._stored(shape, kind, start + offset) for name, shape, kind, offset in listed}
+
+    def _shape(self) -> tuple[int, ...]:
+        dimensions = self._number("I")
+        if not 0 < dimensions <= _MAX_DIMENSIONS:
+            raise ValueError(f"a tensor has {dimensions} dimensions")
+        return tuple(self._number("Q") for _ in range(dimensions))[::-1]
+
+    def _stored(self, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
+        tensor = StoredTensor(shape, GGMLQuantizationType(kind), offset)
+        if shape[-1] % GGML_QUANT_SIZES[tensor.type][0]:
+            raise ValueError(f"rows of {shape[-1]} weights do not fit the type {tensor.type.name}")
+        if offset + math.prod(shape[:-1]) * tensor.row_bytes > len(self._content):
+            raise ValueError(f"its {len(self._content)} bytes end before its tensors do")
+        return tensor
+
+    def _number(self, code: str) -> int:
+        (value,) = struct.unpack_from(f"<{code}", self._content, self._at)
+        self._at += struct.calcsize(code)
+        return int(value)
+
+    def _skip(self, size: int) -> None:
+        if size > len(self._content) - self._at:
+            raise ValueError(f"its {len(self._content)} bytes end before an entry of the header does")
+        self._at += size
+
+    def _string(self) -> bytes:
+        size = self._number("Q")
+        self._skip(size)
+        return self._content[self._at - size : self._at]
+
+    def _skip_value(self, kind: int) -> None:
+        if kind in _SIZES:
+            self._skip(_SIZES[kind])
+        elif kind == _STRING:
+            self._skip(self._number("Q"))
+        elif kind == _ARRAY:
+            inner, count = self._number("I"), self._number("Q")
+            self._values += count
+            if self._values > _MAX_VALUES or inner == _ARRAY:
+                raise ValueError(f"an array of {count} values of type {inner}")
+            if inner in _SIZES:
+                self._skip(count * _SIZES[inner])
+            else:
+                for _ in range(count):
+                    self._skip_value(inner)
+        else:
+            raise ValueError(f"a value of type {kind}")

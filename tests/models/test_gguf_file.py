@@ -1,0 +1,125 @@
+"""Unpacking a GGUF file: against transformers' own reader, and files that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
+from tiny_gguf import header_length, write_gguf
+from transformers import AutoModelForCausalLM
+
+from neuronmm.models import UserError, gguf_file
+from neuronmm.models.gguf_file import unpack
+from neuronmm.models.load import DTYPE, load_config, load_pretrained, load_tokenizer
+
+KINDS = [getattr(GGMLQuantizationType, name) for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1")]
+
+
+def unpacked(file: Path) -> Path:
+    folder = file.with_suffix("")
+    folder.mkdir()
+    unpack(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("qwen2", False)])
+def test_the_weights_are_those_that_transformers_reads(
+    tmp_path: Path, family: str, tied: bool, kind: GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "_PIECE", 200)  # several pieces, and the last is shorter
+    file = tmp_path / "model.gguf"
+    write_gguf(file, family=family, kind=kind, tied=tied, wide=64)
+    options = {DTYPE: torch.float32}
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, **options).bfloat16().state_dict()
+    folder = unpacked(file)
+    stored = load_file(folder / "model.safetensors")
+    assert tied is ("lm_head.weight" not in stored)
+    assert {name for name in stored if name.endswith(".bias")} == {name for name in expected if name.endswith(".bias")}
+    assert set(expected) - set(stored) <= {"lm_head.weight"}
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, expected[name]), name
+    load_pretrained(folder, torch.bfloat16)
+
+
+def test_a_large_model_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    whole = load_file(unpacked(file) / "model.safetensors")
+    monkeypatch.setattr(gguf_file, "_SHARD", 10_000)
+    folder, stages = tmp_path / "shards", []
+    folder.mkdir()
+    unpack(file, folder, lambda stage, fraction: stages.append(fraction))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
+    assert len(shards) > 2 and max(sum(t.nbytes for t in shard.values()) for shard in shards.values()) <= 10_000
+    for name, tensor in whole.items():
+        assert torch.equal(shards[index["weight_map"][name]][name], tensor)
+    assert abs(sum(stages) - 1) < 1e-6
+    model = load_pretrained(folder, torch.bfloat16)
+    assert torch.equal(model.state_dict()["lm_head.weight"], whole["lm_head.weight"])
+    assert load_tokenizer(folder).decode([0, 1]) == '!"'
+
+
+def llama3_factors(head: int, factor: float, theta: float = 10000.0) -> np.ndarray:
+    """Return what llama.cpp stores for the RoPE scaling of Llama 3.x."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head, 2) / head)
+    smooth = (8192 / wavelengths - 1) / 3
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(wavelengths < 2048, 1.0, np.where(wavelengths > 8192, factor, between)).astype(np.float32)
+
+
+def test_the_rope_scaling_of_llama_3_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, hidden=128, heads=2, keys=2, extra={"rope_freqs.weight": llama3_factors(64, 8.0)})
+    config = load_config(unpacked(file))
+    rope = getattr(config, "rope_parameters", None) or config.rope_scaling
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 8.0, 8192)
+
+
+@pytest.mark.parametrize("factors", [np.full(32, 2, np.float32), np.ones(16, np.float32), np.zeros(32, np.float32)])
+def test_another_rope_scaling_is_refused(tmp_path: Path, factors: np.ndarray) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, hidden=128, heads=2, keys=2, extra={"rope_freqs.weight": factors})
+    with pytest.raises(UserError, match="RoPE scaling"):
+        unpacked(file)
+
+
+def test_a_tensor_of_no_part_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, extra={"blk.0.ffn_gate_inp.weight": np.zeros((4, 32), np.float32)})
+    with pytest.raises(UserError, match=r"ffn_gate_inp.weight belongs to no part of a llama model"):
+        unpacked(file)
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_xp.weight", 1))
+    with pytest.raises(UserError, match=r"ffn_up.weight .* is not in this GGUF file"):
+        unpacked(file)
+    other = tmp_path / "other.gguf"
+    write_gguf(other, extra={"blk.0.attn_q.bias": np.zeros(31, np.float32)})
+    with pytest.raises(UserError, match=r"attn_q.bias has shape \[31\], not \[32\]"):
+        unpacked(other)
+
+
+def test_a_cut_file_and_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    start = header_length(file)
+    content = bytearray(file.read_bytes())
+    file.write_bytes(content[:-4])
+    with pytest.raises(UserError, match="end before its tensors do"):
+        unpacked(file)
+    content[start + 64 : start + 68] = np.float32(np.nan).tobytes()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(content)
+    with pytest.raises(UserError, match="NaN or infinity"):
+        unpacked(broken)
