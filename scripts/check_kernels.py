@@ -121,8 +121,8 @@ def results(
         yield name, to_torch(output), exact, plain
 
 
-def error(got: Tensor, exact: Tensor) -> float:
-    return ((got.double() - exact).norm() / exact.norm()).item()
+def error(output: Tensor, exact: Tensor) -> float:
+    return ((output.double() - exact).norm() / exact.norm()).item()
 
 
 def caught_by(mutant: Any) -> str:
