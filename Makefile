@@ -84,7 +84,7 @@ test-neuron: $(NEURON_VENV)/.done
 test: setup test-old test-neuron
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-# Every property with a thousand random examples; takes hours. ARGS selects a part: ARGS=tests/kernels/nki/test_tiling.py
+# Every property with a thousand random examples; takes hours. ARGS selects a part: ARGS=tests/kernels/nki.
 test-random: setup
 	$(VENV)/bin/python -m pytest -m "hypothesis and not slow" --hypothesis-profile=random $(ARGS)
 

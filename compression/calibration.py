@@ -42,7 +42,7 @@ _MARK = "\u241fcontent\u241f"
 def calibration_tokens(run: Run) -> Tensor:
     """Return the calibration tokens [rows, length] of a run: NO_ROWS if it needs no text.
 
-    They come from the interrupted run, else from the store; otherwise they are made.
+    They are read from the interrupted run, else from the store, and are made if neither has them.
 
     Raises:
         UserError: as :func:`make_rows`.

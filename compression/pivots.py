@@ -74,11 +74,11 @@ class Skeleton:
         for _ in range(8 * len(self.pivots)):
             columns = _at(places, self.pivots, smaller.pivots)
             rows = _at(places, smaller.others, self.others)
-            own, others = self.coefficients.abs(), smaller.coefficients.abs()
+            large, small = self.coefficients.abs(), smaller.coefficients.abs()
             gains = (
-                own[:, columns] * others[rows],
-                own * ~smaller.mask[self.pivots],
-                others * self.mask[smaller.others][:, None],
+                large[:, columns] * small[rows],
+                large * ~smaller.mask[self.pivots],
+                small * self.mask[smaller.others][:, None],
             )
             best = [float(one.max()) if one.numel() else 0.0 for one in gains]
             kind = best.index(max(best))

@@ -141,8 +141,8 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
     """Run the dense model over ``rows`` and measure what the plan depends on.
 
     For every linear this is the whitened spectrum and the fraction of the residual stream that its attention or MLP
-    writes; for linears with one input also the loss with a shared A. After every layer the workspace
-    saves the result so far, for a resumed run. If the store has the moments of every layer, the model does not run.
+    writes; for linears with one input also the loss with a shared A. After every layer the workspace saves the result
+    so far, for a resumed run. If the store has the moments of every layer, the model does not run.
 
     Raises:
         UserError: weights or activations hold NaN or infinity.

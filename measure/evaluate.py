@@ -180,7 +180,7 @@ def _score(
 
 def _measure(label: str, values: dict[str, list[float]]) -> Measure:
     """Return the estimate of each model's values, and of their paired difference."""
-    models = {name: estimate(own) for name, own in values.items()}
+    models = {name: estimate(scores) for name, scores in values.items()}
     if "baseline" not in values:
         return Measure(label, models)
     paired = zip(values["model"], values["baseline"], strict=True)
@@ -202,7 +202,7 @@ def _perplexities(nlls: dict[str, list[float]]) -> list[Measure]:
         raise UserError(
             f"{worst:.0f} nats per token give a perplexity too large for a float; the model is damaged"
         ) from None
-    errors = _measure("perplexity", {name: [values[name] * nll for nll in own] for name, own in nlls.items()})
+    errors = _measure("perplexity", {name: [values[name] * nll for nll in row] for name, row in nlls.items()})
     models = {name: Estimate(values[name], error.standard_error) for name, error in errors.models.items()}
     if errors.difference is None:
         return [Measure("perplexity", models), nats]

@@ -31,7 +31,7 @@ class SweepConfig:
     """The points of a sweep, every method at every ratio, and what to measure of them.
 
     Attributes:
-        ratios: shares of the targeted weights to remove.
+        ratios: fractions of the targeted weights to remove.
         methods: as :func:`parse_method` reads them.
         texts: files for the perplexity.
         base: the settings that all points share; by default those of ``compress``, without the additions that a

@@ -41,8 +41,8 @@ def notes(result: SweepResult) -> list[str]:
     """Return the notes that explain the columns and the mark."""
     lines = [
         f"{MARK}: no point of the same precision has fewer bytes and a lower perplexity on that text",
-        "removed: share of the targeted weights; MB: all weights, 10^6 bytes; perplexity ± one standard error; minutes "
-        "and GiB: time and peak memory of compressing",
+        "removed: fraction of the targeted weights; MB: all weights, 10^6 bytes; perplexity ± one standard error; "
+        "minutes and GiB: time and peak memory of compressing",
     ]
     if result.settings.tasks:
         names = ", ".join(result.settings.tasks)

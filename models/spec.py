@@ -57,8 +57,8 @@ class CompressionSpec(BaseModel):
     ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
     factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors;
     they need format 2. ``factors`` is the precision of the stored factors: the model's, or int8 with one float32 scale
-    per row. Ratios are the fraction of the targeted linears' weights that is removed,
-    0 to 1; ``model_ratio`` is the fraction of all parameters. Every rank is a multiple of ``align``.
+    per row. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
+    fraction of all parameters. Every rank is a multiple of ``align``.
     """
 
     model_config = ConfigDict(extra="forbid")

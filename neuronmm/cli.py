@@ -11,13 +11,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 COMMANDS = ("compress", "recover", "convert", "generate", "benchmark", "evaluate", "sweep", "predict", "tiling")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line."""
+    """Reports a wrong command line in one line, and completes an abbreviation to the options that the help shows."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Return the matches of an abbreviation. An old name of an option has to be given in full."""
+        matches = super()._get_option_tuples(option_string)
+        return [match for match in matches if match[0] is None or match[0].help != argparse.SUPPRESS]
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help shows all options)\n")

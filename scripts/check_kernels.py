@@ -19,13 +19,12 @@ from rich.progress import track
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+from neuronmm.emulator.nki import NkiError, TensorSpec, run
+from neuronmm.kernels.nki.problem import Blocks
 from nki_cases import Case, baselines_of, kernel_modules, to_numpy, to_torch, two_kernel_mlp
 from nki_mutants import MUTANTS, battery, planted
 from nki_mutants_cutting import CUTTING
 from nki_mutants_pivots import PIVOTS
-
-from neuronmm.emulator.nki import NkiError, TensorSpec, run
-from neuronmm.kernels.nki.problem import Blocks
 
 DIALECTS = ("neuronxcc", "nki")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -122,8 +121,8 @@ def results(
         yield name, to_torch(output), exact, plain
 
 
-def error(got: Tensor, exact: Tensor) -> float:
-    return ((got.double() - exact).norm() / exact.norm()).item()
+def error(output: Tensor, exact: Tensor) -> float:
+    return ((output.double() - exact).norm() / exact.norm()).item()
 
 
 def caught_by(mutant: Any) -> str:

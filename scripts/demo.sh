@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compress the MLPs of a model by a fifth without training, generate with both models, benchmark both in one run.
 #
-# Usage: scripts/demo.sh MODEL [OUT]       MODEL: a Hugging Face folder, a GGUF file or a hub id; OUT: the compressed folder
+# Usage: scripts/demo.sh MODEL [OUT]    MODEL: a Hugging Face folder, a GGUF file or a hub id; OUT: the compressed one
 set -euo pipefail
 
 model=${1:?usage: scripts/demo.sh MODEL [OUT]}

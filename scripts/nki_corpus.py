@@ -253,7 +253,7 @@ def document(reports: list[Report]) -> Iterator[str]:
     agreeing, passing = share(kernels, "agrees") or "No", share(tests, "passes") or "No"
     yield f"{agreeing} public kernels run unchanged and agree with NumPy; {wrong or 'none'} give wrong values."
     yield f"{passing} entries of the documentation's tests pass; {failed or 'none'} fail."
-    yield "The emulator refuses the others and gives the reason. No Trainium device was used."
+    yield "The emulator refuses the others and gives the reason; no Trainium device was used."
     yield ""
     yield "| checkout | kernels that agree | tests that pass | files with supported names only |"
     yield "|---|---:|---:|---:|"

@@ -104,19 +104,21 @@ def verdict(results: dict[str, Any], rows: list[Row]) -> Iterator[str]:
 
 def gains(results: dict[str, Any]) -> list[float]:
     """Dense decode time over ours, on every core, for every MLP and number of tokens."""
-    return [dense["latency"] / own["latency"] for dev in CORES for _, _, own, _, dense, _ in decode_rows(results, dev)]
+    return [
+        dense["latency"] / fused["latency"] for dev in CORES for _, _, fused, _, dense, _ in decode_rows(results, dev)
+    ]
 
 
 def goals(results: dict[str, Any]) -> Iterator[str]:
     """The table of goals and predictions."""
     linears = [(shape, results[f"prefill {shape} ours"]) for shape in cases.SHAPES]
-    whole = [results[f"{mlp.name} 2048 trn1 ours"] for mlp in cases.MLPS]
+    layers = [results[f"{mlp.name} 2048 trn1 ours"] for mlp in cases.MLPS]
     fractions = {device: [fraction for *_, fraction in decode_rows(results, device)] for device in CORES}
     speed_ups = gains(results)
     use = [f["mfu"] for _, f in linears]
     over = [f["traffic"] / eq10(shape) - 1 for shape, f in linears]
-    mlp_use = [f["mfu"] for f in whole]
-    mlp_over = [f["traffic"] / two_eq10(mlp, 2048) - 1 for mlp, f in zip(cases.MLPS, whole, strict=True)]
+    mlp_use = [f["mfu"] for f in layers]
+    mlp_over = [f["traffic"] / two_eq10(mlp, 2048) - 1 for mlp, f in zip(cases.MLPS, layers, strict=True)]
     bias = decode_row(results).error
     yield "| goal | predicted | met |"
     yield "|---|---|---|"
@@ -126,8 +128,9 @@ def goals(results: dict[str, Any]) -> Iterator[str]:
     yield f"| whole MLPs, 2048 tokens, trn1: utilisation at least 90 % | {span(mlp_use)} | {met(min(mlp_use) >= 0.9)} |"
     saved = f"{min(mlp_over):+.0%} to {max(mlp_over):+.0%}"
     yield f"| their HBM traffic at most Eq. 10's for the paper's two kernels | {saved} | {met(max(mlp_over) < 1e-3)} |"
-    for device, found in fractions.items():
-        yield f"| decode, {device}: at least 90 % of the DMA limit | {span(found)} | {judged(found, device, bias)} |"
+    for device, reached in fractions.items():
+        verdict = judged(reached, device, bias)
+        yield f"| decode, {device}: at least 90 % of the DMA limit | {span(reached)} | {verdict} |"
     for device in CORES:
         alone = [limit(results[f"{mlp.name} up {device} 0"], device) for mlp in cases.MLPS]
         yield f"| the up projection alone, one token, {device}: 90 % | {span(alone)} | {judged(alone, device, bias)} |"
@@ -194,12 +197,12 @@ def context(results: dict[str, Any]) -> Iterator[str]:
 
 def stalls(results: dict[str, Any]) -> Iterator[str]:
     """The cost of stalls on the largest linear, which is predicted without any."""
-    own, tokens = results["stall as modelled"], cases.LARGEST[0]
+    fused, tokens = results["stall as modelled"], cases.LARGEST[0]
     m, k, r, n = cases.LARGEST
     matmuls = m // TRN1.moving_columns * (k * r + r * n) // 128**2
     cycles = TRN1.moving_columns + TRN1.matmul_overhead_cycles
     floor = matmuls * cycles / TRN1.tensor_ghz / 1e9
-    published = measured.NEURONMM.latency[tokens] / own["latency"] / 1e3 - 1
+    published = measured.NEURONMM.latency[tokens] / fused["latency"] / 1e3 - 1
     yield "## Prefill: what stalls would cost"
     yield ""
     yield STALLS
@@ -208,10 +211,10 @@ def stalls(results: dict[str, Any]) -> Iterator[str]:
     yield "|---|---:|"
     yield f"| matmuls of {TRN1.moving_columns} columns | {matmuls} |"
     yield f"| cycles per matmul | {cycles:.0f} |"
-    yield f"| predicted, ms | {ms(own)} |"
-    yield f"| of it the matmuls | {floor / own['latency']:.2%} |"
-    yield f"| each 1 % of stalls costs, ms | {own['latency'] * 10:.2f} |"
-    yield f"| stalls at which the utilisation falls below 90 % | {own['mfu'] / 0.9 - 1:.1%} |"
+    yield f"| predicted, ms | {ms(fused)} |"
+    yield f"| of it the matmuls | {floor / fused['latency']:.2%} |"
+    yield f"| each 1 % of stalls costs, ms | {fused['latency'] * 10:.2f} |"
+    yield f"| stalls at which the utilisation falls below 90 % | {fused['mfu'] / 0.9 - 1:.1%} |"
     yield f"| stalls at which the time is the published kernel's | {published:.1%} |"
     yield ""
     yield SLOWER
@@ -232,9 +235,9 @@ def prefill(results: dict[str, Any]) -> Iterator[str]:
     yield "| tokens; in, rank, out | ours, ms | utilisation | traffic, GiB | Eq. 10, GiB | paper's utilisation |"
     yield "|---|---:|---:|---:|---:|---:|"
     for shape in cases.SHAPES:
-        own, paper = (results[f"prefill {shape} {name}"] for name in ("ours", "paper"))
-        figures = f"{own['traffic'] / GIB:.2f} | {eq10(shape) / GIB:.2f} | {paper['mfu']:.1%}"
-        yield f"| {label(shape)} | {ms(own)} | {own['mfu']:.1%} | {figures} |"
+        fused, paper = (results[f"prefill {shape} {name}"] for name in ("ours", "paper"))
+        figures = f"{fused['traffic'] / GIB:.2f} | {eq10(shape) / GIB:.2f} | {paper['mfu']:.1%}"
+        yield f"| {label(shape)} | {ms(fused)} | {fused['mfu']:.1%} | {figures} |"
     yield ""
     others = [name for name in cases.KERNELS if name != "ours"]
     yield "Milliseconds, and in brackets how many times faster ours is; the compiler's times are published:"
@@ -242,11 +245,11 @@ def prefill(results: dict[str, Any]) -> Iterator[str]:
     yield f"| tokens; in, rank, out | {' | '.join(others)} | compiler's XUV | compiler's dense |"
     yield "|---|" + "---:|" * (len(others) + 2)
     for shape in cases.SHAPES:
-        own = results[f"prefill {shape} ours"]["latency"]
-        cells = [against(results[f"prefill {shape} {name}"]["latency"], own) for name in others]
+        fused = results[f"prefill {shape} ours"]["latency"]
+        cells = [against(results[f"prefill {shape} {name}"]["latency"], fused) for name in others]
         for sweep in (measured.COMPILER_XUV, measured.COMPILER_XW):
             published = sweep.latency.get(shape[0]) if shape[1:] == measured.SWEEP else None
-            cells.append("" if published is None else against(published / 1e3, own))
+            cells.append("" if published is None else against(published / 1e3, fused))
         yield f"| {label(shape)} | {' | '.join(cells)} |"
     yield ""
 
@@ -260,10 +263,10 @@ def mlps(results: dict[str, Any], tokens: int) -> Iterator[str]:
     yield "| model | rank | ours, ms | utilisation | traffic, MiB | instructions | two kernels, ms | MiB | dense, ms |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for mlp in cases.MLPS:
-        own, two, dense = (results[f"{mlp.name} {tokens} trn1 {name}"] for name in cases.MLP_KERNELS)
-        figures = f"{ms(own)} | {own['mfu']:.1%} | {own['traffic'] / 2**20:.0f} | {own['instructions']:.0f}"
-        split = f"{against(two['latency'], own['latency'])} | {two['traffic'] / 2**20:.0f}"
-        yield f"| {mlp.name} | {mlp.rank} | {figures} | {split} | {against(dense['latency'], own['latency'])} |"
+        fused, two, dense = (results[f"{mlp.name} {tokens} trn1 {name}"] for name in cases.MLP_KERNELS)
+        figures = f"{ms(fused)} | {fused['mfu']:.1%} | {fused['traffic'] / 2**20:.0f} | {fused['instructions']:.0f}"
+        split = f"{against(two['latency'], fused['latency'])} | {two['traffic'] / 2**20:.0f}"
+        yield f"| {mlp.name} | {mlp.rank} | {figures} | {split} | {against(dense['latency'], fused['latency'])} |"
     yield ""
 
 
@@ -271,8 +274,8 @@ def decode_rows(results: dict[str, Any], device: str) -> Iterator[tuple[cases.Ml
     """Yield MLP, tokens, the three kernels' figures, and the fraction of the DMA limit that ours reaches."""
     for mlp in cases.MLPS:
         for tokens in cases.DECODES:
-            own, two, dense = (results[f"{mlp.name} {tokens} {device} {name}"] for name in cases.MLP_KERNELS)
-            yield mlp, tokens, own, two, dense, limit(own, device)
+            fused, two, dense = (results[f"{mlp.name} {tokens} {device} {name}"] for name in cases.MLP_KERNELS)
+            yield mlp, tokens, fused, two, dense, limit(fused, device)
 
 
 def decode(results: dict[str, Any], device: str) -> Iterator[str]:
@@ -283,9 +286,9 @@ def decode(results: dict[str, Any], device: str) -> Iterator[str]:
         yield ""
     yield "| model | bytes left of dense | tokens | ours, µs | DMA limit reached | two kernels, µs | dense, µs |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
-    for mlp, tokens, own, two, dense, fraction in decode_rows(results, device):
-        others = " | ".join(against(other["latency"], own["latency"], 1e6, 1) for other in (two, dense))
-        yield f"| {mlp.name} | {mlp.kept:.2f} | {tokens} | {own['latency'] * 1e6:.1f} | {fraction:.1%} | {others} |"
+    for mlp, tokens, fused, two, dense, fraction in decode_rows(results, device):
+        others = " | ".join(against(other["latency"], fused["latency"], 1e6, 1) for other in (two, dense))
+        yield f"| {mlp.name} | {mlp.kept:.2f} | {tokens} | {fused['latency'] * 1e6:.1f} | {fraction:.1%} | {others} |"
     yield ""
 
 
@@ -298,8 +301,8 @@ def decode_linears(results: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---:|---:|---:|---:|"
     for mlp in cases.MLPS:
         for device in CORES:
-            own, single = (results[f"{mlp.name} up {device} {panels}"] for panels in (0, 1))
-            cells = [f"{f['latency'] * 1e6:.1f} | {limit(f, device):.1%}" for f in (own, single)]
+            fused, single = (results[f"{mlp.name} up {device} {panels}"] for panels in (0, 1))
+            cells = [f"{f['latency'] * 1e6:.1f} | {limit(f, device):.1%}" for f in (fused, single)]
             yield f"| {mlp.name} | {device} | {' | '.join(cells)} |"
     yield ""
 
@@ -329,8 +332,8 @@ def ms(figures: cases.Figures) -> str:
     return f"{figures['latency'] * 1e3:.2f}"
 
 
-def against(other: float, own: float, unit: float = 1e3, digits: int = 2) -> str:
-    return f"{other * unit:.{digits}f} ({other / own:.2f}x)"
+def against(other: float, fused: float, unit: float = 1e3, digits: int = 2) -> str:
+    return f"{other * unit:.{digits}f} ({other / fused:.2f}x)"
 
 
 def span(values: list[float]) -> str:

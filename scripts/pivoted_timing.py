@@ -34,6 +34,8 @@ PREFILL = 2048
 DECODES = (1, 64)
 DEGREES = (1, 2, 4, 8)
 """Numbers of cores that share an MLP."""
+WIDTH = 40
+"""Characters of a bar of the picture up to the time of two factors."""
 TOKENS = (1, 512)
 """Tokens per call in the tables of several cores."""
 TEXT = f"""\
@@ -50,15 +52,20 @@ down in the column form. Up's pivots are gate's, and {OVERLAP:.0%} of down's are
 `pivoted` in two factors: what the kernel runs if it does not use the pivots. Every time is predicted; no kernel ran on
 a device. A ratio is a time over that of `two`, so below 1 is faster.
 
-## Cores
-
 The kernel of one core on trn1, without the all-reduce, which is the same in every form: the least and the largest ratio
 of five models, each with two A and with one A for gate and up.
 """
+PICTURE = """\
+The largest ratio of each row at 512 tokens; `|` marks the time of two factors:
+"""
 APPENDIX = f"""\
-Repeat with `python scripts/pivoted_timing.py`.
+## How to repeat it
 
-## Appendix: every model
+    python scripts/pivoted_timing.py
+
+Nothing in it is random.
+
+# Appendix
 
 - **aligned**: the largest ranks that are multiples of {TILE}; all ranges begin and end at multiples of {TILE}.
 - **exact**: the largest ranks. The ranges begin and end anywhere, so more chunks have fewer than {TILE} partitions.
@@ -112,7 +119,8 @@ def document() -> Iterator[str]:
 
 
 def summary(pairs: list[Pair]) -> Iterator[str]:
-    """Yield the ranges of the ratios by number of cores."""
+    """Yield the ranges of the ratios by number of cores, and the picture of the largest ones."""
+    bars = []
     heads = [f"{text(tokens)}, {form}" for tokens in TOKENS for form in ("pivoted", "expanded")]
     yield f"| cores | bytes per core, pivoted | {' | '.join(heads)} |"
     yield "|---:|---:|" + "---:|" * len(heads)
@@ -122,7 +130,15 @@ def summary(pairs: list[Pair]) -> Iterator[str]:
         for tokens in TOKENS:
             columns += zip(*(ratios(pair, tokens, CORES["trn1"]) for pair in parts), strict=True)
         yield f"| {cores} | {' | '.join(f'{min(c):.2f} to {max(c):.2f}' for c in columns)} |"
-    yield ""
+        for form, values in zip(("pivoted", "expanded"), columns[-2:], strict=True):
+            bars.append(bar(f"{cores} core{'s' * (cores > 1)}, {form}", round(max(values), 2)))
+    yield from ("", PICTURE, "```", *bars, "```", "")
+
+
+def bar(label: str, ratio: float) -> str:
+    """Return one line of the picture."""
+    marks = "#" * round(WIDTH * ratio)
+    return f"{label:<20} {marks[:WIDTH]:<{WIDTH}}|{marks[WIDTH:]:<10} {ratio:.2f}"
 
 
 def ratios(pair: Pair, tokens: int, core: NeuronCore) -> tuple[float, float]:
@@ -136,7 +152,7 @@ def ratios(pair: Pair, tokens: int, core: NeuronCore) -> tuple[float, float]:
 def table(
     title: str, pairs: list[Pair], counts: tuple[int, ...], core: NeuronCore, scale: float, unit: str
 ) -> Iterator[str]:
-    yield f"### {title}"
+    yield f"## {title}"
     yield ""
     columns = [f"{text(n)}: two, {unit} | pivoted, {unit} | time ratio" for n in counts]
     yield f"| model | ranges | rank, two | rank, pivoted | bytes ratio | {' | '.join(columns)} |"

@@ -63,9 +63,9 @@ def tables(points: list[Point], texts: Iterable[str]) -> str:
     """Return one table per choice of targets; ``texts`` names the columns, bold marks the best of a ratio."""
     parts = []
     for targets, title in TITLES.items():
-        own = [point for point in points if point.get("targets") == targets]
+        shown = [point for point in points if point.get("targets") == targets]
         columns = [f"{title}, removed: asked", "method", "realised", "MB", *texts, "minutes", "GiB", *SPEED_COLUMNS]
-        rows = [_row(point, [other for other in own if other["ratio"] == point["ratio"]]) for point in own]
+        rows = [_row(point, [other for other in shown if other["ratio"] == point["ratio"]]) for point in shown]
         parts.append(_table(columns, 1, rows))
     return "\n\n".join(parts)
 
@@ -75,12 +75,16 @@ def shares(points: list[Point]) -> str:
     dense = next(_values(point) for point in points if point["name"] == "dense")
     parts = []
     for targets, title in TITLES.items():
-        own = {
+        values = {
             (point["ratio"], method_of(point)): _values(point) for point in points if point.get("targets") == targets
         }
-        ratios = sorted({ratio for ratio, method in own if method == PEER})
-        methods = sorted({method for _, method in own} - {PEER, *DESTROYED}, key=lambda name: (name.count("+"), name))
-        rows = [[method, *(_share(own.get((r, method)), own[r, PEER], dense) for r in ratios)] for method in methods]
+        ratios = sorted({ratio for ratio, method in values if method == PEER})
+        methods = sorted(
+            {method for _, method in values} - {PEER, *DESTROYED}, key=lambda name: (name.count("+"), name)
+        )
+        rows = [
+            [method, *(_share(values.get((r, method)), values[r, PEER], dense) for r in ratios)] for method in methods
+        ]
         parts.append(_table([title, *(f"{ratio:g}" for ratio in ratios)], 0, rows))
     return "\n\n".join(parts)
 
@@ -94,7 +98,7 @@ def _table(columns: list[str], words: int, rows: list[list[str]]) -> str:
 def _share(values: list[float] | None, peer: list[float], dense: list[float]) -> str:
     if values is None:
         return ""
-    return " / ".join(f"{(own - d) / (other - d):.0%}" for own, other, d in zip(values, peer, dense, strict=True))
+    return " / ".join(f"{(value - d) / (other - d):.0%}" for value, other, d in zip(values, peer, dense, strict=True))
 
 
 def _row(point: Point, rivals: list[Point]) -> list[str]:
@@ -118,8 +122,8 @@ def main(folder: Path, sweeps: list[Path]) -> None:
     result["points"] = merge(result["points"], sweeps)
     result["costs"] = ["bytes", "speed"] if any("speed" in point for point in result["points"]) else ["bytes"]
     write_json(data, result)
-    before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
+    before, _, tail = document.read_text(encoding="utf-8").partition(BEGIN)
+    after = tail.partition(END)[2]
     written = content(result["points"], list(result["texts"].values()))
     document.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
     shown = [point for point in result["points"] if method_of(point) in PICTURED]

@@ -91,10 +91,10 @@ def check_kernels(emulate: bool) -> int:
             linear = run_kernel("low_rank_matmul", rank, x, weights[:2], wide)
             mlp = run_kernel("low_rank_swiglu_mlp", (rank, rank, rank, wide), x, weights, hidden)
         cases = (("low_rank_matmul", linear, weights[:2]), ("low_rank_swiglu_mlp", mlp, weights))
-        for kernel, got, factors in cases:
+        for kernel, output, factors in cases:
             plain, exact = formula(x, factors), formula(x.double(), [w.double() for w in factors])
-            ratio = ((got.double() - exact).norm() / (plain.double() - exact).norm()).item()
-            good = ratio <= 2 and bool(torch.isfinite(got).all())
+            ratio = ((output.double() - exact).norm() / (plain.double() - exact).norm()).item()
+            good = ratio <= 2 and bool(torch.isfinite(output).all())
             print(f"{'ok  ' if good else 'FAIL'} {kernel}, {name}: error {ratio:.2f} times that of torch in bfloat16")
             failures += [] if good else [f"{kernel}, {name}"]
     print(json.dumps({"check": "kernels", "emulated": emulate, "failed": failures}))
@@ -147,8 +147,8 @@ def check_generation(dense: str, low: str, emulate: bool, tp: int, new: int) -> 
             model, backend="neuron", tp_degree=tp, batch_size=2, n_positions=128, amp="fp32", emulate=emulate
         )
         print(f"{name}: {engine.runner.path}")
-        got = engine.generate(PROMPTS, params)
-        for prompt, a, b in zip(PROMPTS, got, expected, strict=True):
+        results = engine.generate(PROMPTS, params)
+        for prompt, a, b in zip(PROMPTS, results, expected, strict=True):
             same = next((i for i, (s, t) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if s != t), new)
             print(f"{'ok  ' if same == new else 'FAIL'} {name}, {prompt!r}: first {same} of {new} tokens equal")
             print(f"     {a.text!r}")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import settings
 from transformers import PreTrainedTokenizerBase
-from word_tokenizer import word_tokenizer
 
 import draws
 import xla_oracle as xla
@@ -23,6 +22,7 @@ from neuronmm.emulator.hlo import program, types
 from neuronmm.models import CompressionSpec
 from neuronmm.models.families import TARGETS
 from tiny_models import fill_tiny, make_tiny, tiny_checkpoint, write_checkpoint
+from word_tokenizer import word_tokenizer
 
 settings.load_profile(draws.SUITE)  # --hypothesis-profile, read after this file, loads another
 

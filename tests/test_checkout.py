@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -69,6 +70,17 @@ def test_with_an_editable_install(tmp_path: Path) -> None:
     """The install that the tests run in."""
     for cwd in (ROOT, tmp_path):
         assert "compression.pipeline" in python(IMPORTS, str(ROOT), path=[], cwd=cwd, site=True)
+
+
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
+def test_a_type_checker_reads_the_folders(checker: str, tmp_path: Path) -> None:
+    """A module that a checker cannot resolve has no types, and a wrong call of its functions goes unnoticed."""
+    pytest.importorskip(checker)
+    lines = ("from neuronmm.engine.engine import load", "load(backend='cpu')", "load('model', backend='cpu')")
+    (tmp_path / "calls.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", checker, str(tmp_path / "calls.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert re.findall(r"calls\.py:(\d+).* error: .*\"model\"", done.stdout) == ["2"], done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

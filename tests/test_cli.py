@@ -89,6 +89,15 @@ def test_a_wrong_command_line_does_not_parse(line: str, capsys: pytest.CaptureFi
     assert ended.value.code == 2 and re.fullmatch(r"neuronmm(?: \w+)?: error: .*--help.*\n", err)
 
 
+@pytest.mark.parametrize("abbreviation", ["--shar auto --fact int8", "--share-=auto --factor=int8"])
+def test_an_abbreviation_stands_for_an_option_of_the_help(abbreviation: str) -> None:
+    """An old name that the help does not show makes no abbreviation ambiguous, and works in full."""
+    args = cli.parser().parse_args(shlex.split(f"compress A -o B {abbreviation}"))
+    assert (args.share_a, args.factor_dtype, args.share, args.factors) == ("auto", "int8", None, None)
+    args = cli.parser().parse_args(shlex.split("compress A -o B --share off --factors int8"))
+    assert (args.share_a, args.factor_dtype, args.share, args.factors) == (None, None, "off", "int8")
+
+
 MISSING = {
     "compress": ["compress", "./nowhere", "-o", "out"],
     "recover": ["recover", "./nowhere", "-o", "out"],

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from word_tokenizer import word_tokenizer
 
 from tiny_models import tiny_checkpoint
+from word_tokenizer import word_tokenizer
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 

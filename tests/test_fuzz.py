@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzzing import check_seeds, damage_bytes, damage_json, ends_well, time_limit
-from tiny_gguf import header_length, write_gguf
 from transformers import AutoConfig
-from word_tokenizer import word_tokenizer
 
+from fuzzing import check_seeds, damage_bytes, damage_json, ends_well, time_limit
 from neuronmm.commands import tiling
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.models import UserError
 from neuronmm.models.families import TARGETS
 from neuronmm.models.load import inspect
 from neuronmm.models.source import resolve
+from tiny_gguf import header_length, write_gguf
 from tiny_models import fill_tiny, layer_ranks, load_plain, make_spec, make_tiny, pivoted_spec, write_checkpoint
+from word_tokenizer import word_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from fuzzing import ends_well, memory_limit, time_limit
-from word_tokenizer import word_tokenizer
 
 from compression_runs import edit_tensors
+from fuzzing import ends_well, memory_limit, time_limit
 from neuronmm.cli import main
 from tiny_models import fill_tiny, make_tiny, pivoted_spec, tiny_checkpoint, write_checkpoint
+from word_tokenizer import word_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, torch.Tensor]

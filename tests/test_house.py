@@ -16,6 +16,7 @@ RULES = [
     house.length_problems,
     house.docstring_problems,
     house.example_problems,
+    house.link_problems,
     house.leftover_problems,
 ]
 VALID = {
@@ -33,7 +34,10 @@ VALID = {
     "neuronmm/commands/compress.py": '"""compress\n\nexamples:\n  neuronmm compress A -o B\n"""\n',
     "tests/kernels/test_ops.py": "CASES = {Op.ADD: 1}\n",
     "pyproject.toml": '[project]\ndependencies = [\n    "torch>=2.5",\n    "pyyaml",\n]\n',
-    "docs/guide.md": "Models live under `/models/`.\n",
+    "docs/guide.md": (
+        "# 1. Models, and `more`\n\nModels live under `/models/`. [Up](#1-models-and-more)\n\n## Same\n\n## Same\n"
+    ),
+    "README.md": "The [guide](docs/guide.md), its [end](docs/guide.md#same-1), the [ops](kernels/ops.py).\n",
 }
 
 
@@ -94,6 +98,25 @@ def test_a_silent_module_and_a_command_without_example_are_reported(tmp_path: Pa
         "models/a.py: no module docstring",
         "neuronmm/commands/fry.py: the docstring shows no example of `neuronmm fry`",
     ]
+
+
+@pytest.mark.parametrize(
+    "target", ["docs/absent.md", "guide.md", "docs/guide.md#absent", "docs/guide.md#same-2", "#models", "kernels/no.py"]
+)
+def test_a_link_that_leads_nowhere_is_reported(target: str, tmp_path: Path) -> None:
+    plant(
+        tmp_path,
+        {**VALID, "README.md": f"# The `x`\n\n[a\nb]({target}) [c](#the-x) [d](https://example.org/{target})\n"},
+    )
+    assert house.link_problems(tmp_path) == [f"README.md: the link to {target} leads nowhere"]
+
+
+@pytest.mark.parametrize(
+    "target", ["[a](b.md)", "`[a](b.md)`", "```\n[a](b.md)\n```", "- x\n  ```\n  [a](b.md)\n  ```"]
+)
+def test_a_link_in_code_is_no_link(target: str, tmp_path: Path) -> None:
+    plant(tmp_path, {"docs/a.md": f"{target}\n\nEnd\n"})
+    assert len(house.link_problems(tmp_path)) == (target == "[a](b.md)")
 
 
 @pytest.mark.parametrize("line", ["@settings(max_examples=9)\ndef test_it(): ...", "QUICK = settings(max_examples=9)"])

@@ -13,8 +13,8 @@ constexpr int64_t kBlock = 16 << 10;  // bytes of weights that a worker pops at 
 constexpr int kSwigluRows = 64;       // outputs of gate and up that a prefill computes before it evaluates SwiGLU
 constexpr int kSwigluCost = 64;       // bytes of weights that a prefill multiplies in about the time of one SwiGLU
 
-// The matmuls between two barriers. Their weight rows form one list, which is split over the workers by bytes. A worker thus
-// reads one long contiguous part; each new start would wait for memory.
+// The matmuls between two barriers. Their weight rows form one list, which is split over the workers by bytes. A worker
+// thus reads one long contiguous part; each new start would wait for memory.
 struct Phase {
     MatMul matmuls[3];
     int count = 0;
@@ -95,8 +95,8 @@ Rows Scratch::take(int batch, int n) {
     return {data, stride(n), batch > kMaxBatch ? reinterpret_cast<uint16_t*>(data + batch * stride(n)) : nullptr};
 }
 
-// Run this worker's part of the phase. In a prefill a worker pops all its rows at once, because the GEMM is faster on many
-// rows.
+// Run this worker's part of the phase. In a prefill a worker pops all its rows at once, because the GEMM is faster on
+// many rows.
 static void run(const Worker& worker, const Phase& phase, int batch) {
     Multiplier multiplier(worker.kernels, batch);
     for (int i = 0; i < phase.count; i++)
@@ -121,9 +121,10 @@ int max_rank(std::initializer_list<const Linear*> linears) {
     return rank;
 }
 
-// Multiply the A factors of the group, if there are any, and wait at a barrier. Returns the remaining phase: B factors and
-// dense weights.
-static Phase multiply_a_factors(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add) {
+// Multiply the A factors of the group, if there are any, and wait at a barrier. Returns the remaining phase: B factors
+// and dense weights.
+static Phase multiply_a_factors(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch,
+                                bool add) {
     Phase factors, last;
     for (const Projection& p : group) {
         const Projection& owner = owner_of_a(p, group);

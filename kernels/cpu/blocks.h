@@ -1,5 +1,5 @@
-// The blocks of a decoder layer, run by a team of workers. Each worker multiplies its part of the weight rows, then steals
-// rows from workers that are not done.
+// The blocks of a decoder layer, run by a team of workers. Each worker multiplies its part of the weight rows, then
+// steals rows from workers that are not done.
 #pragma once
 
 #include <cstdlib>
@@ -18,8 +18,8 @@ public:
     void reserve(size_t floats);
     // Take `batch` rows of n values, each aligned to a cache line; more than kMaxBatch rows get a bf16 copy.
     Rows take(int batch, int n);
-    // Number of floats that `take` uses. Each row is one cache line longer than needed: rows whose distance is a power of
-    // two would compete for the same cache sets.
+    // Number of floats that `take` uses. Each row is one cache line longer than needed: rows whose distance is a power
+    // of two would compete for the same cache sets.
     static size_t size(int batch, int n) {
         const size_t floats = batch * stride(n);
         return batch > kMaxBatch ? floats + floats / 2 : floats;
@@ -46,8 +46,8 @@ struct Projection {
 void project(const Worker& worker, std::initializer_list<Projection> group, Rows x, int batch, bool add = false);
 
 // y (+)= down(silu(gate(x)) * up(x)). A shared A of gate and up is read once. `hidden` receives silu(gate(x)) * up(x),
-// `up_hidden` receives up(x). In a prefill, gate and up run block by block of weight rows, so that their outputs are still
-// in the cache for SwiGLU. Barriers separate the phases; there is none at the end.
+// `up_hidden` receives up(x). In a prefill, gate and up run block by block of weight rows, so that their outputs are
+// still in the cache for SwiGLU. Barriers separate the phases; there is none at the end.
 struct SwiGLU {
     const Linear &gate, &up, &down;
     Rows gate_ax, up_ax, hidden, up_hidden, down_ax;

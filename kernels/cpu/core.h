@@ -10,7 +10,8 @@
 
 namespace neuronmm {
 
-constexpr int kMaxBatch = 8;  // most rows of an op or a decode step; for more rows the GEMMs of other libraries are faster
+// Most rows of an op or a decode step; for more rows the GEMMs of other libraries are faster.
+constexpr int kMaxBatch = 8;
 
 enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
@@ -21,7 +22,9 @@ struct Matrix {
     int32_t rows, cols;
     int32_t type;
 
-    int64_t row_bytes() const { return static_cast<int64_t>(cols) * (type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1); }
+    int64_t row_bytes() const {
+        return static_cast<int64_t>(cols) * (type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1);
+    }
 };
 
 enum Form : int32_t { kTwo = 0, kRows = 1, kColumns = 2 };
@@ -43,7 +46,8 @@ struct Linear {
     int out() const { return last().rows + (form == kRows ? a.rows : 0); }
     // Whether both linears are factorised and have one h, which is computed once.
     bool shares_a(const Linear& other) const {
-        return low_rank() && other.low_rank() && a.data == other.a.data && (form == kColumns) == (other.form == kColumns);
+        return low_rank() && other.low_rank() && a.data == other.a.data &&
+               (form == kColumns) == (other.form == kColumns);
     }
 };
 

@@ -15,7 +15,8 @@ struct Inputs {
 
 struct Kernels {
     const char* name;
-    // Convert fp32 rows x[b * ldx] to the form that `gemv` needs for matrices of `type`. The result is valid until the same thread calls this again.
+    // Convert fp32 rows x[b * ldx] to the form that `gemv` needs for matrices of `type`. The result is valid until the
+    // same thread calls this again.
     Inputs (*prepare)(const float* x, size_t ldx, int cols, int batch, int type);
     // y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end and up to kMaxBatch rows b; `add` accumulates into y.
     void (*gemv)(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
@@ -33,8 +34,8 @@ struct Kernels {
     // Convert an element type to fp32, and fp32 to an element type (round to nearest even).
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);
-    // GEMMs of any number of bf16 rows x with bf16 and int8 matrices: `gemm_nt` is y = x m^T, `gemm_nn` is y = x m. If x
-    // has an odd number of columns, one zero column follows. Null if other libraries are faster.
+    // GEMMs of any number of bf16 rows x with bf16 and int8 matrices: `gemm_nt` is y = x m^T, `gemm_nn` is y = x m. If
+    // x has an odd number of columns, one zero column follows. Null if other libraries are faster.
     void (*gemm_nt)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
                  const float* bias, bool add);
     void (*gemm_nn)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);

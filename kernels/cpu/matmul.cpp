@@ -53,7 +53,8 @@ void Multiplier::rows(const MatMul& p, int begin, int end) {
 void Multiplier::rows_around_range(const MatMul& p, int begin, int end) {
     const int first = p.row_form->first, rank = p.row_form->a.rows;
     multiply(p, *p.m, begin, std::min(end, first), p.y.data, p.y.stride, p.bias, p.add);
-    multiply(p, *p.m, std::max(begin, first), end, p.y.data + rank, p.y.stride, p.bias ? p.bias + rank : nullptr, p.add);
+    multiply(p, *p.m, std::max(begin, first), end, p.y.data + rank, p.y.stride, p.bias ? p.bias + rank : nullptr,
+             p.add);
 }
 
 void Multiplier::rows_between_pivots(const MatMul& p, int begin, int end) {

@@ -5,8 +5,8 @@
 
 namespace neuronmm {
 
-// fp32 activations [batch, n] that one phase writes and the next one reads; row b begins at data + b * stride. If there are
-// more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride, which the GEMMs read.
+// fp32 activations [batch, n] that one phase writes and the next one reads; row b begins at data + b * stride. If there
+// are more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride, which the GEMMs read.
 struct Rows {
     float* data;
     size_t stride;
@@ -48,7 +48,8 @@ public:
 
 private:
     // Rows [begin, end) of `m` to y; `m` is p.m or a part of it.
-    void multiply(const MatMul& p, const Matrix& m, int begin, int end, float* y, size_t ldy, const float* bias, bool add);
+    void multiply(const MatMul& p, const Matrix& m, int begin, int end, float* y, size_t ldy, const float* bias,
+                  bool add);
     void rows_around_range(const MatMul& p, int begin, int end);
     void rows_between_pivots(const MatMul& p, int begin, int end);
 

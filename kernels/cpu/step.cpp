@@ -34,9 +34,10 @@ class Step {
 public:
     // Process `count` tokens of every row and write them to the cache slots from `slot` on. The tokens of consecutive
     // rows are `stride` apart. `logits` may be null.
-    Step(const Model& model, const int64_t* tokens, int stride, int count, const int32_t* starts, int slot, float* logits,
-         int threads)
-        : m_(model), tokens_(tokens), stride_(stride), count_(count), starts_(starts), slot_(slot), worker_buffers_(threads) {
+    Step(const Model& model, const int64_t* tokens, int stride, int count, const int32_t* starts, int slot,
+         float* logits, int threads)
+        : m_(model), tokens_(tokens), stride_(stride), count_(count), starts_(starts), slot_(slot),
+          worker_buffers_(threads) {
         static thread_local Scratch scratch;
         const int rows = m_.batch * count, q_size = m_.heads * m_.head_dim, kv_size = m_.kv_heads * m_.head_dim;
         int rank = max_rank({&m_.head});
@@ -138,8 +139,8 @@ private:
     void mlp(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
         const Buffers& s = buffers_;
         const Rows normed = norm(worker, l.post_norm, local);
-        swiglu(worker, {l.gate, l.up, l.down, s.ax[0], s.ax[1], s.hidden, s.up, s.ax[0]}, normed, m_.batch * count_, s.x,
-               true);
+        swiglu(worker, {l.gate, l.up, l.down, s.ax[0], s.ax[1], s.hidden, s.up, s.ax[0]}, normed, m_.batch * count_,
+               s.x, true);
         worker.sync();
     }
 
@@ -152,8 +153,8 @@ private:
             for (int j = 0; j < table.cols; j++) buffers_.x.row(i)[j] *= table.scale[token];
     }
 
-    // Normalise the rows. Each worker normalises all of up to kMaxBatch rows into its own buffer; more rows are split over
-    // the team.
+    // Normalise the rows. Each worker normalises all of up to kMaxBatch rows into its own buffer; more rows are split
+    // over the team.
     Rows norm(const Worker& worker, const float* weight, const WorkerBuffers& local) const {
         const int rows = m_.batch * count_;
         const bool split = rows > kMaxBatch;
@@ -161,7 +162,8 @@ private:
         for (int i = split ? worker.begin(rows) : 0; i < (split ? worker.end(rows) : rows); i++) {
             worker.kernels.rms_norm(buffers_.x.row(i), weight, m_.eps, m_.hidden, to.row(i));
             if (!split) continue;
-            round_columns(worker.kernels, {to.row(i), to.stride, to.rounded + i * to.stride}, 0, m_.hidden, m_.hidden, 1);
+            round_columns(worker.kernels, {to.row(i), to.stride, to.rounded + i * to.stride}, 0, m_.hidden, m_.hidden,
+                          1);
         }
         if (split) worker.sync();
         return to;
@@ -185,7 +187,8 @@ private:
     void write_cache(const Worker& worker, const Layer& l) const {
         const int items = m_.batch * count_ * m_.kv_heads;
         for (int item = worker.begin(items); item < worker.end(items); item++) {
-            const int row = item / m_.kv_heads, head = item % m_.kv_heads, b = row / count_, slot = slot_ + row % count_;
+            const int row = item / m_.kv_heads, head = item % m_.kv_heads;
+            const int b = row / count_, slot = slot_ + row % count_;
             float* key = buffers_.k.row(row) + head * m_.head_dim;
             rotate(worker, key, l.k_norm, std::max(slot - starts_[b], 0));
             const float* value = buffers_.v.row(row) + head * m_.head_dim;
@@ -208,8 +211,8 @@ private:
         }
     }
 
-    void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local, int b, int head, int kv_head,
-                          int count) const {
+    void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local, int b, int head,
+                          int kv_head, int count) const {
         const int d = m_.head_dim, start = starts_[b], filled = slot_ + 1 - start;
         float* q = buffers_.q.row(b) + head * d;
         for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, slot_ - start);
@@ -231,7 +234,8 @@ private:
         const int lanes = m_.batch * m_.kv_heads, items = (count_ + block - 1) / block * lanes;
         for (int item = worker.id; item < items; item += worker.count) {
             const int first = item / lanes * block, lane = item % lanes;
-            prefill_block(worker, l, local, lane / m_.kv_heads, lane % m_.kv_heads, first, std::min(block, count_ - first));
+            prefill_block(worker, l, local, lane / m_.kv_heads, lane % m_.kv_heads, first,
+                          std::min(block, count_ - first));
         }
     }
 

@@ -71,7 +71,8 @@ bool WorkQueue::pop(int most, int& first, int& end) {
         first = first_of(state), end = end_of(state);
         if (first >= end) return false;
         if (end - first > most) end = first + most;
-    } while (!state_.compare_exchange_weak(state, pack(phase_of(state), end, end_of(state)), std::memory_order_relaxed));
+    } while (!state_.compare_exchange_weak(state, pack(phase_of(state), end, end_of(state)),
+                                           std::memory_order_relaxed));
     return true;
 }
 

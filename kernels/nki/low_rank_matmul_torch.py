@@ -2,8 +2,8 @@
 
 A kernel's torch reference has the kernel's name and parameters, without the dialect, the output and the block sizes,
 and returns the output in float32. It reads the same packed weights and the same layouts, and expands pivoted linears
-to two factors. The maths is that of
-:mod:`neuronmm.kernels.reference`; the kernels add RMSNorm of the input, the residual and the layout.
+to two factors. The maths is that of :mod:`neuronmm.kernels.reference`; the kernels add RMSNorm of the input, the
+residual and the layout.
 """
 
 from __future__ import annotations

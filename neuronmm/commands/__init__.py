@@ -1,1 +1,1 @@
-"""One file a subcommand."""
+"""One file per subcommand."""

@@ -1,4 +1,4 @@
-"""Measure dense, naive two-GEMM and fused decoding side by side in one process.
+"""measure dense, naive two-GEMM and fused decoding side by side in one process
 
 examples:
   neuronmm benchmark OUT --baseline MODEL

@@ -1,4 +1,4 @@
-"""Measure a model's quality: perplexity on a text, accuracy on multiple-choice tasks.
+"""measure a model's quality: perplexity on a text, accuracy on multiple-choice tasks
 
 examples:
   neuronmm evaluate OUT --text wikitext2.txt

@@ -1,4 +1,4 @@
-"""Generate text from a model, compressed or dense, and stream it to the terminal.
+"""generate text from a model, compressed or dense, and stream it to the terminal
 
 examples:
   neuronmm generate OUT --prompt "The capital of France is"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("model", metavar="MODEL", help="a model folder or a config.json; weights are not read")
-    parser.add_argument("--ratio", type=float, help="share of the MLP weights to remove, 0.05 to 0.6 (default 0.2)")
+    parser.add_argument("--ratio", type=float, help="fraction of the MLP weights to remove, 0.05 to 0.6 (default 0.2)")
     parser.add_argument("--device", default="trn1", choices=("trn1", "trn2", "trn3"), help="default trn1")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="cores that share the model; default 1")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once; default 1")

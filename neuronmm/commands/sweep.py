@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=listed(float, "0.1,0.2"),
         default=(0.1, 0.2, 0.3),
         metavar="R,R",
-        help="shares to remove; default 0.1,0.2,0.3",
+        help="fractions to remove; default 0.1,0.2,0.3",
     )
     parser.add_argument(
         "--methods",

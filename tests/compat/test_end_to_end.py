@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from word_tokenizer import word_tokenizer
 
 from neuronmm.cli import main
 from neuronmm.kernels import Form
 from neuronmm.models import LowRankLinear
 from tiny_models import load_plain, make_tiny
+from word_tokenizer import word_tokenizer
 
 PROMPT = "w7 w21 w40 w9"
 

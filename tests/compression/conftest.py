@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from word_tokenizer import word_tokenizer
 
 from tiny_models import make_tiny
+from word_tokenizer import word_tokenizer
 
 
 @pytest.fixture

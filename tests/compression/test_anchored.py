@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from brute_force import least
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from brute_force import least
 from draws import examples
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.anchored_layer import anchored_factors

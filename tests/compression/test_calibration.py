@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from word_tokenizer import word_tokenizer
 
 from neuronmm.compression import streaming
 from neuronmm.compression.calibration import Rows, from_file, from_model, prefixes
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.models import FAMILIES, UserError
+from word_tokenizer import word_tokenizer
 
 
 def test_a_text_file_becomes_rows_of_its_own_tokens(text: Path) -> None:

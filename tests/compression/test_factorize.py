@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from brute_force import least
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from brute_force import least
 from draws import examples
 from neuronmm.compression.factorize import factorize, spectrum
 from neuronmm.compression.layer_pair import LayerPair, weight_of

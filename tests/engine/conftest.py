@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from neuron_cases import EVERY, MIXED, POSITIONS, neuron_host
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from word_tokenizer import word_tokenizer
 
+from neuron_cases import EVERY, MIXED, POSITIONS, neuron_host
 from neuronmm.engine.engine import Engine, load
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import sdk, weights
 from tiny_models import compress_tiny, fill_tiny, make_tiny, pivot_tiny, shared_spec, vary_norms, write_checkpoint
+from word_tokenizer import word_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from word_tokenizer import word_tokenizer
 
 from neuronmm.engine import continuous
 from neuronmm.engine.loop import Generation, Row
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.text import TextStream
+from word_tokenizer import word_tokenizer
 
 
 class Slots:

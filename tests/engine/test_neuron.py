@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from neuron_cases import KERNELS, MIXED, NEW, NORMS, PARAMS, POSITIONS, PROMPTS, cpu_tokens, neuron_host
 from torch import Tensor
-from word_tokenizer import word_tokenizer
 
 from error_rule import assert_twice_plain
+from neuron_cases import KERNELS, MIXED, NEW, NORMS, PARAMS, POSITIONS, PROMPTS, cpu_tokens, neuron_host
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.emulator.runtime import Session, neuron_emulation
@@ -26,6 +25,7 @@ from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.neuronx import cache, graph, sdk
 from neuronmm.models.source import resolve
 from tiny_models import make_spec, make_tiny, make_tokens, write_checkpoint
+from word_tokenizer import word_tokenizer
 
 
 def fresh_session(engine: Engine) -> Session:

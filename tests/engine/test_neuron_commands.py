@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuron_cases import PARAMS, PROMPTS, cpu_tokens, neuron_host
 
+from neuron_cases import PARAMS, PROMPTS, cpu_tokens, neuron_host
 from neuronmm import cli
 from neuronmm.emulator.runtime import neuron_emulation
 from neuronmm.engine.engine import Engine

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from neuron_cases import KERNELS, NEW, PROMPTS, cpu_tokens, neuron_host
 from torch import Tensor
-from word_tokenizer import word_tokenizer
 
+from neuron_cases import KERNELS, NEW, PROMPTS, cpu_tokens, neuron_host
 from neuronmm import cli
 from neuronmm.engine.backends.neuron_decoder import NeuronSlots
 from neuronmm.engine.engine import Engine, load
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.measure.config import BenchmarkConfig
 from neuronmm.measure.neuron_benchmark import benchmark_neuron
+from word_tokenizer import word_tokenizer
 
 ONE_TOKEN = "w20"
 

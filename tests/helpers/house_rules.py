@@ -91,6 +91,35 @@ def example_problems(root: Path) -> list[str]:
     ]
 
 
+def link_problems(root: Path) -> list[str]:
+    """Report links of the documents to a file or a heading that does not exist; web addresses are not checked."""
+    problems = []
+    for path in files(root, {".md"}):
+        for target in re.findall(r"\]\(([^()\s]+)\)", re.sub(r"`[^`\n]*`", "", _without_blocks(path))):
+            name, _, anchor = target.partition("#")
+            document = path.parent / name if name else path
+            if re.match(r"https?://", target) or (document.exists() and (not anchor or anchor in _anchors(document))):
+                continue
+            problems.append(f"{path.relative_to(root)}: the link to {target} leads nowhere")
+    return problems
+
+
+def _without_blocks(document: Path) -> str:
+    """Return the text of a document without its fenced blocks."""
+    return re.sub(r"^( *)```.*?^\1```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(document: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a document."""
+    anchors: list[str] = []
+    for heading in re.findall(r"^#+ +(.*)$", _without_blocks(document), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        repeated = sum(re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", earlier) is not None for earlier in anchors)
+        anchors.append(f"{anchor}-{repeated}" if repeated else anchor)
+    return set(anchors)
+
+
 def leftover_problems(root: Path) -> list[str]:
     """Report notes to oneself and paths of one machine, in code and documents."""
     problems = []

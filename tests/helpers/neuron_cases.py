@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from word_tokenizer import word_tokenizer
-
 from neuronmm.engine.backends.neuron import NeuronRunner
 from neuronmm.engine.engine import Engine, load
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models.families import LAYERS
+from word_tokenizer import word_tokenizer
 
 NEW = 64
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

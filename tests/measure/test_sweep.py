@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from word_tokenizer import word_tokenizer
 
 from neuronmm.cli import main
 from neuronmm.compression.config import BARE, CompressionConfig
@@ -29,6 +28,7 @@ from neuronmm.measure.sweep_table import as_markdown
 from neuronmm.models import UserError
 from neuronmm.models.progress import Progress, no_progress
 from tiny_models import make_tiny
+from word_tokenizer import word_tokenizer
 
 BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, **BARE)
 POINTS: dict[str, Any] = {"ratios": [0.2, 0.4], "methods": ["svd", "whitened"]}

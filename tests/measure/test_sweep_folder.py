@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from word_tokenizer import word_tokenizer
 
 from compression_runs import snapshot
 from neuronmm.compression.claim import MARK
@@ -21,6 +20,7 @@ from neuronmm.measure.sweep_config import SweepConfig
 from neuronmm.measure.sweep_points import SweepPoint, add_point
 from neuronmm.models import UserError
 from tiny_models import make_tiny
+from word_tokenizer import word_tokenizer
 
 BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, **BARE)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from word_tokenizer import word_tokenizer
 
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.compression.report import read as read_report
@@ -16,6 +15,7 @@ from neuronmm.measure.sweep import SweepResult
 from neuronmm.measure.sweep import sweep as run_sweep
 from neuronmm.measure.sweep_config import SweepConfig, parse_method
 from tiny_models import make_tiny
+from word_tokenizer import word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("fast_learning")
 

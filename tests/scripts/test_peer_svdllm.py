@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from word_tokenizer import word_tokenizer
 
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.measure.evaluate import evaluate
 from neuronmm.measure.sweep import sweep
 from neuronmm.measure.sweep_config import SweepConfig
 from tiny_models import make_tiny
+from word_tokenizer import word_tokenizer
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "peer_svdllm.py"
 STAND_IN = """

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nki_violations import assert_breaks
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
+from nki_violations import assert_breaks
 
 with nki_modules():
     import neuronxcc.nki.isa as xisa

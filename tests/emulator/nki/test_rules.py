@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nki_violations import assert_breaks
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
 from neuronmm.emulator.nki.trace import Engine
 from neuronmm.kernels.hardware import TRN2
+from nki_violations import assert_breaks
 
 with nki_modules():
     import neuronxcc.nki.isa as xisa

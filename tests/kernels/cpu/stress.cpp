@@ -161,7 +161,8 @@ std::vector<char> low_rank(Type type, int batch, bool shared, bool pivoted, int 
     random_bits.seed(13);
     Memory memory;
     const int hidden = 67, intermediate = 131;
-    const Linear gate = pivoted ? memory.row_form(type, intermediate, hidden, 9) : memory.linear(type, intermediate, hidden, 9);
+    const Linear gate = pivoted ? memory.row_form(type, intermediate, hidden, 9)
+                                : memory.linear(type, intermediate, hidden, 9);
     Linear up = memory.linear(type, intermediate, hidden, shared ? 9 : 33);
     if (shared) up.a = gate.a;
     const Linear down = pivoted ? memory.column_form(type, hidden, intermediate, 17)
@@ -237,9 +238,10 @@ bool expands(Type type, int batch, int threads) {
             std::vector<float> y(batch * out), expected(batch * out);
             neuronmm_low_rank_linear(&pivoted, x, kFloat32, batch, y.data(), threads);
             neuronmm_low_rank_linear(&plain, x, kFloat32, batch, expected.data(), threads);
-            for (size_t i = 0; i < y.size(); i++)  // a plain linear rounds h to bf16 where the processor multiplies bf16
-                if (!(std::fabs(y[i] - expected[i]) <= (type == kBFloat16 ? 1.0f / 128 : 1e-6f) * (std::fabs(expected[i]) + 1)))
-                    return false;
+            // A plain linear rounds h to bf16 where the processor multiplies bf16.
+            const float bound = type == kBFloat16 ? 1.0f / 128 : 1e-6f;
+            for (size_t i = 0; i < y.size(); i++)
+                if (!(std::fabs(y[i] - expected[i]) <= bound * (std::fabs(expected[i]) + 1))) return false;
         }
     }
     return true;
@@ -324,10 +326,11 @@ int main() {
                     for (const bool shared : {false, true})
                         for (const bool pivoted : {false, true}) {
                             if (type == kInt8) continue;
-                            if (low_rank(type, batch, shared, pivoted, threads) == low_rank(type, batch, shared, pivoted, 1))
+                            if (low_rank(type, batch, shared, pivoted, threads) ==
+                                low_rank(type, batch, shared, pivoted, 1))
                                 continue;
-                            std::printf("%s: low rank: type %d batch %d pivoted %d threads %d\n", isa, type, batch, pivoted,
-                                        threads);
+                            std::printf("%s: low rank: type %d batch %d pivoted %d threads %d\n", isa, type, batch,
+                                        pivoted, threads);
                             failures++;
                         }
                 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+
 from nki_cases import Case, kernel_modules, to_numpy, to_torch
 
 

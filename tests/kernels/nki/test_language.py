@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nki_subset import problems
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.contract import check_values
 from neuronmm.kernels import nki as kernels_package
 from neuronmm.kernels.nki import tiling
 from neuronmm.kernels.nki.problem import Ranks
+from nki_subset import problems
 
 FOLDER = Path(kernels_package.__file__).parent
 BODIES = ("objects", "moves", "matmuls", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")

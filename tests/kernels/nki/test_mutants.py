@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+from neuronmm.emulator.nki import NkiError
 from nki_mutants import MUTANTS, Mutant, battery, planted
 from nki_mutants_cutting import CUTTING
 from nki_mutants_pivots import PIVOTS
-
-from neuronmm.emulator.nki import NkiError
 
 
 def test_the_battery_passes_on_the_correct_kernels(kernels: Any, make: Any) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nki_cases import baselines_of, two_kernel_mlp
 
 from draws import examples
 from error_rule import assert_twice_plain, draws_to_pool
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.nki.problem import Blocks
+from nki_cases import baselines_of, two_kernel_mlp
 
 DIALECTS = ("neuronxcc", "nki")
 SIZES = st.sampled_from([1, 2, 7, 64, 127, 128, 129, 200, 255, 256, 257, 300, 384])

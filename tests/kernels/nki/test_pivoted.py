@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nki_cases import to_torch
 
 from draws import examples
 from error_rule import assert_twice_plain, draws_to_pool
@@ -29,6 +28,7 @@ from neuronmm.kernels.nki.low_rank_mlp_torch import low_rank_swiglu_mlp
 from neuronmm.kernels.nki.objects import Options, factor
 from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Pivots, Problem, Ranks
 from neuronmm.kernels.nki.tiling import solve
+from nki_cases import to_torch
 
 DIALECTS = ("neuronxcc", "nki")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

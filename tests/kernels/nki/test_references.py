@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from nki_cases import CORES, to_numpy, to_torch
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -25,6 +24,7 @@ from neuronmm.kernels.nki.choice import factor_plan
 from neuronmm.kernels.nki.layout import pack
 from neuronmm.kernels.nki.objects import Options, factor
 from neuronmm.kernels.nki.problem import Blocks
+from nki_cases import CORES, to_numpy, to_torch
 
 FOLDER = Path(package.__file__).parent
 OUTPUTS = ("y", "out", "act")
