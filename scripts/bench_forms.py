@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -147,7 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    result = {"machine": describe_machine(torch.device("cpu")), "isa": isa(), **vars(args), "ms": {}}
+    result = {"machine": asdict(describe_machine(torch.device("cpu"))), "isa": isa(), **vars(args), "ms": {}}
     print("| model | phase | variant | MiB | least ms | median ms | quartiles | ratio to two | quartiles |")
     print("|---|---|---|---:|---:|---:|---|---:|---|")
     for name in args.models:
