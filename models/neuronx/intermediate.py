@@ -13,6 +13,7 @@ The order of a rank is free on every core too. A core has all rows of ``P`` or c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from neuronmm.kernels.nki.objects import PARTITIONS
 from neuronmm.kernels.nki.problem import Pivots, Ranks
+from neuronmm.models.spec import PivotedForm
 
 TILE = PARTITIONS
 """Features of a chunk that fills the tensor engine."""
@@ -79,6 +81,22 @@ class Group(NamedTuple):
 
     linears: frozenset[str]
     features: list[int]
+
+
+def split_mlp(ranks: Sequence[int], forms: Sequence[PivotedForm | None], intermediate: int, cores: int) -> Split:
+    """Split the MLP of gate, up and down, whose pivots the kernel uses if they are a range in its forms."""
+    wanted = ("rows", "rows", "columns")
+    gate, up, down = (_kept(*linear, intermediate) for linear in zip(ranks, forms, wanted, strict=True))
+    sizes = ranks[0], ranks[1], ranks[2], intermediate
+    return split(Ranks(*sizes, gate, up, down.number if down else 0), cores, TILE)
+
+
+def _kept(rank: int, entry: PivotedForm | None, form: str, intermediate: int) -> Pivots | None:
+    """Return the pivots of a linear if it has this form and they are a range of the intermediate features."""
+    if entry is None or entry.form != form or rank >= intermediate:
+        return None
+    first = intermediate - rank if form == "columns" else entry.first
+    return None if first is None else Pivots(first, rank)
 
 
 def split(total: Ranks, cores: int, tile: int = TILE) -> Split:

@@ -24,7 +24,7 @@ LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
 @pytest.fixture(autouse=True)
 def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny ranks have no full tiles."""
-    monkeypatch.setattr("neuronmm.models.neuronx.weights.TILE", 1)
+    monkeypatch.setattr("neuronmm.models.neuronx.intermediate.TILE", 1)
 
 
 def shards(folder: Path, tp_degree: int) -> Shards:
