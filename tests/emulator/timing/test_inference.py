@@ -153,7 +153,7 @@ def test_a_prediction_reads_the_ranks_of_a_compressed_checkpoint(
 
 
 def pivoted_config(first: int | None, rank: int = 256) -> dict[str, Any]:
-    """A checkpoint with one P for gate and up and down in columns; gate's pivots begin at ``first`` (None: an index)."""
+    """One P for gate and up, whose pivots begin at ``first`` (None: an index); down in the column form."""
     names = [f"model.layers.{i}.mlp." for i in range(6)]
     spec = {
         "quant_method": "neuronmm", "format": 2, "method": "svd", "targets": "mlp", "asked_ratio": 0.6,
