@@ -133,12 +133,10 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
 def _pivots(dense: Decoder, spec: CompressionSpec, layer: int, parallel: int) -> tuple[tuple[str, int], ...]:
     """Return (short name, pivots on each core) of the linears of a layer whose pivots the MLP kernel uses."""
     linears = [f"{LAYERS}.{layer}.{LINEARS[name]}" for name in MLP]
-    forms = tuple(spec.forms.get(linear) for linear in linears)
-    if not any(forms) or not all(linear in spec.ranks for linear in linears):
+    mlp = split_mlp(linears, spec.ranks, spec.shared, spec.forms, dense.intermediate, parallel)
+    if mlp is None:
         return ()
-    ranks = [spec.ranks[linear] for linear in linears]
-    pivots = split_mlp(ranks, forms, dense.intermediate, parallel).per_core.pivots
-    return tuple((name, entry.number) for name, entry in zip(MLP, pivots, strict=True) if entry)
+    return tuple((name, pivots.number) for name, pivots in zip(MLP, mlp.per_core.pivots, strict=True) if pivots)
 
 
 def _by_layer(dense: Decoder, names: dict[str, tuple[int, str]], values: dict[str, Any]) -> tuple[Any, ...]:

@@ -62,8 +62,8 @@ void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, fl
     }
 }
 
-// Multiply all rows of x with the first V vectors of one panel, and prefetch the `next` bytes from `ahead` on, which the
-// next panel is packed from.
+// Multiply all rows of x with the first V vectors of one panel, and prefetch the `next` bytes from `ahead` on, which
+// the next panel is packed from.
 template <class S, int V>
 void vectors_times(const typename S::Cell* panel, int depth, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
                  int n, const float* scale, const float* bias, Strided addend, const char* ahead, size_t next) {

@@ -23,8 +23,8 @@ inline int pivots_before(const Linear& linear, int n) {
     return static_cast<int>(std::lower_bound(linear.pivots, linear.pivots + rank, n) - linear.pivots);
 }
 
-// The output that row i of b is, or the number of outputs if b has i rows. A pivot precedes row i if at most i other outputs
-// precede the pivot.
+// The output that row i of b is, or the number of outputs if b has i rows. A pivot precedes row i if at most i other
+// outputs precede the pivot.
 inline int output_of_row(const Linear& linear, int i) {
     int before = 0;  // pivots known to precede row i
     for (int left = linear.a.rows; left > 0;) {

@@ -13,7 +13,7 @@ The order of a rank is free on every core too. A core has all rows of ``P`` or c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -83,11 +83,28 @@ class Group(NamedTuple):
     features: list[int]
 
 
-def split_mlp(ranks: Sequence[int], forms: Sequence[PivotedForm | None], intermediate: int, cores: int) -> Split:
-    """Split the MLP of gate, up and down, whose pivots the kernel uses if they are a range in its forms."""
+def split_mlp(
+    linears: Sequence[str],
+    ranks: Mapping[str, int],
+    shared: Mapping[str, str],
+    forms: Mapping[str, PivotedForm],
+    intermediate: int,
+    cores: int,
+) -> Split | None:
+    """Split an MLP with the pivots that its kernel uses: ranges, in the kernel's forms. None if a linear is dense.
+
+    ``linears``: the names of gate, up and down. The other arguments are those of a checkpoint, by name.
+    """
+    if any(linear not in ranks for linear in linears):
+        return None
     wanted = ("rows", "rows", "columns")
-    gate, up, down = (_kept(*linear, intermediate) for linear in zip(ranks, forms, wanted, strict=True))
-    sizes = ranks[0], ranks[1], ranks[2], intermediate
+    gate, up, down = (
+        _kept(ranks[linear], forms.get(linear), form, intermediate)
+        for linear, form in zip(linears, wanted, strict=True)
+    )
+    if shared.get(linears[0]) == linears[1]:  # with one A, the kernel takes gate's pivots only
+        up = None
+    sizes = ranks[linears[0]], ranks[linears[1]], ranks[linears[2]], intermediate
     return split(Ranks(*sizes, gate, up, down.number if down else 0), cores, TILE)
 
 

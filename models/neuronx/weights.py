@@ -202,13 +202,12 @@ class Shards:
 
     def _mlp(self, index: int) -> Split | None:
         """Split an MLP that one kernel computes, with the pivots that it keeps; None for all others."""
-        checkpoint, middle = self.checkpoint, self.checkpoint.architecture.intermediate
+        checkpoint = self.checkpoint
         linears = [layer_name(index, LINEARS[name]) for name in MLP]
-        ranks = [checkpoint.ranks[linear] for linear in linears if linear in checkpoint.ranks]
-        if len(ranks) < len(MLP) or any(checkpoint.has(checkpoint.bias(linear)) for linear in linears[:2]):
+        if any(checkpoint.has(checkpoint.bias(linear)) for linear in linears[:2]):
             return None
-        forms = [checkpoint.forms.get(linear) for linear in linears]
-        return split_mlp(ranks, forms, middle, self.tp_degree)
+        middle, cores = checkpoint.architecture.intermediate, self.tp_degree
+        return split_mlp(linears, checkpoint.ranks, checkpoint.shared, checkpoint.forms, middle, cores)
 
 
 def fill(decoder: Any, shards: Shards, to_cores: Callable[[list[Tensor]], Any]) -> None:
