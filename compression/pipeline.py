@@ -68,7 +68,7 @@ def compress(
     with Workspace(out, (model, config.text_file, store), resume=resume, force=force) as workspace:
         dense, contents = _open(model, workspace, progress)
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
-        _begin(config, workspace, dense, device, plan)
+        _begin(config, workspace, dense, device, plan, store)
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows = calibration_tokens(run)
@@ -111,15 +111,17 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
     return Reader(folder, contents.files), contents
 
 
-def _begin(config: CompressionConfig, workspace: Workspace, dense: Reader, device: str, plan: Plan) -> None:
+def _begin(
+    config: CompressionConfig, workspace: Workspace, dense: Reader, device: str, plan: Plan, store: Path | None
+) -> None:
     """Check disk, memory and weights, and start or resume the run in ``workspace``.
 
     Raises:
         UserError: there is too little room, the run to resume had other settings, or a weight is not finite.
     """
     size = dense.total_bytes()
-    # The layers' files are on the disk together with the moments, and later with the final shards.
-    moments = stored_bytes(plan.linears) if _reads_moments_twice(config) else 0
+    # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
+    moments = stored_bytes(plan.linears) if store is None and _reads_moments_twice(config) else 0
     check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
     origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
     workspace.begin({**origin, **config.model_dump()})

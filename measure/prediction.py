@@ -16,6 +16,7 @@ from neuronmm.measure.config import PredictionConfig
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, LINEARS, TARGETS
 from neuronmm.models.model_config import ModelConfig
+from neuronmm.models.neuronx.intermediate import MLP, split_mlp
 from neuronmm.models.source import expanded, read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
@@ -84,7 +85,7 @@ def run_prediction(config: PredictionConfig) -> PredictionResult:
     Raises:
         UserError: the model cannot be read or is not supported, or the ratio is out of range.
     """
-    dense, compressed, targets, realised_ratio = _decoders(expanded(config.model), config.ratio)
+    dense, compressed, targets, realised_ratio = _decoders(expanded(config.model), config.ratio, config.parallel)
     return PredictionResult(config, targets, realised_ratio, _simulate(dense, config), _simulate(compressed, config))
 
 
@@ -94,7 +95,7 @@ def _simulate(decoder: Decoder, config: PredictionConfig) -> ModelPrediction:
     return ModelPrediction(times, times.fits(core))
 
 
-def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, str, float]:
+def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, Decoder, str, float]:
     """Return the dense and the compressed decoder, the targets, and the realised ratio."""
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
@@ -115,7 +116,8 @@ def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, str, f
     if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and ratio is None:
         spec = CompressionSpec.parse(block, where)
         followers = tuple(tuple(name for name, _ in layer) for layer in _by_layer(dense, names, spec.shared))
-        compressed = replace(dense, ranks=_by_layer(dense, names, spec.ranks), followers=followers)
+        pivots = tuple(_pivots(dense, spec, i, parallel) for i in range(dense.layers))
+        compressed = replace(dense, ranks=_by_layer(dense, names, spec.ranks), followers=followers, pivots=pivots)
         return dense, compressed, spec.targets, spec.realised_ratio
     sizes = dense.linears()
     linears = [
@@ -126,6 +128,15 @@ def _decoders(path: Path, ratio: float | None) -> tuple[Decoder, Decoder, str, f
     ranks = balance(linears, DEFAULT_RATIO if ratio is None else ratio, auto_align(linears))
     factorised = {name: rank for name, rank in ranks.items() if rank is not None}
     return dense, replace(dense, ranks=_by_layer(dense, names, factorised)), "mlp", realised(linears, ranks)
+
+
+def _pivots(dense: Decoder, spec: CompressionSpec, layer: int, parallel: int) -> tuple[tuple[str, int], ...]:
+    """Return (short name, pivots on each core) of the linears of a layer whose pivots the MLP kernel uses."""
+    linears = [f"{LAYERS}.{layer}.{LINEARS[name]}" for name in MLP]
+    mlp = split_mlp(linears, spec.ranks, spec.shared, spec.forms, dense.intermediate, parallel)
+    if mlp is None:
+        return ()
+    return tuple((name, pivots.number) for name, pivots in zip(MLP, mlp.per_core.pivots, strict=True) if pivots)
 
 
 def _by_layer(dense: Decoder, names: dict[str, tuple[int, str]], values: dict[str, Any]) -> tuple[Any, ...]:

@@ -36,6 +36,8 @@ class Decoder:
         head: size of one attention head.
         ranks: for each layer, (linear, rank) of q, k, v, o, gate, up and down; a linear without a rank is dense.
         followers: for each layer, the linears that use another linear's A and have none of their own.
+        pivots: for each layer, (linear, number of pivots on each core). Pivots are outputs of q, k, v, gate and up and
+            inputs of o and down; a core neither stores nor multiplies the rank x pivots weights that belong to them.
     """
 
     hidden: int
@@ -47,6 +49,7 @@ class Decoder:
     vocabulary: int
     ranks: tuple[tuple[tuple[str, int], ...], ...] = ()
     followers: tuple[tuple[str, ...], ...] = ()
+    pivots: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (in, out) of a layer's linears by name."""
@@ -80,8 +83,8 @@ class Prediction:
 def predict(model: Decoder, core: NeuronCore, batch: int = 1, prompt: int = 128, parallel: int = 1) -> Prediction:
     """Predict generation with ``batch`` sequences (at most 128) of ``prompt`` tokens on ``parallel`` cores."""
     dense: tuple[tuple[Any, ...], ...] = ((),) * model.layers
-    each = zip(model.ranks or dense, model.followers or dense, strict=True)
-    kinds = Counter(_layer(model, dict(ranks), followers, parallel) for ranks, followers in each)
+    each = zip(model.ranks or dense, model.followers or dense, model.pivots or dense, strict=True)
+    kinds = Counter(_layer(model, dict(ranks), names, dict(pivots), parallel) for ranks, names, pivots in each)
     layers = [([list(group) for group in layer], times) for layer, times in kinds.items()]
     head = (model.hidden, -(-model.vocabulary // parallel))
     cache = 2 * ELEMENT * max(1, model.kv_heads // parallel) * model.head * prompt
@@ -106,15 +109,16 @@ def predict(model: Decoder, core: NeuronCore, batch: int = 1, prompt: int = 128,
 
 
 def _layer(
-    model: Decoder, ranks: dict[str, int], followers: tuple[str, ...], parallel: int
+    model: Decoder, ranks: dict[str, int], followers: tuple[str, ...], pivots: dict[str, int], parallel: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the linears of one layer on one core, grouped as in :data:`Layer`, hashable."""
     sizes = model.linears()
 
     def shard(name: str) -> tuple[int, int]:
         rows, columns = sizes[name]
+        stored = pivots.get(name, 0)
         by_input = name in ("o", "down")
-        return (-(-rows // parallel), columns) if by_input else (rows, -(-columns // parallel))
+        return (-(-rows // parallel) - stored, columns) if by_input else (rows, -(-columns // parallel) - stored)
 
     groups: list[tuple[tuple[int, int], ...]] = []
     for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):

@@ -2,6 +2,7 @@
 #include "blocks.h"
 
 #include <algorithm>
+#include <limits>
 #include <new>
 
 #include "pivots.h"
@@ -11,6 +12,7 @@ namespace {
 
 constexpr int64_t kBlock = 16 << 10;  // bytes of weights that a worker pops at a time
 constexpr int kSwigluRows = 64;       // outputs of gate and up that a prefill computes before it evaluates SwiGLU
+constexpr int kVector = 16;           // most outputs that a GEMM computes in one vector
 constexpr int kSwigluCost = 64;       // bytes of weights that a prefill multiplies in about the time of one SwiGLU
 
 // The matmuls between two barriers. Their weight rows form one list, which is split over the workers by bytes. A worker
@@ -57,17 +59,21 @@ struct Phase {
         }
         return begin;
     }
-    // In a prefill, the end of the block of outputs of gate and up from `begin` on. A block of a linear with scattered
-    // pivots is longer, so that its rows of b fill the GEMM's panels.
-    int swiglu_end(int begin) const {
-        int end = begin + kSwigluRows;
-        for (int i = 0; i < count; i++) {
-            const Linear* linear = matmuls[i].row_form;
-            if (!linear || !linear->pivots) continue;
-            const int full = output_of_row(*linear, matmuls[i].rows_before(begin) + kSwigluRows);
-            end = std::max(end, std::min(full, begin + 2 * kSwigluRows));
+    // In a prefill, the end of the block of outputs of gate and up from `begin` on, of n: kSwigluRows or up to twice as
+    // many, with which the rows fill the GEMM's vectors best.
+    int swiglu_end(int begin, int n) const {
+        int best = begin;
+        double least = std::numeric_limits<double>::infinity();
+        for (int length = kSwigluRows; length <= 2 * kSwigluRows; length += kVector) {
+            const int end = std::min(begin + length, n);
+            int64_t cost = 0;
+            for (int i = 0; i < count; i++) {
+                const int rows = matmuls[i].rows_before(end) - matmuls[i].rows_before(begin);
+                cost += (rows + kVector - 1) / kVector * row_bytes(*matmuls[i].m);
+            }
+            if (cost < least * (end - begin)) best = end, least = static_cast<double>(cost) / (end - begin);
         }
-        return end;
+        return best;
     }
 };
 
@@ -100,7 +106,7 @@ Rows Scratch::take(int batch, int n) {
 static void run(const Worker& worker, const Phase& phase, int batch) {
     Multiplier multiplier(worker.kernels, batch);
     for (int i = 0; i < phase.count; i++)
-        if (const Linear* linear = phase.matmuls[i].row_form)
+        if (const Linear* linear = phase.matmuls[i].row_form; linear && contiguous(*linear))
             multiplier.pivots(phase.matmuls[i], worker.begin(linear->a.rows), worker.end(linear->a.rows));
     const int first = phase.row_at(phase.bytes * worker.id / worker.count);
     const int last = phase.row_at(phase.bytes * (worker.id + 1) / worker.count);
@@ -158,7 +164,7 @@ void swiglu(const Worker& worker, const SwiGLU& mlp, Rows x, int batch, Rows y, 
         Multiplier multiplier(kernels, batch);
         const int last = both.swiglu_begin(n, worker.id + 1, worker.count);
         for (int begin = both.swiglu_begin(n, worker.id, worker.count), end; begin < last; begin = end) {
-            end = std::min(both.swiglu_end(begin), last);
+            end = both.swiglu_end(begin, last);
             for (int i = 0; i < both.count; i++) multiplier.outputs(both.matmuls[i], begin, end);
             combine(begin, end);
         }

@@ -37,10 +37,10 @@ struct Bf16DotScheme {
 
     static Rows inputs(const uint16_t* x, size_t ldx, int, int) { return {x, ldx}; }
 
-    // panel[p][j] = columns from + 2p and from + 2p + 1 of row begin + j for j < n; zeros for other j. A missing last
-    // column (odd depth) is zero.
+    // panel[p][j] = columns from + 2p and from + 2p + 1 of row begin + j for j < n; zeros for the other j of a vector. A
+    // missing last column (odd depth) is zero.
     static void pack_rows(const Matrix& m, int begin, int n, int from, int depth, uint32_t* panel) {
-        for (int half = 0; half < kPanel; half += L)
+        for (int half = 0; half < n; half += L)
             for (int k = 0; k < depth; k += 32) {
                 Lanes r[L];
 #pragma GCC unroll 16

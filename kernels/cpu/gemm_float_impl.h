@@ -39,9 +39,9 @@ struct Fp32Scheme {
         return {to};
     }
 
-    // panel[k][j] = column from + k of row begin + j for j < n; zeros for other j.
+    // panel[k][j] = column from + k of row begin + j for j < n; zeros for the other j of a vector.
     static void pack_rows(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
-        for (int half = 0; half < kPanel; half += L)
+        for (int half = 0; half < n; half += L)
             for (int k = 0; k < depth; k += L) {
                 Lanes r[L];
 #pragma GCC unroll 16
@@ -54,12 +54,12 @@ struct Fp32Scheme {
             }
     }
 
-    // panel[k][j] = row from + k of column begin + j for j < n; zeros for other j.
+    // panel[k][j] = row from + k of column begin + j for j < n; zeros for the other j of a vector.
     static void pack_columns(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
         for (int k = 0; k < depth; k++)
-            for (int half = 0; half < kPanel; half += L)
+            for (int half = 0; half < n; half += L)
                 store(panel + k * kPanel + half,
-                      half < n ? widened(m, static_cast<size_t>(from + k) * m.cols + begin + half, n - half) : Vec{});
+                      widened(m, static_cast<size_t>(from + k) * m.cols + begin + half, n - half));
     }
 };
 

@@ -16,31 +16,33 @@ namespace {
 
 constexpr int kPanel = 2 * L;  // outputs of one panel: two vectors
 
-// Multiply R rows of x with one panel and store the first n output columns to y.
-template <class S, int R>
+// Multiply R rows of x with the first V vectors of one panel and store the first n output columns to y.
+template <class S, int R, int V>
 void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, float* y, size_t ldy, int n,
-                const float* scale, const float* bias, bool add) {
-    Vec acc[R][2];
+                const float* scale, const float* bias, Strided addend) {
+    Vec acc[R][V];
 #pragma GCC unroll 12
-    for (int i = 0; i < R; i++) {
-        acc[i][0] = acc[i][1] = Vec{};
-        __builtin_prefetch(y + i * ldy, 1);
-        __builtin_prefetch(y + i * ldy + L, 1);
-    }
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
+        for (int half = 0; half < V; half++) {
+            acc[i][half] = Vec{};
+            __builtin_prefetch(y + i * ldy + half * L, 1);
+        }
     for (int k = 0; k < depth; k += S::kInputs) {
-        const Vec left = load(reinterpret_cast<const float*>(panel + k / S::kInputs * kPanel));
-        const Vec right = load(reinterpret_cast<const float*>(panel + k / S::kInputs * kPanel + L));
+        Vec cells[V];
+#pragma GCC unroll 2
+        for (int half = 0; half < V; half++)
+            cells[half] = load(reinterpret_cast<const float*>(panel + k / S::kInputs * kPanel + half * L));
 #pragma GCC unroll 12
         for (int i = 0; i < R; i++) {
             const Vec both = S::everywhere(x.row(i) + k);
-            acc[i][0] = S::add(acc[i][0], both, left);
-            acc[i][1] = S::add(acc[i][1], both, right);
+#pragma GCC unroll 2
+            for (int half = 0; half < V; half++) acc[i][half] = S::add(acc[i][half], both, cells[half]);
         }
     }
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < V; half++) {
         const int at = half * L, count = n - at < L ? n - at : L;
-        if (count <= 0) return;
         const bool whole = count == L;
         const Vec factor = !scale ? splat(1.0f) : whole ? load(scale + at) : load_part(scale + at, count);
         const Vec offset = !bias ? Vec{} : whole ? load(bias + at) : load_part(bias + at, count);
@@ -48,7 +50,10 @@ void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, fl
         for (int i = 0; i < R; i++) {
             float* to = y + i * ldy + at;
             Vec value = acc[i][half] * factor + offset;
-            if (add) value += whole ? load(to) : load_part(to, count);
+            if (addend.data) {
+                const float* more = addend.data + i * addend.stride + at;
+                value += whole ? load(more) : load_part(more, count);
+            }
             if (whole)
                 store(to, value);
             else
@@ -57,11 +62,11 @@ void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, fl
     }
 }
 
-// Multiply all rows of x with one panel, and prefetch the `next` bytes from `ahead` on, which the next panel is packed
-// from.
-template <class S>
-void panel_times(const typename S::Cell* panel, int depth, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
-                 int n, const float* scale, const float* bias, bool add, const char* ahead, size_t next) {
+// Multiply all rows of x with the first V vectors of one panel, and prefetch the `next` bytes from `ahead` on, which
+// the next panel is packed from.
+template <class S, int V>
+void vectors_times(const typename S::Cell* panel, int depth, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
+                 int n, const float* scale, const float* bias, Strided addend, const char* ahead, size_t next) {
     const size_t step = next * S::kRows / rows / 64 * 64 + 64;
     size_t fetched = 0;
     int i = 0;
@@ -69,13 +74,22 @@ void panel_times(const typename S::Cell* panel, int depth, const uint16_t* x, si
         for (; i + r <= rows; i += r) {
             for (const size_t stop = fetched + step; fetched < stop && fetched < next; fetched += 64)
                 __builtin_prefetch(ahead + fetched, 0, 2);
-            multiply(panel, depth, S::inputs(x + i * ldx, ldx, r, depth), y + i * ldy, ldy, n, scale, bias, add);
+            const Strided rows_addend{addend.data ? addend.data + i * addend.stride : nullptr, addend.stride};
+            multiply(panel, depth, S::inputs(x + i * ldx, ldx, r, depth), y + i * ldy, ldy, n, scale, bias, rows_addend);
         }
     };
-    take(panel_rows<S, S::kRows>, S::kRows);
-    if constexpr (S::kRows > 8) take(panel_rows<S, 8>, 8);
-    take(panel_rows<S, 4>, 4);
-    take(panel_rows<S, 1>, 1);
+    take(panel_rows<S, S::kRows, V>, S::kRows);
+    if constexpr (S::kRows > 8) take(panel_rows<S, 8, V>, 8);
+    take(panel_rows<S, 4, V>, 4);
+    take(panel_rows<S, 1, V>, 1);
+}
+
+// The same with as many vectors of the panel as hold n outputs.
+template <class S>
+void panel_times(const typename S::Cell* panel, int depth, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
+                 int n, const float* scale, const float* bias, Strided addend, const char* ahead, size_t next) {
+    const auto times = n <= L ? vectors_times<S, 1> : vectors_times<S, 2>;
+    times(panel, depth, x, ldx, rows, y, ldy, n, scale, bias, addend, ahead, next);
 }
 
 template <class T>
@@ -93,19 +107,23 @@ int depth_of(int all) {
 
 template <class S>
 void gemm_nt_by(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
-             const float* bias, bool add) {
+                const float* bias, Strided addend) {
     const int most = depth_of<S>(m.cols);
     auto* panel = panel_memory<typename S::Cell>(static_cast<size_t>(most) / S::kInputs * kPanel);
     for (int j = begin; j < end; j += kPanel) {
         const int n = end - j < kPanel ? end - j : kPanel, after = end - j - n < kPanel ? end - j - n : kPanel;
         const char* ahead = static_cast<const char*>(m.data) + (j + n) * m.row_bytes();
-        for (int k = 0; k < m.cols; k += most) {
+        int k = 0;
+        do {  // runs once even for a matrix without columns, whose result is the bias and the addend
             const int depth = m.cols - k < most ? m.cols - k : most;
             S::pack_rows(m, j, n, k, depth, panel);
-            const size_t from = after * m.row_bytes() * k / m.cols, to = after * m.row_bytes() * (k + depth) / m.cols;
+            const int64_t ahead_bytes = after * m.row_bytes(), all = m.cols ? m.cols : 1;
+            const size_t from = ahead_bytes * k / all, to = ahead_bytes * (k + depth) / all;
+            const Strided base = k ? Strided{y, ldy} : addend;
             panel_times<S>(panel, depth, x + k, ldx, rows, y + j, ldy, n, m.scale ? m.scale + j : nullptr,
-                           bias && !k ? bias + j : nullptr, add || k, ahead + from, to - from);
-        }
+                           bias && !k ? bias + j : nullptr, {base.data ? base.data + j : nullptr, base.stride},
+                           ahead + from, to - from);
+        } while ((k += most) < m.cols);
     }
 }
 
@@ -119,7 +137,8 @@ void gemm_nn_by(const Matrix& m, const uint16_t* x, size_t ldx, int rows, float*
         do {  // runs once even for a matrix without rows, whose result is zero
             const int depth = m.rows - k < most ? m.rows - k : most;
             S::pack_columns(m, j, n, k, depth, panel);
-            panel_times<S>(panel, depth, x + k, ldx, rows, y + j, ldy, n, nullptr, nullptr, k > 0, nullptr, 0);
+            panel_times<S>(panel, depth, x + k, ldx, rows, y + j, ldy, n, nullptr, nullptr, {k ? y + j : nullptr, ldy},
+                           nullptr, 0);
         } while ((k += most) < m.rows);
     }
 }

@@ -13,14 +13,26 @@ struct Inputs {
     size_t stride;
 };
 
+// fp32 rows; row b begins at data + b * stride.
+struct Strided {
+    const float* data;
+    size_t stride;
+};
+
 struct Kernels {
     const char* name;
     // Convert fp32 rows x[b * ldx] to the form that `gemv` needs for matrices of `type`. The result is valid until the
     // same thread calls this again.
     Inputs (*prepare)(const float* x, size_t ldx, int cols, int batch, int type);
-    // y[b * ldy + i] = m[i] . x[b] + bias[i] for begin <= i < end and up to kMaxBatch rows b; `add` accumulates into y.
+    // y[b * ldy + i] = m[i] . x[b] + bias[i] + addend[b][i] for begin <= i < end and up to kMaxBatch rows b. bias and
+    // addend.data may be null; the addend may be y.
     void (*gemv)(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
-                 bool add);
+                 Strided addend);
+    // y[b * ldy + i] (+)= v + bias[i] for 0 <= i < n <= 64, where v is the next value of ones[b] if bit i of `bits` is
+    // set, and of zeros[b] otherwise. bias may be null; `add` accumulates. A vector of either may be read past the last
+    // value in use.
+    void (*interleave)(Strided zeros, Strided ones, uint64_t bits, int n, const float* bias, bool add, int batch,
+                       float* y, size_t ldy);
     // gate[i] = silu(gate[i]) * up[i]
     void (*swiglu)(float* gate, const float* up, int n);
     // scores[i] = softmax(scores * scale)[i]
@@ -34,10 +46,11 @@ struct Kernels {
     // Convert an element type to fp32, and fp32 to an element type (round to nearest even).
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);
-    // GEMMs of any number of bf16 rows x with bf16 and int8 matrices: `gemm_nt` is y = x m^T, `gemm_nn` is y = x m. If
-    // x has an odd number of columns, one zero column follows. Null if other libraries are faster.
+    // GEMMs of any number of bf16 rows x with bf16 and int8 matrices: `gemm_nt` is `gemv` for them, y = x m^T, and
+    // `gemm_nn` is y = x m. If x has an odd number of columns, one zero column follows. Null if other libraries
+    // are faster.
     void (*gemm_nt)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
-                 const float* bias, bool add);
+                    const float* bias, Strided addend);
     void (*gemm_nn)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);
 };
 

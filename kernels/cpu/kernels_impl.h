@@ -100,6 +100,11 @@ inline void store_part(T* p, Vec v, int n) {
     memcpy(p, buffer, n * sizeof(T));
 }
 
+#if defined(__AVX512F__)
+inline Vec load_part(const float* p, int n) { return _mm512_maskz_loadu_ps((1u << n) - 1, p); }
+inline void store_part(float* p, Vec v, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, v); }
+#endif
+
 inline float max_lane(Vec v) {
     float best = v[0];
     for (int i = 1; i < L; i++) best = v[i] > best ? v[i] : best;
@@ -169,7 +174,7 @@ constexpr int kAhead = 8192, kEvery = 256;
 // along the row hide the latency of the additions; a larger batch needs fewer of them.
 template <class P, int B>
 void gemv_of(const Matrix& m, int begin, int end, const typename P::Input* x, size_t ldx, float* y, size_t ldy,
-             const float* bias, bool add) {
+             const float* bias, Strided addend) {
     constexpr int U = B == 1 ? 4 : B <= 4 ? 2 : 1, W = P::kWidth;
     const int cols = m.cols;
     for (int i = begin; i < end; i++) {
@@ -197,25 +202,25 @@ void gemv_of(const Matrix& m, int begin, int end, const typename P::Input* x, si
             float value = sum(total);
             if (m.scale) value *= m.scale[i];
             if (bias) value += bias[i];
-            y[b * ldy + i] = add ? y[b * ldy + i] + value : value;
+            y[b * ldy + i] = addend.data ? addend.data[b * addend.stride + i] + value : value;
         }
     }
 }
 
 template <class P>
 void gemv_typed(const Matrix& m, int begin, int end, Inputs inputs, int batch, float* y, size_t ldy, const float* bias,
-                bool add) {
+                Strided addend) {
     const auto* x = static_cast<const typename P::Input*>(inputs.data);
     const size_t ldx = inputs.stride;
     switch (batch) {
-        case 1: return gemv_of<P, 1>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 2: return gemv_of<P, 2>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 3: return gemv_of<P, 3>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 4: return gemv_of<P, 4>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 5: return gemv_of<P, 5>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 6: return gemv_of<P, 6>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 7: return gemv_of<P, 7>(m, begin, end, x, ldx, y, ldy, bias, add);
-        case 8: return gemv_of<P, 8>(m, begin, end, x, ldx, y, ldy, bias, add);
+        case 1: return gemv_of<P, 1>(m, begin, end, x, ldx, y, ldy, bias, addend);
+        case 2: return gemv_of<P, 2>(m, begin, end, x, ldx, y, ldy, bias, addend);
+        case 3: return gemv_of<P, 3>(m, begin, end, x, ldx, y, ldy, bias, addend);
+        case 4: return gemv_of<P, 4>(m, begin, end, x, ldx, y, ldy, bias, addend);
+        case 5: return gemv_of<P, 5>(m, begin, end, x, ldx, y, ldy, bias, addend);
+        case 6: return gemv_of<P, 6>(m, begin, end, x, ldx, y, ldy, bias, addend);
+        case 7: return gemv_of<P, 7>(m, begin, end, x, ldx, y, ldy, bias, addend);
+        case 8: return gemv_of<P, 8>(m, begin, end, x, ldx, y, ldy, bias, addend);
     }
 }
 
@@ -239,11 +244,48 @@ Inputs prepare(const float* x, size_t ldx, [[maybe_unused]] int cols, [[maybe_un
     return {x, ldx};
 }
 
-void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias, bool add) {
+void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
+          Strided addend) {
     switch (m.type) {
-        case kFloat32: return gemv_typed<WidenedDot<float>>(m, begin, end, x, batch, y, ldy, bias, add);
-        case kBFloat16: return gemv_typed<Bf16Dot>(m, begin, end, x, batch, y, ldy, bias, add);
-        case kInt8: return gemv_typed<WidenedDot<int8_t>>(m, begin, end, x, batch, y, ldy, bias, add);
+        case kFloat32: return gemv_typed<WidenedDot<float>>(m, begin, end, x, batch, y, ldy, bias, addend);
+        case kBFloat16: return gemv_typed<Bf16Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
+        case kInt8: return gemv_typed<WidenedDot<int8_t>>(m, begin, end, x, batch, y, ldy, bias, addend);
+    }
+}
+
+void interleave(Strided zeros, Strided ones, uint64_t bits, int n, const float* bias, bool add, int batch, float* y,
+                size_t ldy) {
+    float merged[64];
+#if !defined(__AVX512F__)
+    int place[64];  // where the zeros go, then where the ones go
+    const int count = n - __builtin_popcountll(n < 64 ? bits & ((uint64_t{1} << n) - 1) : bits);
+    for (int i = 0, zero = 0, one = count; i < n; i++) place[bits >> i & 1 ? one++ : zero++] = i;
+#endif
+    for (int b = 0; b < batch; b++) {
+        const float *zero = zeros.data + b * zeros.stride, *one = ones.data + b * ones.stride;
+        float* to = y + b * ldy;
+#if defined(__AVX512F__)
+        for (int i = 0; i < n; i += L) {
+            const __mmask16 set = bits >> i;
+            _mm512_storeu_ps(merged + i, _mm512_mask_expand_ps(_mm512_maskz_expand_ps(~set, _mm512_loadu_ps(zero)), set,
+                                                               _mm512_loadu_ps(one)));
+            const int taken = __builtin_popcount(set);
+            one += taken, zero += L - taken;
+        }
+#else
+        for (int i = 0; i < count; i++) merged[place[i]] = zero[i];
+        for (int i = count; i < n; i++) merged[place[i]] = one[i - count];
+#endif
+        for (int i = 0; i < n; i += L) {
+            const int left = n - i;
+            Vec value = left < L ? load_part(merged + i, left) : load(merged + i);
+            if (bias) value += left < L ? load_part(bias + i, left) : load(bias + i);
+            if (add) value += left < L ? load_part(to + i, left) : load(to + i);
+            if (left < L)
+                store_part(to + i, value, left);
+            else
+                store(to + i, value);
+        }
     }
 }
 
@@ -349,7 +391,8 @@ void narrow(const float* from, int type, int n, void* to) {
 
 // `gemm_nt` and `gemm_nn` may be null.
 constexpr Kernels table(const char* name, decltype(Kernels::gemm_nt) gemm_nt, decltype(Kernels::gemm_nn) gemm_nn) {
-    return {name, prepare, gemv, swiglu, softmax, weighted_sum, rms_norm, rotate, widen, narrow, gemm_nt, gemm_nn};
+    return {name,     prepare, gemv,  interleave, swiglu,  softmax, weighted_sum,
+            rms_norm, rotate,  widen, narrow,     gemm_nt, gemm_nn};
 }
 
 }  // namespace

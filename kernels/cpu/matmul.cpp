@@ -6,8 +6,9 @@
 
 namespace neuronmm {
 
-constexpr int kScattered = 64;                // rows multiplied together before their results go to scattered outputs
-constexpr int kScatterStride = kScattered + 16;  // a power of two would make the batch compete for the same cache sets
+constexpr int kTogether = 64;               // rows multiplied before their results go among scattered pivots
+constexpr int kTogetherStride = kTogether + 16;  // a power of two would make the batch compete for the same cache sets
+constexpr int kInterleaved = 64;            // most outputs of one call of `interleave`
 
 void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n, int batch) {
     if (!rows.rounded) return;
@@ -21,79 +22,76 @@ void round_columns(const Kernels& kernels, Rows rows, int begin, int end, int n,
 int MatMul::rows_before(int n) const { return row_form ? n - pivots_before(*row_form, n) : n; }
 
 void Multiplier::multiply(const MatMul& p, const Matrix& m, int begin, int end, float* y, size_t ldy, const float* bias,
-                          bool add) {
+                          Strided addend) {
     if (begin >= end) return;
     if (p.x.rounded) {
-        kernels_.gemm_nt(m, begin, end, p.x.rounded, p.x.stride, batch_, y, ldy, bias, add);
+        kernels_.gemm_nt(m, begin, end, p.x.rounded, p.x.stride, batch_, y, ldy, bias, addend);
         return;
     }
     if (!prepared_ || prepared_->x.data != p.x.data || prepared_->m->type != m.type || prepared_->m->cols != m.cols)
         inputs_ = kernels_.prepare(p.x.data, p.x.stride, m.cols, batch_, m.type);
     prepared_ = &p;
-    kernels_.gemv(m, begin, end, inputs_, batch_, y, ldy, bias, add);
-}
-
-// y[to] (+)= value + bias[to]
-static inline void put(const MatMul& p, float* y, int to, float value) {
-    if (p.bias) value += p.bias[to];
-    y[to] = p.add ? y[to] + value : value;
+    kernels_.gemv(m, begin, end, inputs_, batch_, y, ldy, bias, addend);
 }
 
 void Multiplier::rows(const MatMul& p, int begin, int end) {
-    if (p.row_form) return p.row_form->pivots ? rows_between_pivots(p, begin, end) : rows_around_range(p, begin, end);
-    if (p.column_form)
-        for (int b = 0; b < batch_; b++) {
-            const float* pivots = p.x.row(b) + p.m->cols;
-            std::copy(pivots + begin, pivots + end, p.y.row(b) + begin);
-        }
-    multiply(p, *p.m, begin, end, p.y.data, p.y.stride, p.bias, p.add || p.column_form);
+    if (p.row_form) {
+        const Linear& linear = *p.row_form;
+        if (contiguous(linear)) return rows_around_range(p, begin, end);
+        return outputs_among_pivots(p, begin ? output_of_row(linear, begin) : 0, output_of_row(linear, end));
+    }
+    const Strided pivots{p.x.data + p.m->cols, p.x.stride};
+    multiply(p, *p.m, begin, end, p.y.data, p.y.stride, p.bias, p.column_form ? pivots : p.accumulated());
     if (p.round) round_columns(kernels_, p.y, begin, end, p.m->rows, batch_);
 }
 
 void Multiplier::rows_around_range(const MatMul& p, int begin, int end) {
-    const int first = p.row_form->first, rank = p.row_form->a.rows;
-    multiply(p, *p.m, begin, std::min(end, first), p.y.data, p.y.stride, p.bias, p.add);
-    multiply(p, *p.m, std::max(begin, first), end, p.y.data + rank, p.y.stride, p.bias ? p.bias + rank : nullptr,
-             p.add);
+    const int first = output_of_pivot(*p.row_form, 0), rank = p.row_form->a.rows;
+    const Strided before = p.accumulated(), after{before.data ? before.data + rank : nullptr, before.stride};
+    multiply(p, *p.m, begin, std::min(end, first), p.y.data, p.y.stride, p.bias, before);
+    multiply(p, *p.m, std::max(begin, first), end, p.y.data + rank, p.y.stride, p.bias ? p.bias + rank : nullptr, after);
 }
 
-void Multiplier::rows_between_pivots(const MatMul& p, int begin, int end) {
+// Outputs [begin, end) of a linear whose pivots are scattered. Some rows at a time are multiplied into a buffer, whose
+// values are then written together with the pivots, in the order of the outputs.
+void Multiplier::outputs_among_pivots(const MatMul& p, int begin, int end) {
     static thread_local Spare<float> spare;
-    float* block = spare.reserve(static_cast<size_t>(batch_) * kScatterStride);
+    float* buffer = spare.reserve(static_cast<size_t>(batch_) * kTogetherStride);
     const Linear& linear = *p.row_form;
-    const int rank = linear.a.rows;
-    int output = output_of_row(linear, begin), pivot = output - begin;
-    for (int from = begin; from < end; from += kScattered) {
-        const int n = std::min(kScattered, end - from);
-        int outputs[kScattered];
-        for (int i = 0; i < n; i++) {
-            for (; pivot < rank && linear.pivots[pivot] == output; pivot++) output++;
-            outputs[i] = output++;
-        }
-        const Matrix part{static_cast<const char*>(p.m->data) + from * p.m->row_bytes(),
-                          p.m->scale ? p.m->scale + from : nullptr, n, p.m->cols, p.m->type};
-        multiply(p, part, 0, n, block, kScatterStride, nullptr, false);
-        for (int b = 0; b < batch_; b++) {
-            const float* values = block + b * kScatterStride;
-            float* y = p.y.row(b);
-            for (int i = 0; i < n; i++) put(p, y, outputs[i], values[i]);
+    const int rank = linear.a.rows, last = p.rows_before(end);
+    int row = p.rows_before(begin), pivot = begin - row;
+    for (int output = begin; output < end;) {
+        const int first = row, n = std::min(kTogether, last - first);
+        const Matrix part{static_cast<const char*>(p.m->data) + first * p.m->row_bytes(),
+                          p.m->scale ? p.m->scale + first : nullptr, n, p.m->cols, p.m->type};
+        multiply(p, part, 0, n, buffer, kTogetherStride, nullptr, {});
+        for (int count = -1; count;) {  // until the next output is a row that is not multiplied
+            uint64_t bits = 0;
+            int pivots = 0;
+            for (count = 0; count < kInterleaved && output + count < end; count++) {
+                const bool is_pivot = pivot + pivots < rank && linear.pivots[pivot + pivots] == output + count;
+                if (!is_pivot && row + count - pivots == first + n) break;
+                bits |= static_cast<uint64_t>(is_pivot) << count;
+                pivots += is_pivot;
+            }
+            kernels_.interleave({buffer + (row - first), kTogetherStride}, {p.x.data + pivot, p.x.stride}, bits, count,
+                                p.bias ? p.bias + output : nullptr, p.add, batch_, p.y.data + output, p.y.stride);
+            output += count, pivot += pivots, row += count - pivots;
         }
     }
 }
 
 void Multiplier::pivots(const MatMul& p, int begin, int end) const {
-    const Linear& linear = *p.row_form;
-    for (int b = 0; b < batch_; b++) {
-        const float* h = p.x.row(b);
-        float* y = p.y.row(b);
-        if (linear.pivots)
-            for (int i = begin; i < end; i++) put(p, y, linear.pivots[i], h[i]);
-        else
-            for (int i = begin; i < end; i++) put(p, y, linear.first + i, h[i]);
+    const int first = output_of_pivot(*p.row_form, 0);
+    for (int i = begin; i < end; i += kInterleaved) {
+        const Strided h{p.x.data + i, p.x.stride};
+        kernels_.interleave(h, h, ~uint64_t{0}, std::min(kInterleaved, end - i), p.bias ? p.bias + first + i : nullptr,
+                            p.add, batch_, p.y.data + first + i, p.y.stride);
     }
 }
 
 void Multiplier::outputs(const MatMul& p, int begin, int end) {
+    if (p.row_form && !contiguous(*p.row_form)) return outputs_among_pivots(p, begin, end);
     const int from = p.rows_before(begin), to = p.rows_before(end);
     if (p.row_form) pivots(p, begin - from, end - to);
     rows(p, from, to);

@@ -30,6 +30,8 @@ struct MatMul {
     // m is the factor a of a linear in column form: y gets x[m.cols ...] + m x[0 ... m.cols).
     bool column_form = false;
 
+    // What is added to y: y itself, or nothing.
+    Strided accumulated() const { return {add ? y.data : nullptr, y.stride}; }
     // The number of rows of m that belong to the outputs before n.
     int rows_before(int n) const;
 };
@@ -39,9 +41,9 @@ class Multiplier {
 public:
     Multiplier(const Kernels& kernels, int batch) : kernels_(kernels), batch_(batch) {}
 
-    // Multiply rows [begin, end) of m.
+    // Multiply rows [begin, end) of m. Scattered pivots are copied together with the row before them.
     void rows(const MatMul& p, int begin, int end);
-    // Copy pivots [begin, end) of a linear in row form to their outputs.
+    // Copy pivots [begin, end) of a linear in row form to their outputs, which are a range.
     void pivots(const MatMul& p, int begin, int end) const;
     // Compute outputs [begin, end).
     void outputs(const MatMul& p, int begin, int end);
@@ -49,9 +51,9 @@ public:
 private:
     // Rows [begin, end) of `m` to y; `m` is p.m or a part of it.
     void multiply(const MatMul& p, const Matrix& m, int begin, int end, float* y, size_t ldy, const float* bias,
-                  bool add);
+                  Strided addend);
     void rows_around_range(const MatMul& p, int begin, int end);
-    void rows_between_pivots(const MatMul& p, int begin, int end);
+    void outputs_among_pivots(const MatMul& p, int begin, int end);
 
     const Kernels& kernels_;
     int batch_;

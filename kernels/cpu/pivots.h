@@ -7,6 +7,12 @@
 
 namespace neuronmm {
 
+// Whether the pivots are a range, which begins at output_of_pivot(linear, 0).
+inline bool contiguous(const Linear& linear) {
+    const int last = linear.a.rows - 1;
+    return !linear.pivots || last < 0 || linear.pivots[last] - linear.pivots[0] == last;
+}
+
 // The output that pivot i is.
 inline int output_of_pivot(const Linear& linear, int i) { return linear.pivots ? linear.pivots[i] : linear.first + i; }
 
@@ -17,17 +23,16 @@ inline int pivots_before(const Linear& linear, int n) {
     return static_cast<int>(std::lower_bound(linear.pivots, linear.pivots + rank, n) - linear.pivots);
 }
 
-// The output that row i of b is. A pivot precedes it if at most i other outputs precede the pivot.
+// The output that row i of b is, or the number of outputs if b has i rows. A pivot precedes row i if at most i other
+// outputs precede the pivot.
 inline int output_of_row(const Linear& linear, int i) {
-    int begin = 0, end = linear.a.rows;
-    while (begin < end) {
-        const int middle = (begin + end) / 2;
-        if (output_of_pivot(linear, middle) - middle <= i)
-            begin = middle + 1;
-        else
-            end = middle;
+    int before = 0;  // pivots known to precede row i
+    for (int left = linear.a.rows; left > 0;) {
+        const int half = (left + 1) / 2, last = before + half - 1;
+        before += output_of_pivot(linear, last) - last <= i ? half : 0;  // without a branch, which would be mispredicted
+        left -= half;
     }
-    return i + begin;
+    return i + before;
 }
 
 // Whether the pivots are strictly increasing outputs of the linear.

@@ -219,7 +219,7 @@ private:
         const Matrix keys = cached(l.keys, b, kv_head, start, filled);
         const Matrix values = cached(l.values, b, kv_head, start, filled);
         const Inputs queries = worker.kernels.prepare(q, d, d, count, m_.cache_type);
-        worker.kernels.gemv(keys, 0, filled, queries, count, local.scores.data, local.scores.stride, nullptr, false);
+        worker.kernels.gemv(keys, 0, filled, queries, count, local.scores.data, local.scores.stride, nullptr, {});
         for (int i = 0; i < count; i++) {
             float* scores = local.scores.row(i);
             worker.kernels.softmax(scores, filled, m_.scale);
@@ -260,7 +260,7 @@ private:
                 worker.kernels.narrow(q, kBFloat16, d, queries.rounded + i * queries.stride);
             }
             worker.kernels.gemm_nt(keys, 0, filled, queries.rounded, queries.stride, rows, scores.data, scores.stride,
-                                nullptr, false);
+                                nullptr, {});
             for (int i = 0; i < rows; i++) {
                 const int seen = std::max(slot_ + first + i % n + 1 - start, 0);
                 if (seen) worker.kernels.softmax(scores.row(i), seen, m_.scale);

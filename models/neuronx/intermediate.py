@@ -13,6 +13,7 @@ The order of a rank is free on every core too. A core has all rows of ``P`` or c
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from neuronmm.kernels.nki.objects import PARTITIONS
 from neuronmm.kernels.nki.problem import Pivots, Ranks
+from neuronmm.models.spec import PivotedForm
 
 TILE = PARTITIONS
 """Features of a chunk that fills the tensor engine."""
@@ -79,6 +81,39 @@ class Group(NamedTuple):
 
     linears: frozenset[str]
     features: list[int]
+
+
+def split_mlp(
+    linears: Sequence[str],
+    ranks: Mapping[str, int],
+    shared: Mapping[str, str],
+    forms: Mapping[str, PivotedForm],
+    intermediate: int,
+    cores: int,
+) -> Split | None:
+    """Split an MLP with the pivots that its kernel uses: ranges, in the kernel's forms. None if a linear is dense.
+
+    ``linears``: the names of gate, up and down. The other arguments are those of a checkpoint, by name.
+    """
+    if any(linear not in ranks for linear in linears):
+        return None
+    wanted = ("rows", "rows", "columns")
+    gate, up, down = (
+        _kept(ranks[linear], forms.get(linear), form, intermediate)
+        for linear, form in zip(linears, wanted, strict=True)
+    )
+    if shared.get(linears[0]) == linears[1]:  # with one A, the kernel takes gate's pivots only
+        up = None
+    sizes = ranks[linears[0]], ranks[linears[1]], ranks[linears[2]], intermediate
+    return split(Ranks(*sizes, gate, up, down.number if down else 0), cores, TILE)
+
+
+def _kept(rank: int, entry: PivotedForm | None, form: str, intermediate: int) -> Pivots | None:
+    """Return the pivots of a linear if it has this form and they are a range of the intermediate features."""
+    if entry is None or entry.form != form or rank >= intermediate:
+        return None
+    first = intermediate - rank if form == "columns" else entry.first
+    return None if first is None else Pivots(first, rank)
 
 
 def split(total: Ranks, cores: int, tile: int = TILE) -> Split:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from neuronmm.kernels.nki.forms import mlp_packings
 from neuronmm.kernels.nki.layout import Packing, pack
-from neuronmm.kernels.nki.problem import Pivots, Ranks
+from neuronmm.kernels.nki.problem import Ranks
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LINEARS
 from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name
 from neuronmm.models.neuronx.heads import HeadPlan, distribute, take_heads
-from neuronmm.models.neuronx.intermediate import MLP, TILE, Split, split
+from neuronmm.models.neuronx.intermediate import MLP, Split, split_mlp
 
 NORMS = {
     "input_norm": "input_layernorm",
@@ -202,23 +202,12 @@ class Shards:
 
     def _mlp(self, index: int) -> Split | None:
         """Split an MLP that one kernel computes, with the pivots that it keeps; None for all others."""
-        checkpoint, middle = self.checkpoint, self.checkpoint.architecture.intermediate
+        checkpoint = self.checkpoint
         linears = [layer_name(index, LINEARS[name]) for name in MLP]
-        ranks = [checkpoint.ranks[linear] for linear in linears if linear in checkpoint.ranks]
-        if len(ranks) < len(MLP) or any(checkpoint.has(checkpoint.bias(linear)) for linear in linears[:2]):
+        if any(checkpoint.has(checkpoint.bias(linear)) for linear in linears[:2]):
             return None
-        forms = ("rows", "rows", "columns")
-        gate, up, down = (self._kept(*linear) for linear in zip(linears, ranks, forms, strict=True))
-        sizes = ranks[0], ranks[1], ranks[2], middle
-        return split(Ranks(*sizes, gate, up, down.number if down else 0), self.tp_degree, TILE)
-
-    def _kept(self, linear: str, rank: int, form: str) -> Pivots | None:
-        """Return the pivots of a linear of an MLP if it has this form and they are a range of its features."""
-        middle, entry = self.checkpoint.architecture.intermediate, self.checkpoint.forms.get(linear)
-        if entry is None or entry.form != form or rank >= middle:
-            return None
-        first = middle - rank if form == "columns" else entry.first
-        return None if first is None else Pivots(first, rank)
+        middle, cores = checkpoint.architecture.intermediate, self.tp_degree
+        return split_mlp(linears, checkpoint.ranks, checkpoint.shared, checkpoint.forms, middle, cores)
 
 
 def fill(decoder: Any, shards: Shards, to_cores: Callable[[list[Tensor]], Any]) -> None:

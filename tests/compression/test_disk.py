@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compression_runs import config
-from neuronmm.compression import memory, tensor_files
+from neuronmm.compression import memory, pipeline, tensor_files
 from neuronmm.compression.convert import convert
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
@@ -73,6 +73,22 @@ def test_missing_space_is_named_in_a_unit_that_shows_it(
         monkeypatch.setattr(memory.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         with pytest.raises(UserError, match=f"{tmp_path}: {has} of disk free, about {kilobytes} needed, {lacks} more;"):
             compress(source, tmp_path / "out", config())
+
+
+def test_moments_in_a_store_need_no_room_beside_the_output(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, usage = dense(dtype=torch.bfloat16), shutil.disk_usage(tmp_path)
+    settings = config(method="whitened", calibration=str(text), allocation="global")
+    free = 2 * Reader(source).total_bytes()
+    monkeypatch.setattr(pipeline, "stored_bytes", lambda linears: free // 2 + 1)  # more than this tiny checkpoint
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=free))
+    with pytest.raises(UserError, match="of disk free, about"):
+        compress(source, tmp_path / "out", settings)
+    compress(source, tmp_path / "out", settings, store=tmp_path / "store")
+    free -= 1
+    with pytest.raises(UserError, match="1 byte more"):
+        compress(source, tmp_path / "again", settings, store=tmp_path / "store")
 
 
 @pytest.mark.parametrize("form", ["pivoted", "two"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,21 +170,23 @@ def _fill_pivoted(low_rank: LowRankLinear, weight: torch.Tensor) -> None:
     _fill(low_rank.B, weight[others] @ torch.linalg.pinv(weight[pivots]))
 
 
-def pivot_tiny(model: PreTrainedModel) -> CompressionSpec:
+def pivot_tiny(model: PreTrainedModel, leader: str = "gate") -> CompressionSpec:
     """Patch ``model`` in place with random factors in pivoted forms.
 
-    Gate, up and down have ranges of pivots that overlap; in layer 1 gate and up share an A. q has an index of pivots.
+    Gate, up and down have ranges of pivots that overlap; in layer 1 gate and up share the A and the pivots of
+    ``leader``. q has an index of pivots.
     """
     first, second = (f"{LAYERS}.{i}" for i in range(2))
     ranks = layer_ranks((*TARGETS["mlp"], "self_attn.q_proj")) | {f"{second}.mlp.up_proj": RANKS["mlp.gate_proj"]}
     forms: dict[str, dict[str, object]] = {
         f"{first}.mlp.gate_proj": {"form": "rows", "first": 30},
         f"{first}.mlp.up_proj": {"form": "rows", "first": 20},
-        f"{second}.mlp.gate_proj": {"form": "rows", "first": 34},
+        f"{second}.mlp.{leader}_proj": {"form": "rows", "first": 34},
     }
     forms |= {f"{layer}.mlp.down_proj": {"form": "columns"} for layer in (first, second)}
     forms |= {f"{layer}.self_attn.q_proj": {"form": "rows"} for layer in (first, second)}
-    shared = {f"{second}.mlp.up_proj": f"{second}.mlp.gate_proj"}
+    follower = {"gate": "up", "up": "gate"}[leader]
+    shared = {f"{second}.mlp.{follower}_proj": f"{second}.mlp.{leader}_proj"}
     spec = make_spec(ranks, shared=shared, forms=forms, format=2)
     patch(model, spec)
     with torch.no_grad():
@@ -236,3 +239,16 @@ def tiny_checkpoint(
 def make_tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
     """Create token ids [batch, length] without special tokens."""
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(7))
+
+
+def train_tiny(model: Any, steps: int = 3, learning_rate: float = 0.05) -> list[float]:
+    """Train the parameters that require a gradient on :func:`make_tokens`; return the loss of every step."""
+    tokens, losses = make_tokens(), []
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    for _ in range(steps):
+        loss = model(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

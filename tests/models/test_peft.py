@@ -10,20 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from neuronmm.models import LowRankSwiGLU, fuse
-from tiny_models import load_plain, make_tokens, tiny_checkpoint
-
-
-def train(model: Any, steps: int = 3) -> list[float]:
-    tokens = make_tokens()
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    losses = []
-    for _ in range(steps):
-        loss = model(tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+from tiny_models import load_plain, make_tokens, tiny_checkpoint, train_tiny
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -38,7 +25,7 @@ TARGETS: list[Any] = [["A", "B"], ["B", "q_proj", "v_proj"], "all-linear"]
 def test_train_save_load_and_merge(targets: Any, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "base")
     lora = get_peft_model(load_plain(tmp_path / "base"), LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
-    losses = train(lora)
+    losses = train_tiny(lora)
     assert losses[-1] < losses[0]
     trained = logits(lora.eval())
     lora.save_pretrained(tmp_path / "adapter")
@@ -52,7 +39,7 @@ def test_train_save_load_and_merge(targets: Any, tmp_path: Path) -> None:
 def test_the_merged_model_saves_as_a_compressed_checkpoint(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "base")
     lora = get_peft_model(load_plain(tmp_path / "base"), LoraConfig(r=2, target_modules=["A", "B"]))
-    train(lora)
+    train_tiny(lora)
     merged = lora.merge_and_unload().eval()
     merged.save_pretrained(tmp_path / "merged")
     again = load_plain(tmp_path / "merged")
@@ -64,6 +51,6 @@ def test_full_fine_tuning_trains_the_factors(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "base")
     model = load_plain(tmp_path / "base")
     before = {name: p.detach().clone() for name, p in model.named_parameters() if ".A." in name or ".B." in name}
-    losses = train(model.train())
+    losses = train_tiny(model.train())
     assert losses[-1] < losses[0]
     assert all(not torch.equal(dict(model.named_parameters())[name], p) for name, p in before.items())

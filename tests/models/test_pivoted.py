@@ -19,7 +19,16 @@ from compression_runs import edit_tensors
 from neuronmm.kernels import Form
 from neuronmm.models import FAMILIES, Int8Linear, LowRankLinear, LowRankSwiGLU, UserError, fuse, patch
 from neuronmm.models.load import inspect, load_pretrained
-from tiny_models import fill_tiny, load_plain, make_spec, make_tiny, make_tokens, pivoted_spec, write_checkpoint
+from tiny_models import (
+    fill_tiny,
+    load_plain,
+    make_spec,
+    make_tiny,
+    make_tokens,
+    pivoted_spec,
+    train_tiny,
+    write_checkpoint,
+)
 
 PIVOTS = "model.layers.1.self_attn.k_proj.pivots"
 
@@ -158,14 +167,7 @@ def test_torch_compile_traces_it() -> None:
 def test_adapters_train_save_load_and_merge(shared: bool, tmp_path: Path) -> None:
     pivoted_checkpoint(tmp_path / "base", "qwen2", shared=shared)
     lora = get_peft_model(load_plain(tmp_path / "base"), LoraConfig(r=2, target_modules=["A", "B"]))
-    tokens, losses = make_tokens(), []
-    optimizer = torch.optim.Adam([p for p in lora.parameters() if p.requires_grad], lr=0.02)
-    for _ in range(4):
-        loss = lora(tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_tiny(lora, steps=4, learning_rate=0.02)
     assert losses[-1] < losses[0]
     with pytest.raises(UserError, match="carries an adapter"):
         fuse(lora)

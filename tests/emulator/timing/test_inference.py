@@ -152,6 +152,52 @@ def test_a_prediction_reads_the_ranks_of_a_compressed_checkpoint(
     assert "62.5% of all" in printed and json.loads(printed.splitlines()[-1])["targets"] == "all"
 
 
+def pivoted_config(first: int | None, rank: int = 256) -> dict[str, Any]:
+    """One P for gate and up, whose pivots begin at ``first`` (None: an index); down in the column form."""
+    names = [f"model.layers.{i}.mlp." for i in range(6)]
+    spec = {
+        "quant_method": "neuronmm", "format": 2, "method": "svd", "targets": "mlp", "asked_ratio": 0.6,
+        "realised_ratio": 0.6, "model_ratio": 0.3, "align": 1, "version": "0",
+        "ranks": {f"{name}{linear}_proj": rank for name in names for linear in ("gate", "up", "down")},
+        "shared": {f"{name}up_proj": f"{name}gate_proj" for name in names},
+        "forms": {
+            f"{name}{linear}_proj": entry
+            for name in names
+            for linear, entry in (("gate", {"form": "rows", "first": first}), ("down", {"form": "columns"}))
+        },
+    }  # fmt: skip
+    return {**CONFIG, "quantization_config": spec}
+
+
+@pytest.mark.parametrize(
+    ("first", "rank", "parallel", "pivots"),
+    [
+        (0, 256, 1, (256, 256)),
+        (700, 300, 1, (300, 300)),
+        (None, 256, 1, (0, 256)),  # no kernel takes an index: gate counts as two factors
+        (0, 600, 2, (256, 256)),  # of 300 pivots per core, those that fill tiles of 128
+        (0, 256, 4, (0, 0)),
+    ],
+)
+def test_pivots_are_neither_stored_nor_multiplied(
+    tmp_path: Path, first: int | None, rank: int, parallel: int, pivots: tuple[int, int]
+) -> None:
+    document = pivoted_config(first, rank)
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    options: dict[str, Any] = {"parallel": parallel, "prompt_length": 700}
+    pivoted = predict_from(tmp_path, **options)["compressed"]
+    document["quantization_config"]["forms"] = {}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    two = predict_from(tmp_path, **options)["compressed"]
+    saved = 2 * 6 * rank * sum(pivots)
+    assert two["weight_bytes"] - pivoted["weight_bytes"] == saved
+    if saved:
+        assert pivoted["ttft"] < two["ttft"]
+        assert pivoted["tpot"] / two["tpot"] == pytest.approx(pivoted["weight_bytes"] / two["weight_bytes"], rel=0.03)
+    else:
+        assert pivoted == two
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -24,7 +24,7 @@ LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
 @pytest.fixture(autouse=True)
 def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny ranks have no full tiles."""
-    monkeypatch.setattr("neuronmm.models.neuronx.weights.TILE", 1)
+    monkeypatch.setattr("neuronmm.models.neuronx.intermediate.TILE", 1)
 
 
 def shards(folder: Path, tp_degree: int) -> Shards:
@@ -32,12 +32,16 @@ def shards(folder: Path, tp_degree: int) -> Shards:
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
-@pytest.mark.parametrize("model_type", [*FAMILIES, "pivoted"])
+@pytest.mark.parametrize("model_type", [*FAMILIES, "pivoted", "pivoted, up leads"])
 def test_the_cores_together_compute_every_linear(tmp_path: Path, model_type: str, cores: int) -> None:
     """The results of the cores, each from its own part of the weights, concatenate or add up to the model's own."""
-    pivoted = model_type == "pivoted"
+    pivoted = model_type.startswith("pivoted")
     tiny = vary_norms(make_tiny("llama" if pivoted else model_type))
-    spec = pivot_tiny(tiny) if pivoted else compress_tiny(tiny, layer_ranks(LINEARS_LOW))
+    spec = (
+        pivot_tiny(tiny, "up" if "up" in model_type else "gate")
+        if pivoted
+        else compress_tiny(tiny, layer_ranks(LINEARS_LOW))
+    )
     write_checkpoint(tiny, spec, tmp_path)
     cut = shards(tmp_path, cores)
     model = load_plain(tmp_path)
@@ -80,6 +84,14 @@ def test_an_mlp_that_one_kernel_computes_keeps_its_pivots(tmp_path: Path, cores:
             for name in first.pivoted
         }
         assert sizes == {n: r * (32 + 48 // cores - r // cores) for n, r in (("gate", 12), ("up", 16), ("down", 8))}
+
+
+def test_pivots_of_up_are_expanded_where_gate_uses_its_a(tmp_path: Path) -> None:
+    tiny = make_tiny()
+    write_checkpoint(tiny, pivot_tiny(tiny, "up"), tmp_path)
+    plan = shards(tmp_path, 1).plans[1]
+    assert plan.mlp == Ranks(12, 12, 8, 48, None, None, 8) and plan.pivoted == ("down",)
+    assert set(plan.packings(2)) == {f"{name}.{factor}" for name in ("gate", "up", "down") for factor in "AB"}
 
 
 def test_a_partly_factorised_mlp_is_expanded(tmp_path: Path) -> None:
