@@ -49,7 +49,8 @@ void Multiplier::rows_around_range(const MatMul& p, int begin, int end) {
     const int first = output_of_pivot(*p.row_form, 0), rank = p.row_form->a.rows;
     const Strided before = p.accumulated(), after{before.data ? before.data + rank : nullptr, before.stride};
     multiply(p, *p.m, begin, std::min(end, first), p.y.data, p.y.stride, p.bias, before);
-    multiply(p, *p.m, std::max(begin, first), end, p.y.data + rank, p.y.stride, p.bias ? p.bias + rank : nullptr, after);
+    multiply(p, *p.m, std::max(begin, first), end, p.y.data + rank, p.y.stride, p.bias ? p.bias + rank : nullptr,
+             after);
 }
 
 // Outputs [begin, end) of a linear whose pivots are scattered. Some rows at a time are multiplied into a buffer, whose

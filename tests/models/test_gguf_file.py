@@ -10,12 +10,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
-from tiny_gguf import header_length, write_gguf
 from transformers import AutoModelForCausalLM
 
 from neuronmm.models import UserError, gguf_file
 from neuronmm.models.gguf_file import unpack
 from neuronmm.models.load import DTYPE, load_config, load_pretrained, load_tokenizer
+from tiny_gguf import header_length, write_gguf
 
 KINDS = [getattr(GGMLQuantizationType, name) for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1")]
 
