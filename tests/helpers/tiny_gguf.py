@@ -25,6 +25,7 @@ def write_gguf(
 ) -> None:
     """Write a one-layer model to ``path``: matrices of type ``kind``, norms, biases and ``extra`` in float32."""
     writer = GGUFWriter(path, family)
+    writer.add_name("tiny")  # transformers 4.47 needs one
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(hidden)
@@ -37,11 +38,11 @@ def write_gguf(
     writer.add_vocab_size(vocabulary)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    characters = [chr(33 + index) for index in range(vocabulary - 4)]
-    writer.add_token_list([*characters, "<s>", "</s>", "<pad>", '!"'])
-    writer.add_token_types([1] * len(characters) + [3, 3, 3, 1])
-    writer.add_token_merges(['! "'])
-    for add, offset in ((writer.add_bos_token_id, 4), (writer.add_eos_token_id, 3), (writer.add_pad_token_id, 2)):
+    characters = [chr(33 + index) for index in range(vocabulary - 5)]
+    writer.add_token_list([*characters, "<s>", "</s>", "<pad>", '!"', "#$"])
+    writer.add_token_types([1] * len(characters) + [3, 3, 3, 1, 1])
+    writer.add_token_merges(['! "', "# $"])  # transformers 4.47 fails with a single one
+    for add, offset in ((writer.add_bos_token_id, 5), (writer.add_eos_token_id, 4), (writer.add_pad_token_id, 3)):
         add(vocabulary - offset)
     writer.add_chat_template(TEMPLATE)
     draw = np.random.default_rng(0)
