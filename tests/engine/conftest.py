@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from neuron_cases import EVERY, MIXED, POSITIONS, neuron_host
 from neuronmm.engine.engine import Engine, load
 from neuronmm.models.families import LAYERS, TARGETS
-from neuronmm.models.neuronx import sdk, weights
+from neuronmm.models.neuronx import intermediate, sdk
 from tiny_models import compress_tiny, fill_tiny, make_tiny, pivot_tiny, shared_spec, vary_norms, write_checkpoint
 from word_tokenizer import word_tokenizer
 
@@ -56,7 +56,7 @@ def neuron_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         elif kind == "shared":
             write_checkpoint(model, fill_tiny(model, shared_spec()), folder)
         elif kind == "pivoted":
-            monkeypatch.setattr(weights, "TILE", 1)  # tiny ranks have no full tiles
+            monkeypatch.setattr(intermediate, "TILE", 1)  # tiny ranks have no full tiles
             write_checkpoint(model, pivot_tiny(model), folder)
         else:
             ranks = {f"{LAYERS}.{i}.{name}": EVERY[name] for i in range(2) for name in TARGETS["mlp"]}
