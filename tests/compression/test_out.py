@@ -122,7 +122,7 @@ def test_a_dangerous_out_is_refused_before_the_model_is_read(
     model: str, out: str, message: str, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(shelf.parent)
-    monkeypatch.setattr(pipeline, "resolve", lambda model: pytest.fail("the model was looked at"))
+    monkeypatch.setattr(pipeline, "resolve", lambda *arguments: pytest.fail("the model was looked at"))
     for flags in FLAGS:
         with pytest.raises(UserError, match=message) as refused:
             compress(model, out, config(), **flags)
@@ -236,7 +236,7 @@ def test_an_empty_folder_is_filled_without_force(shelf: Path) -> None:
 
 
 def test_the_folder_is_locked_before_the_model_is_read(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(model: Any) -> Path:
+    def resolve(model: Any, progress: Any) -> Path:
         with pytest.raises(UserError, match="at work there"):
             Claim(shelf / "deep" / "new.partial")
         raise UserError("seen")
@@ -278,7 +278,7 @@ def test_a_lock_on_a_removed_file_is_taken_again(third: bool, tmp_path: Path, mo
 
 
 def test_a_read_only_folder_is_refused_at_once(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "resolve", lambda model: pytest.fail("the model was looked at"))
+    monkeypatch.setattr(pipeline, "resolve", lambda *arguments: pytest.fail("the model was looked at"))
     before = snapshot(shelf)
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda path, mode: Path(path) != shelf / "low")  # root may write everywhere
