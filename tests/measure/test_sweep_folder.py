@@ -62,7 +62,7 @@ def run(out: str, text: str = "text.txt", **options: Any) -> list[SweepPoint]:
 def test_a_dangerous_folder_is_refused_before_a_model_is_read(
     out: str, message: str, resume: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeping, "resolve", lambda model: pytest.fail("the model was read"))
+    monkeypatch.setattr(sweeping, "resolve", lambda *arguments: pytest.fail("the model was read"))
     (place / "link").symlink_to("model")
     (place / "nothing").symlink_to("nowhere")
     (place / "file").write_text("mine")
