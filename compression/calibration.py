@@ -7,8 +7,9 @@ model writes a user's question and then its answer (Magpie, arXiv 2406.08464).
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,16 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from neuronmm.compression.config import Rows
+from neuronmm.compression.continuation import around_user, continue_rows, first_token, sampled
 from neuronmm.compression.memory import check_row_memory
-from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run
-from neuronmm.compression.streaming import StreamedModel, run_layer
-from neuronmm.kernels.widened_linears import widened_linears
+from neuronmm.compression.streaming import StreamedModel
 from neuronmm.models.documents import read_rows, read_text
 from neuronmm.models.errors import UserError, reading
-from neuronmm.models.families import LAYERS
-from neuronmm.models.load import load_config, load_tokenizer, quiet
+from neuronmm.models.load import load_config, load_tokenizer
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
 from neuronmm.models.tensors import check_tokens
@@ -36,29 +35,32 @@ NO_ROWS = torch.zeros(0, 1, dtype=torch.long)
 """The rows of a run without calibration text."""
 
 _CACHE_BYTES = 1 << 30  # KV cache of the rows that are sampled together
-_MARK = "\u241fcontent\u241f"
 
 
-def calibration_tokens(run: Run) -> Tensor:
-    """Return the calibration tokens [rows, length] of a run: NO_ROWS if it needs no text.
+def calibration_tokens(run: Run) -> tuple[Tensor, Tensor]:
+    """Return the rows [rows, length] that a run is fitted to, and the held-out rows: NO_ROWS if it needs no text.
 
-    They are read from the interrupted run, else from the store, and are made if neither has them.
+    They are read from the interrupted run, else from the store, and are made if neither has them. For every eight rows
+    there is a held-out row, which no step of the run sees before the result is measured. A single row is both.
 
     Raises:
         UserError: as :func:`make_rows`.
     """
     if not run.config.needs_text:
-        return NO_ROWS
-    return run.workspace.tokens(lambda: run.store.tokens(lambda: make_rows(run)))
+        return NO_ROWS, NO_ROWS
+    tokens = run.workspace.tokens(lambda: run.store.tokens(lambda: make_rows(run)))
+    held_out = math.ceil(len(tokens) / 9)
+    return tokens[:-held_out] if len(tokens) > held_out else tokens, tokens[-held_out:]
 
 
 def make_rows(run: Run) -> Tensor:
-    """Read or sample the calibration tokens [rows, length] for the dense checkpoint.
+    """Read or sample the calibration tokens [rows, length] for the dense checkpoint, with the held-out rows at the end.
 
     Raises:
         UserError: the file or the checkpoint cannot be used, or the rows fit neither the model nor the memory.
     """
     folder, rows = run.dense.folder, run.config.rows
+    rows = replace(rows, count=rows.count + math.ceil(rows.count / 8))
     config = ModelConfig.parse(read_config(folder), str(folder / "config.json"))
     context = load_config(folder).max_position_embeddings
     if rows.length > context:
@@ -71,7 +73,7 @@ def make_rows(run: Run) -> Tensor:
         check_row_memory(len(tokens), rows.length, config.hidden_size, run.device)
         return tokens
     check_row_memory(rows.count, rows.length, config.hidden_size, run.device)
-    model = StreamedModel(folder, Reader(folder)[f"{LAYERS}.0.mlp.down_proj.weight"].dtype, run.device)
+    model = StreamedModel(folder, None, run.device)
     return from_model(model, tokenizer, rows, lambda fraction: run.progress("sampling text", fraction))
 
 
@@ -128,22 +130,15 @@ def _automatic_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the openings of sampled rows, used in turn: BOS, and the chat template up to the user's words.
-
-    For a tokenizer without BOS (Qwen) the opening is its end-of-text token, which separates documents in its training.
-    """
-    start: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    openings: list[list[int]] = [[start if start is not None else 0]]
+    """Return the openings of sampled rows, used in turn: BOS, and the chat template up to the user's words."""
+    openings: list[list[int]] = [[first_token(tokenizer)]]
     if tokenizer.chat_template:
-        chat = [{"role": "user", "content": _MARK}]
-        with reading("the chat template of this model's tokenizer fails; calibrate on a file of text instead"):
-            opening = str(tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
+        opening, _ = around_user(tokenizer, answer=False)
         ids: Any = tokenizer(opening, add_special_tokens=False)["input_ids"]
         openings.append(ids)
     return openings
 
 
-@torch.inference_mode()
 def from_model(
     model: StreamedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows, advance: Callable[[float], None]
 ) -> Tensor:
@@ -154,44 +149,12 @@ def from_model(
     sizes = ModelConfig.parse(model.config.to_dict(), "config.json")
     per_row = 2 * len(model) * sizes.kv_heads * sizes.head * rows.length * model.dtype.itemsize
     together = max(1, min(rows.count, _CACHE_BYTES // per_row))
-    generator = torch.Generator().manual_seed(rows.seed)
+    choose = sampled(rows.seed)
     starts = prefixes(tokenizer)
     groups: list[Tensor] = []
     for first in range(0, rows.count, together):
         members = range(first, min(first + together, rows.count))
         openings = [starts[index % len(starts)][: rows.length] for index in members]
         fraction = len(openings) / rows.count / rows.length
-        with widened_linears(model.device):
-            groups.append(_sample(model, openings, rows.length, generator, partial(advance, fraction)))
+        groups.append(continue_rows(model, openings, rows.length, choose, partial(advance, fraction)))
     return torch.cat(groups)
-
-
-def _sample(
-    model: StreamedModel, openings: list[list[int]], length: int, generator: torch.Generator, step: Callable[[], None]
-) -> Tensor:
-    """Extend each opening to ``length`` tokens: [rows, length]. A step adds a token to every row past its opening."""
-    tokens = torch.zeros(len(openings), length, dtype=torch.long)
-    for row, opening in enumerate(openings):
-        tokens[row, : len(opening)] = torch.tensor(opening)
-    opened = torch.tensor([len(opening) for opening in openings])
-    with quiet():
-        cache = DynamicCache()
-    for position in range(length - 1):
-        hidden = model.embed(tokens[:, position : position + 1])
-        rotary = model.rotary(hidden, torch.tensor([[position]]))
-        for index in range(len(model)):
-            with model.layer(index) as layer:
-                hidden = run_layer(layer, hidden, rotary, **{_cache_argument(layer): cache}, use_cache=True)
-        # One uniform number per row, inverted by the cumulative distribution; torch.multinomial draws one per logit.
-        cumulative = model.logits(hidden[:, -1]).softmax(dim=-1).cumsum(dim=-1)
-        uniform = torch.rand(len(cumulative), 1, generator=generator).to(model.device) * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1).cpu()
-        tokens[:, position + 1] = torch.where(position + 1 < opened, tokens[:, position + 1], drawn)
-        step()
-    step()
-    return tokens
-
-
-def _cache_argument(layer: torch.nn.Module) -> str:
-    """Return the name of the layers' cache argument, which transformers changed in 4.56."""
-    return "past_key_values" if "past_key_values" in inspect.signature(layer.forward).parameters else "past_key_value"

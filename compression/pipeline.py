@@ -16,6 +16,7 @@ from neuronmm.compression.calibration import calibration_tokens
 from neuronmm.compression.calibration_store import STORE, CalibrationStore, SharedStore, stored_bytes
 from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.fidelity import compare
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, make_plan, measure_spectra, needs_spectra, targeted
@@ -71,7 +72,7 @@ def compress(
         _begin(config, workspace, dense, device, plan, store)
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
-        rows = calibration_tokens(run)
+        rows, held_out = calibration_tokens(run)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         if needs_spectra(config):
             plan = make_plan(plan.linears, config, measure_spectra(run, streamed, plan.linears, rows))
@@ -85,6 +86,7 @@ def compress(
         def finish(final: Path) -> None:
             _assemble(run, final, contents, spec)
             recovery = result["recovery"] = last_steps(run, final, rows)
+            result["fidelity"] = compare(run, final, held_out)
             # A resumed run adds the time of the layers and epochs that the interrupted run finished.
             earlier = sum(layer["seconds"] for layer in layers[:resumed_layers])
             earlier += recovery["resumed_seconds"] if recovery else 0.0
@@ -217,6 +219,7 @@ def _facts(run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, A
         "transformers": transformers.__version__,
         "matrices": matrices,
         "recovery": None,
+        "fidelity": None,
     }
 
 

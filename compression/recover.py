@@ -20,6 +20,7 @@ from neuronmm.compression.checkpoint import copy_checkpoint, store_int8
 from neuronmm.compression.config import CompressionConfig, accepts_old_names
 from neuronmm.compression.distillation import rows_per_pass
 from neuronmm.compression.factor_training import Recovery, train_factors
+from neuronmm.compression.fidelity import compare
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run, check_device
@@ -95,11 +96,12 @@ def recover(
         shared = SharedStore(store, source, device, config) if store is not None else None
         run = Run(config, workspace, source, device, shared or CalibrationStore(), progress)
 
-        rows = calibration_tokens(run)
+        rows, held_out = calibration_tokens(run)
 
         def finish(final: Path) -> None:
             copy_checkpoint(folder, final)
             recovery = result["recovery"] = last_steps(run, final, rows)
+            result["fidelity"] = compare(run, final, held_out)
             result["bytes"]["compressed"] = Reader(final).total_bytes()
             resumed = recovery["resumed_seconds"] if recovery else 0.0
             result["seconds"] += resumed + time.perf_counter() - began

@@ -86,8 +86,25 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
         *([("recovery", f"{loss['loss_before']:.4f} -> {loss['loss_after']:.4f} nats per token from the dense model, "
                         f"on held-out rows{'' if loss['kept'] else ': no gain, the factors did not change'}")]
           if (loss := report["recovery"]) else []),
+        *_distance_row(report),
         ("time, peak memory", f"{report['seconds']:.0f} s, {report['peak_rss_bytes'] / 2**30:.2f} GiB resident"),
     ]  # fmt: skip
+
+
+def warnings(report: dict[str, Any]) -> list[str]:
+    """Return the sentences that a user has to read before the checkpoint is used; older reports have none."""
+    return (report.get("fidelity") or {}).get("warnings", [])
+
+
+def _distance_row(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the row about the measured distance from the dense model, if there is one."""
+    distance = (report.get("fidelity") or {}).get("distance")
+    if not distance:
+        return []
+    error = "" if distance["kl_standard_error"] is None else f" ± {distance['kl_standard_error']:.3f}"
+    measured = f"{distance['kl']:.3f}{error} nats per token (KL divergence), the same next token in"
+    size = f"{distance['rows']} x {distance['length']} held-out tokens"
+    return [("distance from dense", f"{measured} {distance['agreement']:.1%} of {size}")]
 
 
 def _method(report: dict[str, Any]) -> str:
@@ -107,6 +124,8 @@ def as_markdown(report: dict[str, Any]) -> str:
     """Return the Markdown table: the summary, then one row per matrix."""
     lines = ["# Compression report", ""]
     lines += [f"- {what}: {value}" for what, value in summary(report)]
+    lines += [f"- **warning**: {warning}" for warning in warnings(report)]
+    lines += _samples(report)
     lines += ["", "| linear | out x in | rank | removed | relative error |", "|---|---|---:|---:|---:|"]
     for matrix in report["matrices"]:
         rank = matrix["rank"] or "dense"
@@ -115,3 +134,15 @@ def as_markdown(report: dict[str, Any]) -> str:
         name = " + ".join([matrix["name"], *(other.rpartition(".")[2] for other in matrix["sharing"])])
         lines.append(f"| {name} | {shape} | {rank} | {removed:.2%} | {error:.4f} |")
     return "\n".join(lines) + "\n"
+
+
+def _samples(report: dict[str, Any]) -> list[str]:
+    """Return the texts of the dense and of the compressed model, one after the other for each prompt."""
+    lines: list[str] = []
+    for sample in (report.get("fidelity") or {}).get("samples", []):
+        lines += ["", f"## {sample['prompt']}"]
+        for which in ("dense", "compressed"):
+            note = " (repeats itself)" if sample[which]["loops"] else ""
+            lines += ["", f"The {which} model{note}:", ""]
+            lines += [f"    {line}" for line in sample[which]["text"].splitlines()]
+    return [*lines, "", "## Linears"] if lines else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,9 @@ from neuronmm.compression.reader import Reader
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_config, quiet
+from neuronmm.models.patch import patch
+from neuronmm.models.source import read_config
+from neuronmm.models.spec import CompressionSpec
 from neuronmm.models.tensors import check_tokens
 
 RESIDENT_BYTES = 1 << 30
@@ -23,6 +26,8 @@ RESIDENT_BYTES = 1 << 30
 
 BATCH_TOKENS = 2048
 """Calibration tokens per forward pass of a layer."""
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 Rotary = tuple[Tensor, Tensor]
 """RoPE's cos and sin [1, length, head_dim]."""
@@ -47,24 +52,27 @@ class Streams:
 
 
 class StreamedModel:
-    """The decoder layers, embedding and head of a checkpoint, loaded one at a time.
+    """The decoder layers, embedding and head of a checkpoint, dense or compressed, loaded one at a time.
 
-    The modules are those of transformers, built without weights. Each layer's tensors are loaded in turn, in ``dtype``,
-    on ``device``.
+    The modules are those of transformers and, in a compressed checkpoint, of :mod:`neuronmm.models`, built without
+    weights. Each layer's tensors are loaded in turn, in ``dtype`` (None: the checkpoint's), on ``device``.
 
     Raises:
         UserError: unsupported architecture, or tensors that do not fit config.json.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None, device: str = "cpu") -> None:
         self.config = load_config(folder)
         self.reader = Reader(folder)
-        self.dtype, self.device = dtype, torch.device(device)
+        self.dtype, self.device = dtype or self.reader[_EMBEDDING].dtype, torch.device(device)
         with quiet(), reading(f"{folder / 'config.json'}: transformers cannot build this model"):
             with torch.device("meta"):
                 skeleton = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa").eval()
             # The rotary frequencies are computed, not loaded, so that module is built with memory.
             self._rotary = type(skeleton.model.rotary_emb)(config=self.config).to(self.device)
+        block = read_config(folder).get("quantization_config")
+        if block is not None:
+            patch(skeleton, CompressionSpec.parse(block, str(folder / "config.json")))
         self._layers: nn.ModuleList = skeleton.model.layers
         self._norm = skeleton.model.norm
         self._resident = self.reader.total_bytes() <= RESIDENT_BYTES
@@ -78,7 +86,7 @@ class StreamedModel:
         Raises:
             UserError: a token is outside the vocabulary.
         """
-        table = self.reader[f"{LAYERS.rpartition('.')[0]}.embed_tokens.weight"]
+        table = self.reader[_EMBEDDING]
         check_tokens(tokens, len(table))
         return nn.functional.embedding(tokens, table).to(self.device, self.dtype)
 
@@ -98,12 +106,13 @@ class StreamedModel:
         rotary = self.rotary(absent, torch.arange(tokens.shape[1])[None])
         return Streams(hidden.get("dense", absent), hidden.get("compressed", absent), rotary)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm and the head: [rows, hidden] -> [rows, vocab], float32."""
+    @contextmanager
+    def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Load the final norm and the head for the duration of the block: [rows, hidden] -> [rows, vocab], float32."""
         tied = self.config.tie_word_embeddings
-        head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        weight = self._weight(_EMBEDDING if tied else "lm_head.weight")
         with self._loaded(self._norm, "model.norm.") as norm:
-            return nn.functional.linear(norm(hidden), self._weight(head)).float()
+            yield lambda hidden: nn.functional.linear(norm(hidden), weight).float()
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
@@ -117,7 +126,9 @@ class StreamedModel:
             module.to("meta")
 
     def _weight(self, name: str) -> Tensor:
-        return self.reader[name].to(self.device, self.dtype)
+        tensor = self.reader[name]
+        exact = not tensor.is_floating_point() or name.endswith(".weight_scale")  # int8 factors, their scales, pivots
+        return tensor.to(self.device, tensor.dtype if exact else self.dtype)
 
     @contextmanager
     def _loaded(self, module: nn.Module, prefix: str) -> Iterator[nn.Module]:

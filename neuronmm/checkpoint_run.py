@@ -39,7 +39,7 @@ def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]
     from rich.console import Console
     from rich.table import Table
 
-    from neuronmm.compression.report import summary
+    from neuronmm.compression.report import summary, warnings
     from neuronmm.compression.workspace import work_folder
     from neuronmm.progress import stage_progress
 
@@ -53,11 +53,13 @@ def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]
         )
         print(f"interrupted; {state}", file=sys.stderr)
         raise
+    for warning in warnings(report):
+        print(f"neuronmm: warning: {warning}", file=sys.stderr)
     if args.json:
         print(json.dumps(report))
         return
     table = Table(title=f"{args.out}", show_header=False, title_justify="left")
     for what, value in summary(report):
         table.add_row(what, value)
-    table.add_row("every matrix", f"{args.out}/compression_report.md")
+    table.add_row("every matrix, and a sample of both models", f"{args.out}/compression_report.md")
     Console().print(table)

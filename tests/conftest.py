@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 import draws
 import xla_oracle as xla
-from neuronmm.compression import recover
+from neuronmm.compression import fidelity, recover
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factor_training import Recovery
 from neuronmm.compression.recover import recovery_of
@@ -46,6 +46,12 @@ def _xla_verifies_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         xla.verify(module)
 
     monkeypatch.setattr(program, "check", check)
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the text that both models write at the end of a compression."""
+    monkeypatch.setattr(fidelity, "_NEW_TOKENS", 4)
 
 
 @pytest.fixture

@@ -89,7 +89,8 @@ def test_streamed_layers_compute_what_the_whole_model_does(
                 with streamed.layer(index) as layer:
                     hidden = run_layer(layer, hidden, rotary)
                 assert next(layer.parameters()).is_meta is not resident
-            torch.testing.assert_close(streamed.logits(hidden.flatten(0, 1)), want.flatten(0, 1))
+            with streamed.head() as logits:
+                torch.testing.assert_close(logits(hidden.flatten(0, 1)), want.flatten(0, 1))
 
 
 def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Path]) -> None:
@@ -118,8 +119,8 @@ def test_rows_are_sampled_in_groups_that_bound_the_cache(
     per_row = 2 * 2 * 2 * 8 * 12 * 4  # K and V, layers, KV heads, head dimension, length, bytes
     monkeypatch.setattr(calibration, "_CACHE_BYTES", 2 * per_row)
     sizes: list[int] = []
-    inner = calibration._sample
-    monkeypatch.setattr(calibration, "_sample", lambda m, o, *rest: sizes.append(len(o)) or inner(m, o, *rest))
+    inner = calibration.continue_rows
+    monkeypatch.setattr(calibration, "continue_rows", lambda m, o, *rest: sizes.append(len(o)) or inner(m, o, *rest))
     rows = from_model(model, word_tokenizer(), Rows(5, 12, 0), lambda fraction: None)
     assert sizes == [2, 2, 1] and rows.shape == (5, 12)
     assert rows[:, 0].tolist() == [1, 3, 1, 3, 1]

@@ -1,0 +1,92 @@
+"""Let a model that is streamed from disk continue rows of tokens, with the weights of one layer in memory at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedTokenizerBase
+
+from neuronmm.compression.streaming import StreamedModel, run_layer
+from neuronmm.kernels.widened_linears import widened_linears
+from neuronmm.models.errors import reading
+from neuronmm.models.load import quiet
+
+Choice = Callable[[Tensor], Tensor]
+"""Choose the next tokens [rows] from logits [rows, vocabulary]."""
+
+_MARK = "\u241fcontent\u241f"
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Choose the most probable token of each row."""
+    return logits.argmax(dim=-1)
+
+
+def sampled(seed: int) -> Choice:
+    """Return a choice that samples at temperature 1, seeded."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> Tensor:
+        # One uniform number per row, inverted by the cumulative distribution; torch.multinomial draws one per logit.
+        cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
+        uniform = torch.rand(len(cumulative), 1, generator=generator).to(logits.device) * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1)
+
+    return choose
+
+
+@torch.inference_mode()
+def continue_rows(
+    model: StreamedModel, openings: Sequence[Sequence[int]], length: int, choose: Choice, advance: Callable[[], None]
+) -> Tensor:
+    """Continue each opening to ``length`` tokens: [rows, length].
+
+    All rows advance by one token at a time. ``advance`` is called ``length`` times.
+    """
+    tokens = torch.zeros(len(openings), length, dtype=torch.long)
+    for row, opening in enumerate(openings):
+        tokens[row, : len(opening)] = torch.tensor(opening)
+    opened = torch.tensor([len(opening) for opening in openings])
+    with quiet():
+        cache = DynamicCache()
+    with widened_linears(model.device):
+        for position in range(length - 1):
+            hidden = model.embed(tokens[:, position : position + 1])
+            rotary = model.rotary(hidden, torch.tensor([[position]]))
+            for index in range(len(model)):
+                with model.layer(index) as layer:
+                    hidden = run_layer(layer, hidden, rotary, **{_cache_argument(layer): cache}, use_cache=True)
+            with model.head() as logits:
+                chosen = choose(logits(hidden[:, -1])).cpu()
+            tokens[:, position + 1] = torch.where(position + 1 < opened, tokens[:, position + 1], chosen)
+            advance()
+    advance()
+    return tokens
+
+
+def around_user(tokenizer: PreTrainedTokenizerBase, *, answer: bool) -> tuple[str, str]:
+    """Return what the chat template puts before and after a user's words; with ``answer``, up to the answer's start.
+
+    Raises:
+        UserError: the template fails.
+    """
+    chat = [{"role": "user", "content": _MARK}]
+    with reading("the chat template of this model's tokenizer fails; calibrate on a file of text instead"):
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer))
+    before, _, after = text.partition(_MARK)
+    return before, after
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token before a text: BOS, or the end-of-text token (Qwen), which separates documents in training."""
+    start: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    return start if start is not None else 0
+
+
+def _cache_argument(layer: torch.nn.Module) -> str:
+    """Return the name of the layers' cache argument, which transformers changed in 4.56."""
+    return "past_key_values" if "past_key_values" in inspect.signature(layer.forward).parameters else "past_key_value"

@@ -1,0 +1,158 @@
+"""How far a compressed model is from the dense one: measured on held-out text, and shown by what both models write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+from transformers import PreTrainedTokenizerBase
+
+from neuronmm.compression.continuation import around_user, continue_rows, first_token, greedy
+from neuronmm.compression.run import Run
+from neuronmm.compression.streaming import StreamedModel, advance
+from neuronmm.models.errors import UserError
+from neuronmm.models.load import load_config, load_tokenizer
+
+LARGEST_KL = 0.5
+"""Nats per token on held-out text from which a checkpoint gets a warning (docs/results/quality.md)."""
+
+_PROMPTS = ("Why is the sky blue?", "Write a Python function that checks whether a string is a palindrome.")
+_BEGINNINGS = ("The capital of France is", "def is_palindrome(text):")  # for models without a chat template
+_NEW_TOKENS = 96
+_CHUNK = 128  # positions per call of the head, whose logits would otherwise take more memory than a layer
+_REPEATS, _LOOP_TOKENS = 3, 16
+
+
+def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
+    """Compare the checkpoint in ``folder`` with the dense model of ``run``; one layer is in memory at a time.
+
+    Args:
+        run: the run that wrote the checkpoint.
+        folder: the checkpoint.
+        rows: held-out token ids [rows, length]; without rows nothing is measured, and the models only write samples.
+
+    Returns:
+        Plain values for the report. ``kl`` is the KL divergence of the next-token distributions from the dense ones in
+        nats per token, ``agreement`` the fraction of positions at which both models' most probable token is the same.
+    """
+    measured = _distance(run, folder, rows) if rows.numel() else None
+    samples = _samples(run, folder)
+    return {"kind": "measured", "distance": measured, "samples": samples, "warnings": _warnings(measured, samples)}
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Return whether ``tokens`` end in a loop: one passage three times or more, in 16 tokens or more."""
+    longest = len(tokens) // _REPEATS
+    for period in range(1, longest + 1):
+        tail = tokens[-max(_REPEATS * period, _LOOP_TOKENS) :]
+        if len(tail) >= _LOOP_TOKENS and all(a == b for a, b in zip(tail, tail[period:], strict=False)):
+            return True
+    return False
+
+
+@torch.inference_mode()
+def _distance(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
+    """Return the KL divergence of each row, its mean and standard error, and the agreement of the greedy tokens."""
+    dense = StreamedModel(run.dense.folder, torch.float32, run.device)
+    low = StreamedModel(folder, torch.float32, run.device)
+    step = partial(run.progress, "comparing", 0.5 / (len(dense) + len(low)))
+    expected, states = _final_states(dense, rows, step), _final_states(low, rows, step)
+    divergences, same, positions = list[float](), 0, rows[:, 1:].numel()
+    with dense.head() as logits:  # the norm and the head are not compressed
+        for want, got in zip(expected, states, strict=True):
+            total = 0.0
+            for a, b in zip(want[:-1].split(_CHUNK), got[:-1].split(_CHUNK), strict=True):
+                target, result = logits(a).log_softmax(-1), logits(b).log_softmax(-1)
+                total += float(kl_div(result, target, reduction="sum", log_target=True))
+                same += int((target.argmax(-1) == result.argmax(-1)).sum())
+            divergences.append(total / max(len(want) - 1, 1))
+    values = torch.tensor(divergences, dtype=torch.float64)
+    return {
+        "rows": len(rows),
+        "length": rows.shape[1],
+        "kl": float(values.mean()),
+        "kl_standard_error": float(values.std() / len(values) ** 0.5) if len(values) > 1 else None,
+        "agreement": same / positions,
+    }
+
+
+def _final_states(model: StreamedModel, rows: Tensor, step: Any) -> Tensor:
+    """Return the outputs [rows, length, hidden] of the last decoder layer."""
+    streams = model.streams(rows, ("dense",))
+    for index in range(len(model)):
+        with model.layer(index) as layer:
+            streams.dense = advance(layer, streams.dense, streams.rotary)
+        model.reader.close()  # pages of a mapped shard count as resident
+        step()
+    return streams.dense
+
+
+def _samples(run: Run, folder: Path) -> list[dict[str, Any]]:
+    """Return what both models write greedily after the same prompts; nothing if a prompt does not fit the model."""
+    config = load_config(run.dense.folder)
+    try:
+        tokenizer = load_tokenizer(run.dense.folder)
+        prompts = [*_openings(tokenizer)]
+    except UserError:  # the weights alone are a complete input
+        return []
+    longest = min(max(len(ids) for _, ids in prompts) + _NEW_TOKENS, config.max_position_embeddings)
+    if any(len(ids) >= longest or max(ids) >= config.vocab_size for _, ids in prompts):
+        return []
+    texts: list[list[tuple[str, bool]]] = []
+    for source in (run.dense.folder, folder):
+        model = StreamedModel(source, None, run.device)
+        step = partial(run.progress, "comparing", 0.25 / longest)
+        tokens = continue_rows(model, [ids for _, ids in prompts], longest, greedy, step).tolist()
+        written = [row[len(ids) :][:_NEW_TOKENS] for row, (_, ids) in zip(tokens, prompts, strict=True)]
+        ends = _ends(model, tokenizer)
+        texts.append([_text(tokenizer, row, ends) for row in written])
+    return [
+        {
+            "prompt": prompt,
+            "dense": {"text": dense[0], "loops": dense[1]},
+            "compressed": {"text": low[0], "loops": low[1]},
+        }
+        for (prompt, _), dense, low in zip(prompts, *texts, strict=True)
+    ]
+
+
+def _openings(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
+    """Yield the prompts and their tokens, in the chat template if the tokenizer has one."""
+    before, after = around_user(tokenizer, answer=True) if tokenizer.chat_template else ("", "")
+    for prompt in _PROMPTS if tokenizer.chat_template else _BEGINNINGS:
+        ids: Any = tokenizer(before + prompt + after, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        yield prompt, ids or [first_token(tokenizer)]
+
+
+def _ends(model: StreamedModel, tokenizer: PreTrainedTokenizerBase) -> set[Any]:
+    """Return the tokens that end a text."""
+    end = model.config.eos_token_id
+    return {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: set[Any]) -> tuple[str, bool]:
+    """Return the text of ``ids`` up to its end, and whether it ends in a loop."""
+    stop = next((number for number, token in enumerate(ids) if token in ends), len(ids))
+    return str(tokenizer.decode(ids[:stop], skip_special_tokens=True)), loops(ids[:stop])
+
+
+def _warnings(distance: dict[str, Any] | None, samples: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each sign that the compressed model is no substitute for the dense one."""
+    warnings = []
+    if distance is not None and not distance["kl"] <= LARGEST_KL:
+        warnings.append(
+            f"the compressed model is far from the dense one ({distance['kl']:.2f} nats per token on held-out text, "
+            f"more than {LARGEST_KL}); lower --ratio, or calibrate on more text like yours"
+        )
+    looping = [s["prompt"] for s in samples if s["compressed"]["loops"] and not s["dense"]["loops"]]
+    if looping:
+        warnings.append(
+            f"the compressed model repeats itself where the dense one does not (after {looping[0]!r}); lower --ratio, "
+            "or calibrate on more text like yours"
+        )
+    return warnings
