@@ -6,7 +6,6 @@ that memory does not grow with the model. transformers itself would hold all wei
 
 from __future__ import annotations
 
-import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
+from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import family_of
 from neuronmm.models.gguf_header import StoredTensor, read_header
@@ -82,15 +82,23 @@ def _clean(config: Any, rope_factors: Tensor | None, where: str) -> PretrainedCo
     else:
         values["rope_scaling"] = rope
     scaled: PretrainedConfig = type(config).from_dict(values)
-    plain = type(config).from_dict(config.to_dict())
-    theta = (getattr(plain, "rope_parameters", None) or vars(plain))["rope_theta"]
+    _check_rope(scaled, rope_factors, where)
+    return scaled
+
+
+def _check_rope(scaled: PretrainedConfig, rope_factors: Tensor, where: str) -> None:
+    """Check that the frequencies of the configuration ``scaled`` are those of the file.
+
+    Raises:
+        UserError: they are not.
+    """
+    theta = (getattr(scaled, "rope_parameters", None) or vars(scaled))["rope_theta"]
     exponents = torch.arange(0, len(rope_factors)) / len(rope_factors)
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
     if frequencies.shape != rope_factors.shape or not torch.allclose(
         frequencies, theta**-exponents / rope_factors, rtol=1e-3
     ):
         raise UserError(f"{where}: {_ROPE_FACTORS} holds a RoPE scaling other than that of Llama 3.x; not supported")
-    return scaled
 
 
 class _Weights:
@@ -101,7 +109,8 @@ class _Weights:
     """
 
     def __init__(self, file: Path, stored: dict[str, StoredTensor], config: ModelConfig) -> None:
-        self._file, self._stored, self._config = file, dict(stored), config
+        self._file, self._stored, self._config = file, stored, config
+        self._content: Bytes = np.memmap(file, np.uint8, "r")
         self._gguf_names: dict[str, str] = {}
         names = _names(config)
         unused = set(stored) - {_ROPE_FACTORS}
@@ -127,7 +136,7 @@ class _Weights:
         """Return the numbers by which RoPE's frequencies are divided, float32 [head / 2]; None if there are none."""
         if _ROPE_FACTORS not in self._stored:
             return None
-        factors = _dequantize(np.memmap(self._file, np.uint8, "r"), self._stored[_ROPE_FACTORS], 0, 1).flatten()
+        factors = self._rows(_ROPE_FACTORS, 0, 1).flatten()
         check_finite(_ROPE_FACTORS, factors, self._file)
         return factors
 
@@ -143,33 +152,44 @@ class _Weights:
         }
         split = split_torch_state_dict_into_shards(empty, max_shard_size=_SHARD)
         total = sum(tensor.numel() for tensor in empty.values())
-        content = np.memmap(self._file, np.uint8, "r")
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             for shard, names in split.filename_to_tensors.items():
                 tensors = {}
                 for name in names:
-                    tensors[name] = self._bf16(name, content, threads)
+                    tensors[name] = self._bf16(name, threads)
                     progress("dequantising", empty[name].numel() / total)
                 save_file(tensors, folder / shard, metadata={"format": "pt"})
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_json(folder / "model.safetensors.index.json", index)
 
-    def _bf16(self, name: str, content: Bytes, threads: ThreadPoolExecutor) -> Tensor:
-        stored = self._stored[self._gguf_names[name]]
+    def _bf16(self, name: str, threads: ThreadPoolExecutor) -> Tensor:
+        gguf_name = self._gguf_names[name]
+        stored = self._stored[gguf_name]
         rows, width = math.prod(stored.shape[:-1]), stored.shape[-1]
         result = torch.empty(rows, width, dtype=torch.bfloat16)
         step = max(1, _PIECE // width)
 
         def fill(start: int) -> None:
-            result[start : start + step] = _dequantize(content, stored, start, min(step, rows - start))
+            result[start : start + step] = self._rows(gguf_name, start, min(step, rows - start))
 
-        with reading(f"{self._file}: {self._gguf_names[name]} of type {stored.type.name} cannot be dequantised"):
-            for _ in threads.map(fill, range(0, rows, step)):
-                pass
+        for _ in threads.map(fill, range(0, rows, step)):
+            pass
         check_finite(name, result, self._file)
         tensor = result.view(stored.shape)
         return self._in_halves(name, tensor) if self._config.model_type == "llama" else tensor
+
+    def _rows(self, gguf_name: str, start: int, rows: int) -> Tensor:
+        """Return ``rows`` rows of a tensor from row ``start`` on, float32 [rows, width]."""
+        stored = self._stored[gguf_name]
+        begin = stored.offset + start * stored.row_bytes
+        data = self._content[begin : begin + rows * stored.row_bytes].reshape(rows, stored.row_bytes)
+        with (
+            reading(f"{self._file}: {gguf_name} of type {stored.type.name} cannot be dequantised"),
+            np.errstate(all="ignore"),  # a damaged scale overflows; the result is checked
+        ):
+            values = dequantize(data, stored.type)
+        return torch.from_numpy(np.array(values, np.float32))
 
     def _in_halves(self, name: str, tensor: Tensor) -> Tensor:
         """Return the rows of a query or key projection in the order of transformers.
@@ -186,12 +206,3 @@ class _Weights:
 def _names(config: ModelConfig) -> TensorNameMap:
     (arch,) = (arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == config.model_type)
     return get_tensor_name_map(arch, config.num_hidden_layers)
-
-
-def _dequantize(content: Bytes, stored: StoredTensor, start: int, rows: int) -> Tensor:
-    """Return ``rows`` rows from row ``start`` on, float32 [rows, width]."""
-    begin = stored.offset + start * stored.row_bytes
-    data = content[begin : begin + rows * stored.row_bytes]
-    with np.errstate(all="ignore"):  # a damaged scale overflows; the result is checked
-        values = dequantize(data.reshape(rows, stored.row_bytes), stored.type)
-    return torch.from_numpy(np.array(values, np.float32))
