@@ -134,8 +134,8 @@ def _openings(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[in
 
 def _ends(model: StreamedModel, tokenizer: PreTrainedTokenizerBase) -> set[Any]:
     """Return the tokens that end a text."""
-    end = model.config.eos_token_id
-    return {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
+    ends: list[Any] = [tokenizer.eos_token_id, model.config.eos_token_id]
+    return {token for end in ends for token in (end if isinstance(end, list) else [end])}
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: set[Any]) -> tuple[str, bool]:
