@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,7 @@ def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
 
 def loops(tokens: Sequence[int]) -> bool:
     """Return whether ``tokens`` end in a loop: one passage three times or more, in 16 tokens or more."""
-    longest = len(tokens) // _REPEATS
-    for period in range(1, longest + 1):
+    for period in range(1, len(tokens) // _REPEATS + 1):
         tail = tokens[-max(_REPEATS * period, _LOOP_TOKENS) :]
         if len(tail) >= _LOOP_TOKENS and all(a == b for a, b in zip(tail, tail[period:], strict=False)):
             return True
@@ -84,7 +83,7 @@ def _distance(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
     }
 
 
-def _final_states(model: StreamedModel, rows: Tensor, step: Any) -> Tensor:
+def _final_states(model: StreamedModel, rows: Tensor, step: Callable[[], None]) -> Tensor:
     """Return the outputs [rows, length, hidden] of the last decoder layer."""
     streams = model.streams(rows, ("dense",))
     for index in range(len(model)):
@@ -100,19 +99,19 @@ def _samples(run: Run, folder: Path) -> list[dict[str, Any]]:
     config = load_config(run.dense.folder)
     try:
         tokenizer = load_tokenizer(run.dense.folder)
-        prompts = [*_openings(tokenizer)]
+        prompts = list(_openings(tokenizer))
     except UserError:  # the weights alone are a complete input
         return []
     longest = min(max(len(ids) for _, ids in prompts) + _NEW_TOKENS, config.max_position_embeddings)
     if any(len(ids) >= longest or max(ids) >= config.vocab_size for _, ids in prompts):
         return []
+    ends = _ends(config, tokenizer)
     texts: list[list[tuple[str, bool]]] = []
     for source in (run.dense.folder, folder):
         model = StreamedModel(source, None, run.device)
         step = partial(run.progress, "comparing", 0.25 / longest)
         tokens = continue_rows(model, [ids for _, ids in prompts], longest, greedy, step).tolist()
         written = [row[len(ids) :][:_NEW_TOKENS] for row, (_, ids) in zip(tokens, prompts, strict=True)]
-        ends = _ends(model, tokenizer)
         texts.append([_text(tokenizer, row, ends) for row in written])
     return [
         {
@@ -132,9 +131,9 @@ def _openings(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[in
         yield prompt, ids or [first_token(tokenizer)]
 
 
-def _ends(model: StreamedModel, tokenizer: PreTrainedTokenizerBase) -> set[Any]:
+def _ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> set[Any]:
     """Return the tokens that end a text."""
-    ends: list[Any] = [tokenizer.eos_token_id, model.config.eos_token_id]
+    ends: list[Any] = [tokenizer.eos_token_id, config.eos_token_id]
     return {token for end in ends for token in (end if isinstance(end, list) else [end])}
 
 
