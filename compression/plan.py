@@ -79,7 +79,7 @@ def targeted(reader: Reader, layers: int, config: CompressionConfig) -> list[Lin
 
 def needs_spectra(config: CompressionConfig) -> bool:
     """Return whether the plan depends on the calibration text."""
-    return config.allocation == "global" or config.share_a == "auto"
+    return config.allocation == "global" or config.share_a == "auto" or config.budget is not None
 
 
 def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[str, Tensor] | None = None) -> Plan:

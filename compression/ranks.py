@@ -6,7 +6,7 @@ therefore lets each matrix take the aligned rank below or above its exact rank, 
 break-even. Matrix by matrix, it makes the choice that keeps the running total nearest to the requested fraction, so low
 and high ranks alternate over the depth.
 
-The global allocation, :func:`allocate`, divides one parameter budget over all linears. It is greedy on the whitened
+The global allocation, :func:`allocate`, divides the parameters over all linears. It is greedy on the whitened
 spectra: the next tile of ranks goes to the linear whose loss it reduces most per parameter. Each further rank of
 pivoted factors costs less, so there a step may be several tiles, up to dense. A floor keeps every linear at a fraction
 of its uniform rank, because a spectrum measured on one text predicts little about another.

@@ -32,7 +32,7 @@ class Matrix(TypedDict):
 REPORT = "compression_report.json"
 """The file name of the JSON document in the folder of a compressed checkpoint."""
 
-SETTINGS = ("allocation", "share_a", "refine", "recover", "form", "factor_dtype", "damping")
+SETTINGS = ("budget", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "damping")
 """The settings that the report adds to those of the checkpoint's ``quantization_config``."""
 
 _TABLE = "compression_report.md"
@@ -73,7 +73,7 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("model", report["model"]),
         ("method, targets", f"{_method(report)}, {report['targets']}"),
-        ("ratio asked", f"{report['asked_ratio']:.2%} of the targeted weights removed"),
+        _ratio_row(report),
         ("ratio realised", f"{report['realised_ratio']:.2%} (ranks in multiples of {report['align']})"),
         ("whole model", f"{report['parameters']['dense']:,} -> {report['parameters']['compressed']:,} parameters "
                         f"({report['model_ratio']:.2%} removed)"),
@@ -89,6 +89,16 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
         *_distance_row(report),
         ("time, peak memory", f"{report['seconds']:.0f} s, {report['peak_rss_bytes'] / 2**30:.2f} GiB resident"),
     ]  # fmt: skip
+
+
+def _ratio_row(report: dict[str, Any]) -> tuple[str, str]:
+    """Return the row about the ratio, which the user gave, or which the budget allows."""
+    ratio = f"{report['asked_ratio']:.2%} of the targeted weights removed"
+    if report.get("budget") is None:
+        return "ratio asked", ratio
+    found = next(trial for trial in report["search"] if trial["ratio"] == report["asked_ratio"])
+    before = "before refinement " if report["refine"] != "off" else ""
+    return "ratio found", f"{ratio}; {before}{found['kl']:.3f} nats per token, the budget is {report['budget']:g}"
 
 
 def warnings(report: dict[str, Any]) -> list[str]:

@@ -24,11 +24,13 @@ from neuronmm.models.output import Inputs, is_within, keep_apart, output_folder,
 RUN = "run.json"
 """The file with the settings of the run in a work folder."""
 
+_SEARCH = "search.json"
+
 _FINAL, _REPLACED, _MOMENTS = "final", "replaced", "moments"
 _STATES = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
 _UNFINISHED = (f"*{WRITING}", f"*{WRITING}/")
 _FOLDERS = tuple(f"{name}/" for name in (_FINAL, _REPLACED, _MOMENTS))
-_KNOWN = (MARK, RUN, *_FOLDERS, *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)
+_KNOWN = (MARK, RUN, _SEARCH, *_FOLDERS, *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)
 """The names of all files and folders that a run writes into its folder."""
 
 
@@ -153,6 +155,14 @@ class Workspace:
         while count and read_header(self._file(f"hidden-{count:05d}"), streams) is None:
             count -= 1
         return count
+
+    def save_search(self, trials: list[dict[str, Any]]) -> None:
+        """Write the measurements of a finished search of the ratio."""
+        write_json(self.folder / _SEARCH, {"trials": trials})
+
+    def search(self) -> list[dict[str, Any]] | None:
+        """Return the measurements of the search that the interrupted run finished; None if it did not."""
+        return (read_own(self.folder / _SEARCH) or {}).get("trials")
 
     def save_layer(self, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write one finished layer and its facts for the report."""

@@ -16,8 +16,8 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 
 def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    tiny_checkpoint(tmp_path / "out" / "smollm2-0.2")
-    word_tokenizer().save_pretrained(tmp_path / "out" / "smollm2-0.2")
+    tiny_checkpoint(tmp_path / "out" / "smollm2-balanced")
+    word_tokenizer().save_pretrained(tmp_path / "out" / "smollm2-balanced")
     blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 5
     namespace: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """compress a checkpoint by SVD into a low-rank checkpoint
 
 examples:
-  neuronmm compress meta-llama/Llama-3.2-1B -o llama-1b-low --ratio 0.2
+  neuronmm compress meta-llama/Llama-3.2-1B -o llama-1b-low --budget balanced
   neuronmm compress ./Qwen3-4B -o qwen3-low --ratio 0.3 --targets all --calibration wiki.txt
   neuronmm compress SmolLM2.gguf -o smol-low --method svd --json
   neuronmm compress ./Llama-3.1-8B -o llama-8b-low --recipe configs/default.yaml --resume
@@ -26,7 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ratio", type=float, help="fraction of the targeted weights to remove, 0.05 to 0.6 (default 0.2)"
     )
     parser.add_argument(
-        "--targets", choices=("mlp", "attention", "all"), help="which linears to factorise (default mlp)"
+        "--budget",
+        metavar="NATS|faithful|balanced",
+        help="instead of a ratio, the largest distance from the dense model: KL divergence in nats per token on "
+        "held-out calibration text (faithful: 0.05, balanced: 0.1); the largest ratio within it is measured",
+    )
+    parser.add_argument(
+        "--targets",
+        choices=("mlp", "attention", "all"),
+        help="which linears to factorise (default mlp; with --budget all)",
     )
     parser.add_argument(
         "--method",
@@ -83,6 +91,7 @@ def run(args: argparse.Namespace) -> None:
     config = CompressionConfig.build(
         args.recipe,
         ratio=args.ratio,
+        budget=args.budget,
         targets=args.targets,
         method=args.method,
         allocation=args.allocation,

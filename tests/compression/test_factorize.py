@@ -164,7 +164,8 @@ def test_a_shared_a_loses_the_sum_of_the_relative_losses_and_keeps_linears_of_lo
 
     def lost(linear: Linear) -> list[float]:
         pair = LayerPair(layer, "")
-        pair.replace(linear, factorize(pair.weight(linear), 8, moments), torch.float32)
+        factors = factorize(pair.weight(linear), 8, moments)
+        pair.replace(linear, factors.A, factors.B, torch.float32)
         compressed = pair.compressed
         gaps = [(compressed.get_submodule(m.name)(x) - layer.get_submodule(m.name)(x)).square().sum() for m in members]
         return [float(gap) / whole for gap, whole in zip(gaps, energies, strict=True)]

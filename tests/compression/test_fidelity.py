@@ -28,7 +28,8 @@ from word_tokenizer import word_tokenizer
 
 
 def run_on(dense: Path, progress: Any = no_progress) -> Any:
-    return SimpleNamespace(dense=Reader(dense), device="cpu", progress=progress)
+    settings = SimpleNamespace(budget=None)
+    return SimpleNamespace(dense=Reader(dense), device="cpu", progress=progress, config=settings)
 
 
 @pytest.mark.parametrize("settings", [{"form": "two"}, {"form": "pivoted"}, {"factor_dtype": "int8"}])

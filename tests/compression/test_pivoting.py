@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from draws import examples
-from neuronmm.compression.factorize import Factors
 from neuronmm.compression.layer_pair import LayerPair
 from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, to_pivoted, to_two
 from neuronmm.compression.pivots import BOUND, LEAST, Skeleton
@@ -345,7 +344,7 @@ def test_a_decoder_layer_gives_the_outputs_it_gave(family: str, names: tuple[str
         target = parts[0] if len(parts) == 1 else Linear.sharing(parts, [1.0] * len(parts))
         u, s, vt = torch.linalg.svd(pair.weight(target), full_matrices=False)
         rank = 8
-        pair.replace(target, Factors(vt[:rank], u[:, :rank] * s[:rank], 0.0, 1.0), torch.float32)
+        pair.replace(target, vt[:rank], u[:, :rank] * s[:rank], torch.float32)
     before = copy.deepcopy(pair.compressed)
     conditions = pair.pivot(4, torch.float32)
     assert conditions.keys() == {prefix + group[0] for group in groups}

@@ -36,7 +36,7 @@ def case() -> tuple[nn.Module, nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]
     moments, _ = moments_of(dense, hidden, rotary, names, 1e-3)
     for linear, name in zip(linears, names, strict=True):
         factors = factorize(pair.weight(linear), 6, moments[name])
-        pair.replace(linear, factors, torch.float32)
+        pair.replace(linear, factors.A, factors.B, torch.float32)
     return dense, pair.compressed, hidden, hidden + 0.05 * torch.randn_like(hidden), rotary
 
 

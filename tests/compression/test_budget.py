@@ -1,0 +1,141 @@
+"""The search of the ratio that keeps a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compression_runs import config, tensors
+from neuronmm import cli
+from neuronmm.compression import budget as search_module
+from neuronmm.compression.config import BUDGETS, CompressionConfig
+from neuronmm.compression.factorize import factorize
+from neuronmm.compression.pipeline import compress
+from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO
+from neuronmm.models import FAMILIES
+from neuronmm.models.errors import UserError
+
+LARGE, SMALL = 1e9, 1e-9
+
+
+def within(source: Path, out: Path, budget: float, **settings: Any) -> dict[str, Any]:
+    values = {"allocation": "global", "share_a": "auto", "refine": "off", "form": "two", **settings}
+    made = config(**values).model_dump(exclude={"ratio", "budget", "targets"})
+    return compress(source, out, CompressionConfig(**made, budget=budget, targets=settings.get("targets", "all")))
+
+
+@pytest.mark.parametrize("method", ["svd", "asvd", "whitened"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_trial_measures_the_checkpoint_of_its_ratio(
+    model_type: str, method: str, dense: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = dense(model_type)
+    everything = within(source, tmp_path / "all", LARGE, method=method)
+    trials = everything["search"]
+    budget = sorted(trial["kl"] for trial in trials)[len(trials) // 2]
+    report = within(source, tmp_path / "some", budget, method=method)
+    found = next(trial for trial in report["search"] if trial["ratio"] == report["asked_ratio"])
+    distance = report["fidelity"]["distance"]
+    assert found["kl"] == pytest.approx(distance["kl"], rel=1e-3)
+    assert found["agreement"] == distance["agreement"] and found["rows"] == distance["rows"]
+    exceeded = [warning for warning in report["fidelity"]["warnings"] if "more than the budget" in warning]
+    assert distance["kl"] <= budget and not exceeded
+    larger = [trial for trial in report["search"] if trial["ratio"] > found["ratio"]]
+    assert all(trial["kl"] > 0.95 * budget for trial in larger)
+    assert everything["asked_ratio"] == MAX_RATIO
+
+
+def test_the_found_ratio_gives_the_checkpoint_of_that_ratio(dense: Callable[..., Path], tmp_path: Path) -> None:
+    source = dense()
+    found = within(source, tmp_path / "found", LARGE)
+    values = {"allocation": "global", "share_a": "auto", "refine": "off", "form": "two", "targets": "all"}
+    asked = compress(source, tmp_path / "asked", config(**values, ratio=found["asked_ratio"]))
+    assert asked["search"] is None and asked["budget"] is None
+    one, other = tensors(tmp_path / "found"), tensors(tmp_path / "asked")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_impossible_budget_is_refused_with_what_was_measured(dense: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"--budget 1e-09: removing 5% of the targeted weights already costs \d\S+ nats"
+    ):
+        within(dense(), tmp_path / "out", SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resumed_run_does_not_search_again(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, stop = dense(), KeyboardInterrupt()
+
+    def interrupt(*_: Any) -> None:
+        raise stop
+
+    values = {"allocation": "global", "share_a": "auto", "refine": "off", "form": "two"}
+    settings = CompressionConfig(**config(**values).model_dump(exclude={"ratio", "budget", "targets"}), budget=LARGE)
+    straight = compress(source, tmp_path / "straight", settings)
+    with monkeypatch.context() as patch:
+        patch.setattr("neuronmm.compression.pipeline.compress_layer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, tmp_path / "out", settings)
+    monkeypatch.setattr(search_module, "_measured", interrupt)
+    resumed = compress(source, tmp_path / "out", settings, resume=True)
+    assert resumed["search"] == straight["search"] and resumed["asked_ratio"] == straight["asked_ratio"]
+    one, other = tensors(tmp_path / "straight"), tensors(tmp_path / "out")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("of_inputs", [False, True])
+def test_the_factors_of_a_lower_rank_are_part_of_those_of_a_higher_one(of_inputs: bool) -> None:
+    from neuronmm.compression.moments import Moments
+
+    out, size = (12, 9)[:: 1 if of_inputs else -1]
+    weight, inputs = torch.randn(out, size), torch.randn(40, size)
+    seen = inputs if of_inputs else inputs @ weight.T
+    known = Moments(seen.shape[1], of_inputs, 1e-4, torch.device("cpu"))
+    known.gram, known.squares = (seen.T @ seen).double(), inputs.double().square().sum(0)
+    for moments in (None, known):
+        low, high = factorize(weight, 3, moments), factorize(weight, 7, moments)
+        torch.testing.assert_close(low.B @ low.A, high.B[:, :3] @ high.A[:3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"budget": 0.1, "ratio": 0.2}, "budget and ratio exclude each other"),
+        ({"budget": 0.1, "method": "anchored"}, "anchored is not; use whitened"),
+        ({"budget": "small"}, "budget 'small': must be nats per token or one of faithful, balanced"),
+        ({"budget": 0.0}, "budget = 0.0"),
+        ({"budget": "nan"}, "budget = nan"),
+    ],
+)
+def test_wrong_budgets_are_refused_in_one_line(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as caught:
+        CompressionConfig.build(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_option_replaces_the_ratio_or_the_budget_of_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("ratio: 0.3\n")
+    made = CompressionConfig.build(recipe, budget="faithful")
+    assert made.budget == BUDGETS["faithful"] and made.targets == "all" and made.ratio == MIN_RATIO
+    recipe.write_text("budget: balanced\n")
+    assert CompressionConfig.build(recipe).budget == BUDGETS["balanced"]
+    made = CompressionConfig.build(recipe, ratio=0.3)
+    assert made.budget is None and made.ratio == 0.3 and made.targets == "mlp"
+
+
+def test_the_verb_reports_what_it_found(
+    dense: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("refine: 'off'\ncalibration_rows: 4\ncalibration_length: 8\nalign: 2\n")
+    source, out = dense(), tmp_path / "out"
+    assert cli.main(["compress", str(source), "-o", str(out), "--recipe", str(recipe), "--budget", "1000"]) == 0
+    assert "ratio found" in capsys.readouterr().out
+    assert "the budget is 1000" in (out / "compression_report.md").read_text()
