@@ -3,13 +3,15 @@
 The closed forms are nested: the factors of a lower rank are the first rows and columns of those of a higher one. One
 eigendecomposition of a linear therefore serves every ratio, and one pass over the layers measures several candidates,
 each with its own stream of hidden states. The first pass measures ratios over the whole range, the second one some
-around the place where the divergence crosses the budget.
+around the place where the divergence crosses the budget. bf16 rounds pivoted factors to less precision than two
+factors, and pivoting takes long, so a third pass measures what it adds at one ratio.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,22 +29,15 @@ from neuronmm.models.families import LAYERS
 
 _COARSE = (MIN_RATIO, 0.1, 0.2, 0.4)
 _NEAR = (0.93, 0.98, 1.03, 1.08)  # of the ratio at which the line between two measured ones meets the budget
-_ROUNDING = 0.95
-"""A trial may use this fraction of the budget, because the finished factors, in their final form, are rounded again.
-
-Measured on SmolLM2-135M: rounding the pivoted form took the divergence from 0.099 to 0.101 nats per token.
-"""
-
-_STAGE = "searching the ratio"
+_STAGE, _PASSES = "searching the ratio", 3
 
 
 def find_ratio(
     run: Run, model: StreamedModel, linears: list[Linear], spectra: dict[str, Tensor], rows: Tensor
-) -> tuple[float, list[dict[str, Any]]]:
-    """Return the largest measured ratio that keeps ``run.config.budget``, and all measurements by increasing ratio.
+) -> tuple[float, dict[str, Any]]:
+    """Return the largest measured ratio that keeps ``run.config.budget``, and what was measured.
 
-    A measurement has the ratio and the :func:`~neuronmm.compression.fidelity.divergence` over ``rows`` of the closed
-    form, with two factors in the dtype of the checkpoint. The workspace keeps the measurements for a resumed run.
+    The workspace keeps the measurements for a resumed run.
 
     Args:
         run: the run; its store has the moments of every layer.
@@ -51,29 +46,38 @@ def find_ratio(
         spectra: the result of :func:`~neuronmm.compression.plan.measure_spectra`.
         rows: held-out token ids [rows, length].
 
+    Returns:
+        The ratio, and plain values for the report: ``trials`` has, by increasing ratio, the ratio and the
+        :func:`~neuronmm.compression.fidelity.divergence` over ``rows`` of the closed form, with two factors in the
+        dtype of the checkpoint; ``rounding`` is the divergence that the pivoted form adds.
+
     Raises:
         UserError: the smallest ratio exceeds the budget.
     """
-    saved = run.workspace.search()
-    if saved is not None:
-        return _largest_within(saved, run.config.budget), saved
     limit = run.config.budget
     assert limit is not None
-    trials = _measured(run, model, linears, spectra, rows, _COARSE)
-    if not trials[MIN_RATIO]["kl"] <= limit:
-        raise UserError(
-            f"--budget {limit:g}: removing {MIN_RATIO:.0%} of the targeted weights already costs "
-            f"{trials[MIN_RATIO]['kl']:.3g} nats per token on held-out text; give a larger budget"
-        )
-    trials |= _measured(run, model, linears, spectra, rows, _near(trials, _ROUNDING * limit))
-    search = [trials[ratio] for ratio in sorted(trials)]
-    run.workspace.save_search(search)
-    return _largest_within(search, limit), search
+    search = run.workspace.search()
+    if search is None:
+        measure = partial(_measured, run, model, linears, spectra, rows)
+        trials = measure(_COARSE)
+        if not trials[MIN_RATIO]["kl"] <= limit:
+            raise UserError(
+                f"--budget {limit:g}: removing {MIN_RATIO:.0%} of the targeted weights already costs "
+                f"{trials[MIN_RATIO]['kl']:.3g} nats per token on held-out text; give a larger budget"
+            )
+        trials |= measure(_near(trials, limit))
+        search = {"trials": [trials[ratio] for ratio in sorted(trials)], "rounding": 0.0}
+        found = _largest(search, limit)
+        rounded = measure([found] if run.config.form == "pivoted" else [], pivot=True)
+        for ratio, trial in rounded.items():
+            search["rounding"] = max(trial["kl"] - trials[ratio]["kl"], 0.0)
+        run.workspace.save_search(search)
+    return _largest(search, limit), search
 
 
-def _largest_within(search: list[dict[str, Any]], limit: float | None) -> float:
-    """Return the largest ratio of ``search`` that leaves room for the last rounding, at least the smallest one."""
-    kept = (trial["ratio"] for trial in search if limit is not None and trial["kl"] <= _ROUNDING * limit)
+def _largest(search: dict[str, Any], limit: float) -> float:
+    """Return the largest ratio within ``limit`` after rounding; the smallest one is measured to be within it before."""
+    kept = (trial["ratio"] for trial in search["trials"] if trial["kl"] + search["rounding"] <= limit)
     return float(max(kept, default=MIN_RATIO))
 
 
@@ -82,7 +86,7 @@ def _near(trials: dict[float, dict[str, Any]], limit: float) -> list[float]:
 
     Between two ratios its logarithm is taken to be linear in that of the ratio.
     """
-    low = max((ratio for ratio, trial in trials.items() if trial["kl"] <= limit), default=MIN_RATIO)
+    low = max(ratio for ratio, trial in trials.items() if trial["kl"] <= limit)
     above = [ratio for ratio in trials if ratio > low]
     if not above:
         return [round(low + (MAX_RATIO - low) * step / 4, 4) for step in range(1, 5)]
@@ -101,14 +105,17 @@ def _measured(
     spectra: dict[str, Tensor],
     rows: Tensor,
     ratios: Sequence[float],
+    *,
+    pivot: bool = False,
 ) -> dict[float, dict[str, Any]]:
-    """Return the measurement at each of ``ratios``, from one pass over the layers."""
+    """Return the trial at each of ``ratios``, from one pass over the layers; with ``pivot`` in the pivoted form."""
     if not ratios:
-        run.progress(_STAGE, 0.5)
+        run.progress(_STAGE, 1 / _PASSES)
         return {}
     plans = [make_plan(linears, run.config.model_copy(update={"ratio": ratio}), spectra) for ratio in ratios]
     streams = model.streams(rows, ("dense",))
     hidden = [streams.dense for _ in plans]
+    dtype = model.reader[f"{linears[0].name}.weight"].dtype
     for index in range(len(model)):
         with model.layer(index) as layer:
             factors = _factors(run, layer, index, plans, linears)
@@ -116,11 +123,13 @@ def _measured(
                 pair = LayerPair(layer, f"{LAYERS}.{index}.")
                 for linear, rank in plan.factorised(index).items():
                     A, B = factors[linear]
-                    pair.replace(linear, A[:rank], B[:, :rank], model.reader[f"{linear.name}.weight"].dtype)
+                    pair.replace(linear, A[:rank], B[:, :rank], torch.float32 if pivot else dtype)
+                if pivot:
+                    pair.pivot(plan.align, dtype)
                 hidden[number] = advance(pair.compressed, hidden[number], streams.rotary)
             streams.dense = advance(layer, streams.dense, streams.rotary)
         model.reader.close()  # pages of a mapped shard count as resident
-        run.progress(_STAGE, 0.5 / len(model))
+        run.progress(_STAGE, 1 / _PASSES / len(model))
     return {
         ratio: {"ratio": ratio, **divergence(model, streams.dense, states)}
         for ratio, states in zip(ratios, hidden, strict=True)

@@ -163,7 +163,7 @@ def _warnings(budget: float | None, distance: dict[str, Any] | None, samples: li
     if budget is not None and distance is not None and not distance["kl"] <= budget:
         warnings.append(
             f"the finished model is {distance['kl']:.3f} nats per token from the dense one, more than the budget of "
-            f"{budget:g}: its factors were rounded after the search; lower --budget"
+            f"{budget:g}; lower --budget"
         )
     if distance is not None and not distance["kl"] <= LARGEST_KL:
         warnings.append(

@@ -96,9 +96,12 @@ def _ratio_row(report: dict[str, Any]) -> tuple[str, str]:
     ratio = f"{report['asked_ratio']:.2%} of the targeted weights removed"
     if report.get("budget") is None:
         return "ratio asked", ratio
-    found = next(trial for trial in report["search"] if trial["ratio"] == report["asked_ratio"])
+    search = report["search"]
+    found = next(trial["kl"] for trial in search["trials"] if trial["ratio"] == report["asked_ratio"])
     before = "before refinement " if report["refine"] != "off" else ""
-    return "ratio found", f"{ratio}; {before}{found['kl']:.3f} nats per token, the budget is {report['budget']:g}"
+    return "ratio found", (
+        f"{ratio}; {before}{found + search['rounding']:.3f} nats per token, the budget is {report['budget']:g}"
+    )
 
 
 def warnings(report: dict[str, Any]) -> list[str]:

@@ -156,13 +156,13 @@ class Workspace:
             count -= 1
         return count
 
-    def save_search(self, trials: list[dict[str, Any]]) -> None:
-        """Write the measurements of a finished search of the ratio."""
-        write_json(self.folder / _SEARCH, {"trials": trials})
+    def save_search(self, search: dict[str, Any]) -> None:
+        """Write what a finished search of the ratio measured."""
+        write_json(self.folder / _SEARCH, search)
 
-    def search(self) -> list[dict[str, Any]] | None:
-        """Return the measurements of the search that the interrupted run finished; None if it did not."""
-        return (read_own(self.folder / _SEARCH) or {}).get("trials")
+    def search(self) -> dict[str, Any] | None:
+        """Return what the search of the interrupted run measured; None if it did not finish."""
+        return read_own(self.folder / _SEARCH)
 
     def save_layer(self, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write one finished layer and its facts for the report."""

@@ -28,25 +28,46 @@ def within(source: Path, out: Path, budget: float, **settings: Any) -> dict[str,
     return compress(source, out, CompressionConfig(**made, budget=budget, targets=settings.get("targets", "all")))
 
 
+@pytest.mark.parametrize("form", ["two", "pivoted"])
 @pytest.mark.parametrize("method", ["svd", "asvd", "whitened"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_trial_measures_the_checkpoint_of_its_ratio(
-    model_type: str, method: str, dense: Callable[..., Path], tmp_path: Path
+    model_type: str, method: str, form: str, dense: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = dense(model_type)
-    everything = within(source, tmp_path / "all", LARGE, method=method)
-    trials = everything["search"]
-    budget = sorted(trial["kl"] for trial in trials)[len(trials) // 2]
-    report = within(source, tmp_path / "some", budget, method=method)
-    found = next(trial for trial in report["search"] if trial["ratio"] == report["asked_ratio"])
-    distance = report["fidelity"]["distance"]
-    assert found["kl"] == pytest.approx(distance["kl"], rel=1e-3)
-    assert found["agreement"] == distance["agreement"] and found["rows"] == distance["rows"]
-    exceeded = [warning for warning in report["fidelity"]["warnings"] if "more than the budget" in warning]
-    assert distance["kl"] <= budget and not exceeded
-    larger = [trial for trial in report["search"] if trial["ratio"] > found["ratio"]]
-    assert all(trial["kl"] > 0.95 * budget for trial in larger)
+    everything = within(source, tmp_path / "all", LARGE, method=method, form=form)
     assert everything["asked_ratio"] == MAX_RATIO
+    trials = everything["search"]["trials"]
+    budget = sorted(trial["kl"] for trial in trials)[len(trials) // 2]
+    report = within(source, tmp_path / "some", budget, method=method, form=form)
+    trials, rounding = report["search"]["trials"], report["search"]["rounding"]
+    found = next(trial for trial in trials if trial["ratio"] == report["asked_ratio"])
+    assert all(trial["kl"] + rounding > budget for trial in trials if trial["ratio"] > found["ratio"])
+    assert found["kl"] + rounding <= budget
+    distance = report["fidelity"]["distance"]
+    if form == "two":
+        assert rounding == 0 and found["kl"] == pytest.approx(distance["kl"], rel=1e-3)
+        assert found["agreement"] == distance["agreement"] and found["rows"] == distance["rows"]
+    else:
+        assert found["kl"] + rounding == pytest.approx(distance["kl"], rel=0.02)
+
+
+def test_the_rounding_of_pivoted_factors_counts(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kls, measured = {0.05: 0.1, 0.1: 0.2, 0.2: 0.4, 0.4: 0.8}, list[float]()
+
+    def trials(*arguments: Any, pivot: bool = False) -> dict[float, dict[str, float]]:
+        ratios = arguments[-1]
+        if pivot:
+            measured.extend(ratios)
+        added = 0.15 if pivot else 0.0
+        return {ratio: {"ratio": ratio, "kl": kls.get(ratio, 2 * ratio) + added} for ratio in ratios}
+
+    monkeypatch.setattr(search_module, "_measured", trials)
+    report = within(dense(), tmp_path / "out", 0.4, form="pivoted")
+    assert measured == [0.2]  # the largest within the budget before rounding
+    assert report["search"]["rounding"] == pytest.approx(0.15) and report["asked_ratio"] == 0.1
 
 
 def test_the_found_ratio_gives_the_checkpoint_of_that_ratio(dense: Callable[..., Path], tmp_path: Path) -> None:
