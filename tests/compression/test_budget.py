@@ -22,10 +22,16 @@ from neuronmm.models.errors import UserError
 LARGE, SMALL = 1e9, 1e-9
 
 
-def within(source: Path, out: Path, budget: float, **settings: Any) -> dict[str, Any]:
-    values = {"allocation": "global", "share_a": "auto", "refine": "off", "form": "two", **settings}
-    made = config(**values).model_dump(exclude={"ratio", "budget", "targets"})
-    return compress(source, out, CompressionConfig(**made, budget=budget, targets=settings.get("targets", "all")))
+UNREFINED = {"allocation": "global", "share_a": "auto", "refine": "off", "form": "two"}
+
+
+def settings_within(budget: float, **changes: Any) -> CompressionConfig:
+    made = config(**{**UNREFINED, **changes})
+    return CompressionConfig(**made.model_dump(exclude={"ratio", "budget", "targets"}), budget=budget)
+
+
+def within(source: Path, out: Path, budget: float, **changes: Any) -> dict[str, Any]:
+    return compress(source, out, settings_within(budget, **changes))
 
 
 @pytest.mark.parametrize("form", ["two", "pivoted"])
@@ -73,8 +79,7 @@ def test_the_rounding_of_pivoted_factors_counts(
 def test_the_found_ratio_gives_the_checkpoint_of_that_ratio(dense: Callable[..., Path], tmp_path: Path) -> None:
     source = dense()
     found = within(source, tmp_path / "found", LARGE)
-    values = {"allocation": "global", "share_a": "auto", "refine": "off", "form": "two", "targets": "all"}
-    asked = compress(source, tmp_path / "asked", config(**values, ratio=found["asked_ratio"]))
+    asked = compress(source, tmp_path / "asked", config(**UNREFINED, targets="all", ratio=found["asked_ratio"]))
     assert asked["search"] is None and asked["budget"] is None
     one, other = tensors(tmp_path / "found"), tensors(tmp_path / "asked")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -96,8 +101,7 @@ def test_a_resumed_run_does_not_search_again(
     def interrupt(*_: Any) -> None:
         raise stop
 
-    values = {"allocation": "global", "share_a": "auto", "refine": "off", "form": "two"}
-    settings = CompressionConfig(**config(**values).model_dump(exclude={"ratio", "budget", "targets"}), budget=LARGE)
+    settings = settings_within(LARGE)
     straight = compress(source, tmp_path / "straight", settings)
     with monkeypatch.context() as patch:
         patch.setattr("neuronmm.compression.pipeline.compress_layer", interrupt)
