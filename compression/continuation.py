@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.kernels.widened_linears import widened_linears
-from neuronmm.models.errors import reading
+from neuronmm.models.errors import UserError, reading
 from neuronmm.models.load import quiet
 
 Choice = Callable[[Tensor], Tensor]
@@ -46,6 +46,9 @@ def continue_rows(
     """Continue each opening to ``length`` tokens: [rows, length].
 
     All rows advance by one token at a time. ``advance`` is called ``length`` times.
+
+    Raises:
+        UserError: the installed transformers names the layers' cache in an unknown way.
     """
     tokens = torch.zeros(len(openings), length, dtype=torch.long)
     for row, opening in enumerate(openings):
@@ -88,5 +91,12 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _cache_argument(layer: torch.nn.Module) -> str:
-    """Return the name of the layers' cache argument, which transformers changed in 4.56."""
-    return "past_key_values" if "past_key_values" in inspect.signature(layer.forward).parameters else "past_key_value"
+    """Return the name of the layers' cache argument, which transformers changed in 4.56 and in 5.24.
+
+    Layers ignore arguments that they do not know, so a wrong name would silently compute without a cache.
+    """
+    accepted = inspect.signature(layer.forward).parameters
+    for name in ("cache", "past_key_values", "past_key_value"):
+        if name in accepted:
+            return name
+    raise UserError("this release of transformers renamed the cache of its layers; install transformers 5.24 or older")

@@ -110,6 +110,15 @@ def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Pa
         assert torch.equal(drawn, rows[:, position + 1])
 
 
+def test_an_unknown_name_of_the_cache_is_refused(dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers ignore unknown arguments, so a renamed cache would give text of a model that sees one token."""
+    model = StreamedModel(dense(), torch.float32)
+    with model.layer(0) as layer:
+        monkeypatch.setattr(type(layer), "forward", lambda self, hidden, memory=None, **kwargs: hidden)
+        with pytest.raises(UserError, match="renamed the cache"):
+            from_model(model, word_tokenizer(), Rows(1, 4, 0), lambda fraction: None)
+
+
 def test_rows_are_sampled_in_groups_that_bound_the_cache(
     dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
