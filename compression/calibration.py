@@ -1,14 +1,15 @@
 """The text that a compression is fitted to: rows of token ids, from a file or sampled from the model itself.
 
-``self`` needs no data set: the model samples its own text, as in data-free distillation. Rows of a base model start
-from BOS. Of an instruction-tuned model, every second row starts from the opening of its chat template, so that the
-model writes a user's question and then its answer (Magpie, arXiv 2406.08464).
+``self`` needs no data set: the model samples its own text, as in data-free distillation. Its rows are in turn free
+text, which starts from BOS, chat, which starts from the opening of the chat template, so that the model writes a user's
+question and then its answer (Magpie, arXiv 2406.08464), and code, which starts from BOS and the beginning of a program.
+docs/results/quality.md compares these texts and others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from neuronmm.compression.config import Rows
+from neuronmm.compression.config import SELF, Rows
 from neuronmm.compression.continuation import around_user, continue_rows, first_token, sampled
 from neuronmm.compression.memory import check_row_memory
 from neuronmm.compression.run import Run
@@ -35,6 +36,8 @@ NO_ROWS = torch.zeros(0, 1, dtype=torch.long)
 """The rows of a run without calibration text."""
 
 _CACHE_BYTES = 1 << 30  # KV cache of the rows that are sampled together
+
+_PROGRAMS = ("import ", "#include <", "def ", "package ", "class ", "function ", "SELECT ", "```python\n")
 
 
 def calibration_tokens(run: Run) -> tuple[Tensor, Tensor]:
@@ -67,14 +70,28 @@ def make_rows(run: Run) -> Tensor:
         longest = f"the model's context is {context} tokens"
         raise UserError(f"calibration_length {rows.length}: {longest}; set a lower one in a recipe")
     tokenizer = load_tokenizer(folder)
-    if run.config.text_file is not None:
-        tokens = from_file(Path(run.config.text_file), tokenizer, rows)
-        check_tokens(tokens, config.vocab_size)
-        check_row_memory(len(tokens), rows.length, config.hidden_size, run.device)
-        return tokens
-    check_row_memory(rows.count, rows.length, config.hidden_size, run.device)
-    model = StreamedModel(folder, None, run.device)
-    return from_model(model, tokenizer, rows, lambda fraction: run.progress("sampling text", fraction))
+    texts = run.config.texts
+    shares = [replace(rows, count=len(range(first, rows.count, len(texts)))) for first in range(len(texts))]
+    parts = {
+        index: from_file(Path(text), tokenizer, share)
+        for index, (text, share) in enumerate(zip(texts, shares, strict=True))
+        if text != SELF
+    }
+    for part in parts.values():
+        check_tokens(part, config.vocab_size)
+    total = sum(len(parts[index]) if index in parts else share.count for index, share in enumerate(shares))
+    check_row_memory(total, rows.length, config.hidden_size, run.device)
+    for index, share in enumerate(shares):
+        if index not in parts:
+            model = StreamedModel(folder, None, run.device)
+            parts[index] = from_model(model, tokenizer, share, lambda fraction: run.progress("sampling text", fraction))
+    return mixed([parts[index] for index in range(len(texts))])
+
+
+def mixed(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts [rows, length] in one tensor, in which every stretch has its share of each part."""
+    places = torch.cat([(torch.arange(len(part)) + 0.5) / len(part) for part in parts])
+    return torch.cat(list(parts))[places.argsort(stable=True)]
 
 
 def from_file(path: Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Tensor:
@@ -130,13 +147,14 @@ def _automatic_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the openings of sampled rows, used in turn: BOS, and the chat template up to the user's words."""
-    openings: list[list[int]] = [[first_token(tokenizer)]]
-    if tokenizer.chat_template:
-        opening, _ = around_user(tokenizer, answer=False)
-        ids: Any = tokenizer(opening, add_special_tokens=False)["input_ids"]
-        openings.append(ids)
-    return openings
+    """Return the openings of sampled rows, used in turn: of free text, of chat (if there is a template), of code."""
+
+    def ids(text: str) -> Any:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    free = [first_token(tokenizer)]
+    chat = [ids(around_user(tokenizer, answer=False)[0])] if tokenizer.chat_template else []
+    return [opening for program in _PROGRAMS for opening in (free, *chat, [*free, *ids(program)])]
 
 
 def from_model(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -76,9 +76,9 @@ class CompressionConfig(BaseModel):
 
     ``ratio`` is the fraction of the targeted linears' parameters to remove. With ``budget``, the largest KL divergence
     from the dense model in nats per token or a name of :data:`BUDGETS`, it is found by measurement; ``ratio`` is then
-    where the search starts, and the targets are all linears unless given. ``calibration`` is ``self`` or a file, of
-    which ``calibration_rows`` rows of ``calibration_length`` tokens are used. ``damping`` is relative to the mean
-    diagonal entry of the Gram matrix. ``seed`` is below 2**32.
+    where the search starts, and the targets are all linears unless given. ``calibration`` is ``self``, a file, or a
+    list of these, which get equal shares of the ``calibration_rows`` rows of ``calibration_length`` tokens. ``damping``
+    is relative to the mean diagonal entry of the Gram matrix. ``seed`` is below 2**32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,7 +94,7 @@ class CompressionConfig(BaseModel):
     form: Literal["two", "pivoted"] = "pivoted"
     factor_dtype: Literal["model", "int8"] = "model"
     align: Literal["auto"] | int = "auto"
-    calibration: str = SELF
+    calibration: str | Annotated[list[str], Field(min_length=1)] = SELF
     calibration_rows: int = Field(default=128, ge=1)
     calibration_length: int = Field(default=256, ge=2)
     damping: float = Field(default=1e-4, gt=0, le=1e6)
@@ -105,6 +105,11 @@ class CompressionConfig(BaseModel):
     def _complete(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Replace old names. The baselines svd and asvd are as published by default."""
         values = renamed(values)
+        texts = values.get("calibration")
+        if isinstance(texts, list):
+            if len(set(map(str, texts))) < len(texts):
+                raise ValueError(f"calibration {texts}: names one text twice")
+            values["calibration"] = texts[0] if len(texts) == 1 else texts
         if values.get("method") in ("svd", "asvd"):
             values = {**BARE, **values}
         if values.get("budget") is None:
@@ -123,9 +128,14 @@ class CompressionConfig(BaseModel):
         return self.method != "svd" or any(planned) or any(trained)
 
     @property
-    def text_file(self) -> str | None:
-        """The file of the calibration text; None if the model samples it."""
-        return None if self.calibration == SELF else self.calibration
+    def texts(self) -> list[str]:
+        """The sources of the calibration text: files, or ``self``."""
+        return [self.calibration] if isinstance(self.calibration, str) else self.calibration
+
+    @property
+    def text_files(self) -> list[str]:
+        """The files among :attr:`texts`."""
+        return [text for text in self.texts if text != SELF]
 
     @property
     def rows(self) -> Rows:

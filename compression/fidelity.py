@@ -94,10 +94,10 @@ def _distance(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
     dense = StreamedModel(run.dense.folder, torch.float32, run.device)
     low = StreamedModel(folder, torch.float32, run.device)
     step = partial(run.progress, "comparing", 0.5 / (len(dense) + len(low)))
-    return divergence(dense, _final_states(dense, rows, step), _final_states(low, rows, step))
+    return divergence(dense, final_states(dense, rows, step), final_states(low, rows, step))
 
 
-def _final_states(model: StreamedModel, rows: Tensor, step: Callable[[], None]) -> Tensor:
+def final_states(model: StreamedModel, rows: Tensor, step: Callable[[], None]) -> Tensor:
     """Return the outputs [rows, length, hidden] of the last decoder layer."""
     streams = model.streams(rows, ("dense",))
     for index in range(len(model)):

@@ -68,7 +68,7 @@ def compress(
     forget_peak()
     check_device(device)
     config = config or CompressionConfig()
-    with Workspace(out, (model, config.text_file, store), resume=resume, force=force) as workspace:
+    with Workspace(out, (model, *config.text_files, store), resume=resume, force=force) as workspace:
         dense, contents = _open(model, workspace, progress)
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
         _begin(config, workspace, dense, device, plan, store)

@@ -45,7 +45,7 @@ def recover(
     train: Literal["factors", "lora"] = "factors",
     *,
     dense: str | Path | None = None,
-    calibration: str | None = None,
+    calibration: str | list[str] | None = None,
     calibration_rows: int | None = None,
     calibration_length: int | None = None,
     factor_dtype: Literal["model", "int8"] = "model",
@@ -62,7 +62,8 @@ def recover(
         out: the folder of the new checkpoint; it appears only when it is complete.
         train: the factors themselves, or LoRA adapters on them in SVD-LLM's two stages, merged at the end.
         dense: the dense model; by default the one that the report of ``model`` names.
-        calibration: ``self`` or a file to train on; by default the text that the compression used, at the same length.
+        calibration: ``self``, a file or a list of these to train on; by default the text that the compression used,
+            at the same length.
         calibration_rows: number of rows.
         calibration_length: tokens per row.
         factor_dtype: the dtype in which the trained factors are stored.
@@ -85,11 +86,12 @@ def recover(
         "calibration_rows": calibration_rows,
         "calibration_length": calibration_length,
     }
-    with Workspace(out, (model, dense, calibration, store), resume=resume, force=force) as workspace:
+    named = [calibration] if isinstance(calibration, str) else calibration or []
+    with Workspace(out, (model, dense, *named, store), resume=resume, force=force) as workspace:
         folder = resolve(model)
         spec, result = _open(folder)
         config = _config(spec, settings)
-        workspace.protect(folder, config.text_file, result["model"] if dense is None else None)
+        workspace.protect(folder, *config.text_files, result["model"] if dense is None else None)
         source = Reader(_dense_folder(folder, result["model"], dense, progress))
         workspace.protect(source.folder)
         _begin(config, workspace, Reader(folder), source, device)

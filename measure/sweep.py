@@ -71,7 +71,7 @@ def sweep(
         read_text(file)
     for file in tasks:
         read_task(file, config.questions)
-    keep_apart(out, [model, config.base.text_file, *texts, *tasks])
+    keep_apart(out, [model, *config.base.text_files, *texts, *tasks])
     with claimed(out, resume):
         dense = resolve(model, progress)
         keep_apart(out, [dense])

@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dense", help="the dense model (default: the one that the checkpoint's report names)")
     parser.add_argument(
-        "--calibration", metavar="FILE|self", help="text to train on (default: the calibration text of the compression)"
+        "--calibration",
+        action="append",
+        metavar="FILE|self",
+        help="text to train on; several share the rows (default: the calibration text of the compression)",
     )
     parser.add_argument(
         "--calibration-rows", type=int, metavar="N", help="rows of text (default: as in the compression)"

@@ -10,8 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from neuronmm.compression import streaming
+from compression_runs import config
+from neuronmm.compression import calibration, streaming
 from neuronmm.compression.calibration import Rows, from_file, from_model, prefixes
+from neuronmm.compression.pipeline import compress
+from neuronmm.compression.report import REPORT
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.models import FAMILIES, UserError
 from word_tokenizer import word_tokenizer
@@ -62,11 +65,46 @@ def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: bytes, me
         from_file(tmp_path / "absent", word_tokenizer(), Rows(1, 8, seed=0))
 
 
+def test_several_texts_share_the_rows_everywhere(
+    dense: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the held-out rows at the end have some of each text."""
+    other = tmp_path / "other.txt"
+    other.write_text(" ".join(["w60 w61 w62"] * 300))
+    seen: list[torch.Tensor] = []
+    inner = calibration.make_rows
+    monkeypatch.setattr(calibration, "make_rows", lambda run: seen.append(inner(run)) or seen[-1])
+    texts = [str(text), "self", str(other)]
+    report = compress(dense(), tmp_path / "out", config(method="whitened", calibration=texts, calibration_rows=24))
+    (rows,) = seen
+    words = set(map(int, text.read_text().replace("w", "").split()))
+    assert len(rows) == 27 and set(rows[0::3].flatten().tolist()) <= words
+    assert set(rows[1::3, 0].tolist()) == {1, 3} and set(rows[2::3].flatten().tolist()) == {60, 61, 62}
+    assert report["calibration"]["source"] == texts and "other.txt" in (tmp_path / "out" / REPORT).read_text()
+
+
+def test_a_short_text_gives_what_it_has(dense: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text(" ".join(["w60"] * 40))
+    settings = config(method="whitened", calibration=[str(text), str(short)], calibration_rows=24)
+    report = compress(dense(), tmp_path / "out", settings)
+    assert report["calibration"]["rows"] + report["fidelity"]["distance"]["rows"] == 14 + 3
+
+
+def test_one_text_twice_is_refused(text: Path) -> None:
+    with pytest.raises(UserError, match="names one text twice"):
+        config(calibration=[str(text), str(text)])
+    assert config(calibration=[str(text)]).calibration == str(text)
+
+
 def test_sampling_starts_from_bos_and_from_the_chat_template() -> None:
     tokenizer = word_tokenizer()
-    assert prefixes(tokenizer) == [[1], [3]]
+    opened = prefixes(tokenizer)
+    assert opened[0::3] == [[1]] * 8 and opened[1::3] == [[3]] * 8 and all(ids[0] == 1 for ids in opened[2::3])
+    assert min(map(len, opened[2::3])) > 1, "the beginning of a program"
     tokenizer.chat_template, tokenizer.bos_token = None, None
-    assert prefixes(tokenizer) == [[2]]
+    opened = prefixes(tokenizer)
+    assert opened[0::2] == [[2]] * 8 and all(ids[0] == 2 and len(ids) > 1 for ids in opened[1::2])
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -99,7 +137,7 @@ def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Pa
     fractions: list[float] = []
     rows = from_model(StreamedModel(folder, torch.float32), word_tokenizer(), Rows(6, 12, 5), fractions.append)
     assert rows.shape == (6, 12) and sum(fractions) == pytest.approx(1)
-    assert rows[:, 0].tolist() == [1, 3, 1, 3, 1, 3]
+    opened = prefixes(word_tokenizer())[:6]
     complete = AutoModelForCausalLM.from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -107,7 +145,9 @@ def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Pa
     for position in range(11):
         uniform = torch.rand(6, 1, generator=generator).double()
         drawn = torch.searchsorted(cumulative[:, position].contiguous(), uniform)[:, 0]
-        assert torch.equal(drawn, rows[:, position + 1])
+        for row, opening in enumerate(opened):
+            want = opening[position + 1] if position + 1 < len(opening) else int(drawn[row])
+            assert int(rows[row, position + 1]) == want
 
 
 def test_an_unknown_name_of_the_cache_is_refused(dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +162,6 @@ def test_an_unknown_name_of_the_cache_is_refused(dense: Callable[..., Path], mon
 def test_rows_are_sampled_in_groups_that_bound_the_cache(
     dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from neuronmm.compression import calibration
-
     model = StreamedModel(dense(), torch.float32)
     per_row = 2 * 2 * 2 * 8 * 12 * 4  # K and V, layers, KV heads, head dimension, length, bytes
     monkeypatch.setattr(calibration, "_CACHE_BYTES", 2 * per_row)
@@ -132,4 +170,4 @@ def test_rows_are_sampled_in_groups_that_bound_the_cache(
     monkeypatch.setattr(calibration, "continue_rows", lambda m, o, *rest: sizes.append(len(o)) or inner(m, o, *rest))
     rows = from_model(model, word_tokenizer(), Rows(5, 12, 0), lambda fraction: None)
     assert sizes == [2, 2, 1] and rows.shape == (5, 12)
-    assert rows[:, 0].tolist() == [1, 3, 1, 3, 1]
+    assert rows[:, 0].tolist() == [1, 3, 1, 1, 3]
