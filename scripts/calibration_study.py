@@ -51,6 +51,7 @@ CALIBRATIONS = (
     "wikitext+python",
     "wikitext+python+free+chat+code",
 )
+MEASURED = Rows(8, 512, 1)
 KINDS = ("free", "chat", "code")  # the order of calibration.prefixes
 REQUESTS = ("Write a Python function", "Fix this code", "Write a program", "Explain this code", "How do I")
 TASKS = (
@@ -90,7 +91,7 @@ class Study:
     @cache  # noqa: B019
     def measured(self, kind: str) -> Tensor:
         """Return the rows [rows, length] of one kind on which the compressed models are measured."""
-        rows = Rows(8, 512, 1)
+        rows = MEASURED
         files = {file.stem: file for file in self.args.prose} | {"python": self._python(1)}
         if kind in files:
             return from_file(files[kind], self.tokenizer, rows)
