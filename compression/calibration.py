@@ -3,7 +3,7 @@
 ``self`` needs no data set: the model samples its own text, as in data-free distillation. Its rows are in turn free
 text, which starts from BOS, chat, which starts from the opening of the chat template, so that the model writes a user's
 question and then its answer (Magpie, arXiv 2406.08464), and code, which starts from BOS and the beginning of a program.
-docs/results/quality.md compares these texts and others.
+docs/results/calibration.md compares these texts and others.
 """
 
 from __future__ import annotations
@@ -71,21 +71,29 @@ def make_rows(run: Run) -> Tensor:
         raise UserError(f"calibration_length {rows.length}: {longest}; set a lower one in a recipe")
     tokenizer = load_tokenizer(folder)
     texts = run.config.texts
-    shares = [replace(rows, count=len(range(first, rows.count, len(texts)))) for first in range(len(texts))]
+    if rows.count < len(texts):
+        raise UserError(
+            f"calibration_rows {run.config.calibration_rows}: too few for {len(texts)} texts; give more rows"
+        )
+    counts = dict(zip(texts, shares(rows.count, len(texts)), strict=True))
     parts = {
-        index: from_file(Path(text), tokenizer, share)
-        for index, (text, share) in enumerate(zip(texts, shares, strict=True))
+        text: from_file(Path(text), tokenizer, replace(rows, count=count))
+        for text, count in counts.items()
         if text != SELF
     }
     for part in parts.values():
         check_tokens(part, config.vocab_size)
-    total = sum(len(parts[index]) if index in parts else share.count for index, share in enumerate(shares))
-    check_row_memory(total, rows.length, config.hidden_size, run.device)
-    for index, share in enumerate(shares):
-        if index not in parts:
-            model = StreamedModel(folder, None, run.device)
-            parts[index] = from_model(model, tokenizer, share, lambda fraction: run.progress("sampling text", fraction))
-    return mixed([parts[index] for index in range(len(texts))])
+    to_sample = counts.get(SELF, 0)
+    check_row_memory(sum(map(len, parts.values())) + to_sample, rows.length, config.hidden_size, run.device)
+    if to_sample:
+        model, sampling = StreamedModel(folder, None, run.device), partial(run.progress, "sampling text")
+        parts[SELF] = from_model(model, prefixes(tokenizer), replace(rows, count=to_sample), sampling)
+    return mixed([parts[text] for text in texts])
+
+
+def shares(count: int, parts: int) -> list[int]:
+    """Return how many of ``count`` rows each of ``parts`` texts gets; the first ones get one more if they must."""
+    return [len(range(first, count, parts)) for first in range(parts)]
 
 
 def mixed(parts: Sequence[Tensor]) -> Tensor:
@@ -158,17 +166,17 @@ def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 
 def from_model(
-    model: StreamedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows, advance: Callable[[float], None]
+    model: StreamedModel, starts: Sequence[list[int]], rows: Rows, advance: Callable[[float], None]
 ) -> Tensor:
     """Sample ``rows.count`` rows [count, length] from the model at temperature 1, seeded, layer by layer from disk.
 
-    ``advance`` is called with each further fraction that is done; the fractions add up to 1.
+    The rows continue the openings ``starts`` in turn. ``advance`` is called with each further fraction that is done;
+    the fractions add up to 1.
     """
     sizes = ModelConfig.parse(model.config.to_dict(), "config.json")
     per_row = 2 * len(model) * sizes.kv_heads * sizes.head * rows.length * model.dtype.itemsize
     together = max(1, min(rows.count, _CACHE_BYTES // per_row))
     choose = sampled(rows.seed)
-    starts = prefixes(tokenizer)
     groups: list[Tensor] = []
     for first in range(0, rows.count, together):
         members = range(first, min(first + together, rows.count))

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from neuronmm.compression import calibration
-from neuronmm.compression.calibration import from_file, from_model, mixed, prefixes
+from neuronmm.compression.calibration import from_file, from_model, mixed, prefixes, shares
 from neuronmm.compression.config import CompressionConfig, Rows
 from neuronmm.compression.continuation import around_user, continue_rows, sampled
 from neuronmm.compression.fidelity import divergence, final_states
@@ -73,6 +73,7 @@ class Study:
         self.args, self.folder = args, args.out
         self.model = resolve(args.model)
         self.tokenizer = load_tokenizer(self.model)
+        self.dense = StreamedModel(self.model, torch.float32)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @cache  # noqa: B019 - one study per process
@@ -84,17 +85,18 @@ class Study:
         if kind == "python":
             return from_file(self._python(0), self.tokenizer, rows)
         openings = prefixes(self.tokenizer)[KINDS.index(kind) :: 3] if kind in KINDS else self._requests()
-        with patch.object(calibration, "prefixes", lambda _: openings):
-            model = StreamedModel(self.model, None)
-            return self._kept(f"rows-{kind}", lambda: from_model(model, self.tokenizer, rows, lambda _: None))
+        model = StreamedModel(self.model, None)
+        return self._kept(f"rows-{kind}", lambda: from_model(model, openings, rows, lambda _: None))
 
     @cache  # noqa: B019
     def measured(self, kind: str) -> Tensor:
         """Return the rows [rows, length] of one kind on which the compressed models are measured."""
         rows = MEASURED
-        files = {file.stem: file for file in self.args.prose} | {"python": self._python(1)}
-        if kind in files:
-            return from_file(files[kind], self.tokenizer, rows)
+        if kind == "python":
+            return from_file(self._python(1), self.tokenizer, rows)
+        prose = {file.stem: file for file in self.args.prose}
+        if kind in prose:
+            return from_file(prose[kind], self.tokenizer, rows)
         asked = self._questions() if kind == "chat" else [f"Write a Python function that {task}." for task in TASKS]
         before, after = around_user(self.tokenizer, answer=True)
         openings = [self._ids(before + question + after) for question in asked[: rows.count]]
@@ -111,7 +113,7 @@ class Study:
     @torch.inference_mode()
     def expected(self, kind: str) -> Tensor:
         """Return the dense model's final states on the measured rows of one kind."""
-        return final_states(StreamedModel(self.model, torch.float32), self.measured(kind), lambda: None)
+        return final_states(self.dense, self.measured(kind), lambda: None)
 
     @torch.inference_mode()
     def distances(self, folder: Path) -> dict[str, Any]:
@@ -119,15 +121,14 @@ class Study:
         low, result = StreamedModel(folder, torch.float32), dict[str, Any]()
         for kind in self.kinds:
             states = final_states(low, self.measured(kind), lambda: None)
-            result[kind] = divergence(StreamedModel(self.model, torch.float32), self.expected(kind), states)
+            result[kind] = divergence(self.dense, self.expected(kind), states)
         return result
 
     def calibrated_on(self, name: str) -> dict[str, Any]:
         """Compress with the rows of the kinds in ``name`` and return the distances."""
         kinds = name.split("+")
-        count = len(self.rows(kinds[0]))
-        shares = [len(range(first, count, len(kinds))) for first in range(len(kinds))]
-        rows = mixed([self.rows(kind)[:share] for kind, share in zip(kinds, shares, strict=True)])
+        counts = shares(len(self.rows(kinds[0])), len(kinds))
+        rows = mixed([self.rows(kind)[:count] for kind, count in zip(kinds, counts, strict=True)])
         config = CompressionConfig.build(
             ratio=self.args.ratio,
             targets=self.args.targets,

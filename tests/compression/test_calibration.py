@@ -91,6 +91,14 @@ def test_a_short_text_gives_what_it_has(dense: Callable[..., Path], tmp_path: Pa
     assert report["calibration"]["rows"] + report["fidelity"]["distance"]["rows"] == 14 + 3
 
 
+def test_fewer_rows_than_texts_are_refused(dense: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text())
+    settings = config(method="whitened", calibration=[str(text), str(other), "self"], calibration_rows=1)
+    with pytest.raises(UserError, match="calibration_rows 1: too few for 3 texts"):
+        compress(dense(), tmp_path / "out", settings)
+
+
 def test_one_text_twice_is_refused(text: Path) -> None:
     with pytest.raises(UserError, match="names one text twice"):
         config(calibration=[str(text), str(text)])
@@ -135,7 +143,9 @@ def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Pa
     """The same uniform numbers and the logits of the complete model give the same tokens."""
     folder = dense()
     fractions: list[float] = []
-    rows = from_model(StreamedModel(folder, torch.float32), word_tokenizer(), Rows(6, 12, 5), fractions.append)
+    rows = from_model(
+        StreamedModel(folder, torch.float32), prefixes(word_tokenizer()), Rows(6, 12, 5), fractions.append
+    )
     assert rows.shape == (6, 12) and sum(fractions) == pytest.approx(1)
     opened = prefixes(word_tokenizer())[:6]
     complete = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -156,7 +166,7 @@ def test_an_unknown_name_of_the_cache_is_refused(dense: Callable[..., Path], mon
     with model.layer(0) as layer:
         monkeypatch.setattr(type(layer), "forward", lambda self, hidden, memory=None, **kwargs: hidden)
         with pytest.raises(UserError, match="renamed the cache"):
-            from_model(model, word_tokenizer(), Rows(1, 4, 0), lambda fraction: None)
+            from_model(model, prefixes(word_tokenizer()), Rows(1, 4, 0), lambda fraction: None)
 
 
 def test_rows_are_sampled_in_groups_that_bound_the_cache(
@@ -168,6 +178,6 @@ def test_rows_are_sampled_in_groups_that_bound_the_cache(
     sizes: list[int] = []
     inner = calibration.continue_rows
     monkeypatch.setattr(calibration, "continue_rows", lambda m, o, *rest: sizes.append(len(o)) or inner(m, o, *rest))
-    rows = from_model(model, word_tokenizer(), Rows(5, 12, 0), lambda fraction: None)
+    rows = from_model(model, prefixes(word_tokenizer()), Rows(5, 12, 0), lambda fraction: None)
     assert sizes == [2, 2, 1] and rows.shape == (5, 12)
     assert rows[:, 0].tolist() == [1, 3, 1, 1, 3]
