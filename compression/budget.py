@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.fidelity import divergence
+from neuronmm.compression.fisher import known_moments
 from neuronmm.compression.layer_pair import LayerPair, weight_of
 from neuronmm.compression.plan import Plan, make_plan
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO, Linear
@@ -147,10 +148,10 @@ def _factors(
             highest[linear] = max(rank, highest.get(linear, 0))
     names = [linear.name.removeprefix(prefix) for linear in linears if linear.name.startswith(prefix)]
     device = next(layer.parameters()).device
-    moments = run.store.moments(index, names, run.config.damping, device)
+    known = known_moments(run, index, run.store.moments(index, names, run.config.damping, device))
     factors: dict[Linear, tuple[Tensor, Tensor]] = {}
     for linear, rank in highest.items():
-        known = None if run.config.method == "svd" else moments[linear.name.removeprefix(prefix)]
-        best = factorize(weight_of(layer, linear, prefix), rank, known, scaled=run.config.method == "asvd")
+        sums = None if run.config.method == "svd" else known(linear)
+        best = factorize(weight_of(layer, linear, prefix), rank, sums, scaled=run.config.method == "asvd")
         factors[linear] = best.A, best.B
     return factors

@@ -75,6 +75,17 @@ class CalibrationStore:
         """Return the stored moments of ``linears`` of layer ``index``."""
         raise LookupError(f"layer {index}: no moments are stored")
 
+    def has_gradients(self, index: int) -> bool:
+        """Return whether the second moments of the gradients of layer ``index`` are stored."""
+        return False
+
+    def keep_gradients(self, index: int, gradients: dict[str, Tensor], began: float) -> None:
+        """Store the second moments of the gradients of layer ``index``, by linear; gathering them began at ``began``."""
+
+    def gradients(self, index: int, device: torch.device) -> dict[str, Tensor]:
+        """Return the stored second moments of the gradients of layer ``index``, by linear."""
+        raise LookupError(f"layer {index}: no gradients are stored")
+
     def gather(
         self, index: int, layer: nn.Module, linears: list[str], hidden: Tensor, rotary: Rotary, damping: float
     ) -> tuple[dict[str, Moments], Tensor]:
@@ -149,8 +160,20 @@ class SharedStore(CalibrationStore):
             sums.squares, sums.fraction = tensors[f"{name}.squares"], tensors[f"{name}.share"]
         return {name: by_leader[leader] for name, leader in leaders.items()}
 
+    def has_gradients(self, index: int) -> bool:
+        return _SECONDS in (read_header(self._path(self._gradients(index))) or {})
+
+    def keep_gradients(self, index: int, gradients: dict[str, Tensor], began: float) -> None:
+        self._write(self._gradients(index), gradients, began)
+
+    def gradients(self, index: int, device: torch.device) -> dict[str, Tensor]:
+        return self._read(self._gradients(index), device)
+
     def _layer(self, index: int) -> str:
         return f"{self._targets}-{index:05d}"
+
+    def _gradients(self, index: int) -> str:
+        return f"{self._targets}-gradients-{index:05d}"
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.safetensors"

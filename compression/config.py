@@ -86,7 +86,7 @@ class CompressionConfig(BaseModel):
     ratio: float = Field(default=0.2, ge=MIN_RATIO, le=MAX_RATIO)
     budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     targets: Literal["mlp", "attention", "all"] = "mlp"
-    method: Literal["svd", "asvd", "whitened", "anchored"] = "whitened"
+    method: Literal["svd", "asvd", "whitened", "fisher", "anchored"] = "fisher"
     allocation: Literal["uniform", "global"] = "global"
     share_a: Literal["off", "auto"] = "auto"
     refine: Literal["off", "fast", "full"] = "fast"
@@ -117,7 +117,7 @@ class CompressionConfig(BaseModel):
         if "ratio" in values:
             raise ValueError("budget and ratio exclude each other; give one of them")
         if values.get("method") == "anchored":
-            raise ValueError("a budget needs a method whose ranks are nested, and anchored is not; use whitened")
+            raise ValueError("a budget needs a method whose ranks are nested, and anchored is not; use fisher")
         return {"targets": "all", **values, "budget": _nats(values["budget"]), "ratio": MIN_RATIO}
 
     @property

@@ -7,6 +7,11 @@
   + lambda I. Two ways avoid the inverse of a singular G. The top eigenvectors P of the covariance of the outputs,
   C = W G W^T, give ``B = P`` and ``A = P^T W``. Or, with G = V L V^T and M = W V L^1/2, the top eigenvectors Q of M^T M
   give ``B = M Q`` and ``A = Q^T L^-1/2 V^T``. Both equal the truncated SVD of W S with S S^T = G.
+- Fisher minimises ``tr(F (W - BA) G (W - BA)^T)`` with the second moments F of the gradients of the outputs, that is
+  about the KL divergence of the model's predictions (:mod:`neuronmm.compression.fisher`; both sides are whitened as in
+  IO-SVD, arXiv 2605.15626). The same two ways are open: the top eigenvectors P of ``F^1/2 C F^1/2`` give ``B = F^-1/2
+  P`` and ``A = P^T F^1/2 W``; or the top eigenvectors Q of ``L^1/2 V^T (W^T F W) V L^1/2`` give A and B as above, where
+  ``W^T F W`` are the second moments of the gradients of the inputs, so that F [out, out] itself is not needed.
 - Anchored (AA-SVD, arXiv 2604.02119): see :mod:`neuronmm.compression.anchored`.
 
 The loss is the sum of the dropped eigenvalues (squared singular values). All computations are in float64.
@@ -25,6 +30,9 @@ from neuronmm.compression.moments import Moments
 
 ASVD_EXPONENT = 0.5
 """ASVD's alpha: the scale of a feature is its root mean square to this power."""
+
+GRADIENT_DAMPING = 1e-2
+"""Added to the second moments of the gradients of a linear's outputs: this times their mean size, in all directions."""
 
 Problem = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]
 """A covariance whose top eigenvectors [n, rank] are needed, and the function that turns them into A and B."""
@@ -113,15 +121,35 @@ def _problem(weight: Tensor, known: Moments | Anchors | None, scaled: bool) -> P
             return A / scale, B
 
         return covariance, unscaled
+    if known is not None and known.gradients is not None and not known.of_inputs:
+        values, basis = _damped_eigen(known.gradients)
+        root = values.sqrt()
+        covariance = root[:, None] * (basis.T @ known.output_covariance(weight) @ basis) * root
+        return covariance, lambda vectors: (
+            (basis @ (vectors * root[:, None])).T @ weight,
+            basis @ (vectors / root[:, None]),
+        )
     if known is not None and known.of_inputs:
         values, basis = known.eigen
         root = values.sqrt()
         white = (weight @ basis) * root
-        return white.T @ white, lambda vectors: ((basis @ (vectors / root[:, None])).T, white @ vectors)
+        covariance = white.T @ white
+        if known.gradients is not None:
+            sensitive = root[:, None] * (basis.T @ known.gradients @ basis) * root
+            size = known.gradients.trace() / weight.square().sum().clamp(min=1e-300)
+            covariance = sensitive + GRADIENT_DAMPING * size * covariance
+        return covariance, lambda vectors: ((basis @ (vectors / root[:, None])).T, white @ vectors)
     if known is None and weight.shape[0] > weight.shape[1]:
         return weight.T @ weight, lambda vectors: (vectors.T, weight @ vectors)
     covariance = weight @ weight.T if known is None else known.output_covariance(weight)
     return covariance, lambda vectors: (vectors.T @ weight, vectors)
+
+
+def _damped_eigen(gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the damped eigenvalues and the eigenvectors of the second moments of the outputs' gradients."""
+    size = float(gradients.diagonal().mean())
+    values, vectors = torch.linalg.eigh(gradients)
+    return values.clamp_(min=0).add_(GRADIENT_DAMPING * size if size > 0 else 1.0), vectors
 
 
 def _balanced(A: Tensor, B: Tensor, loss: float, energy: float) -> Factors:

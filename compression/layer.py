@@ -11,6 +11,7 @@ from torch import Tensor
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.anchored_layer import anchored_factors
 from neuronmm.compression.factorize import factorize
+from neuronmm.compression.fisher import known_moments
 from neuronmm.compression.layer_pair import LayerPair
 from neuronmm.compression.moments import Moments
 from neuronmm.compression.plan import Plan
@@ -64,8 +65,9 @@ def compress_layer(
             else:
                 names = [pair.inside(part) for linear in plan.of_layer(index) for part in linear.parts]
                 moments, outputs = run.store.gather(index, dense, names, streams.dense, streams.rotary, config.damping)
+                known = known_moments(run, index, moments)
                 for linear in ranks:
-                    compress_linear(linear, None if config.method == "svd" else moments[pair.inside(linear)])
+                    compress_linear(linear, None if config.method == "svd" else known(linear))
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
             if config.refine != "off" and ranks:

@@ -10,6 +10,7 @@ one input use the same Gram matrix, separately or with a shared A.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -32,7 +33,9 @@ class Moments:
 
     Dimensions: ``gram`` is ``sum x x^T`` [in, in] (``of_inputs``) or ``sum y y^T`` [out, out], symmetric; ``squares``
     is the diagonal of ``sum x x^T`` [in] in either case; ``fraction`` [] is the fraction of the residual stream that
-    the linear's attention or MLP writes (:func:`weighing`). All are float64.
+    the linear's attention or MLP writes (:func:`weighing`). ``gradients``, if known, is of the same side: the mean of
+    ``(W^T g) (W^T g)^T`` [in, in] or of ``g g^T`` [out, out], with g the gradient of the output
+    (:mod:`~neuronmm.compression.fisher`). All are float64.
 
     A Gram matrix is singular if there are fewer tokens than features, dead features, or a few massive ones. Therefore
     ``damping`` times the mean of ``squares`` is added to the diagonal of the inputs' Gram matrix. The solution is then
@@ -44,7 +47,21 @@ class Moments:
         self.of_inputs = of_inputs
         self.squares = torch.zeros(1, dtype=torch.float64, device=device)
         self.fraction = torch.ones((), dtype=torch.float64, device=device)
+        self.gradients: Tensor | None = None
         self._relative = damping
+
+    def with_gradients(self, gradients: Tensor) -> Moments:
+        """Return the same moments, and the second moments ``gradients`` of one or several of the linears.
+
+        Raises:
+            ValueError: activations or gradients hold NaN or infinity.
+        """
+        check_finite(gradients)
+        if self.of_inputs:
+            _ = self.eigen  # computed once, for all linears with this input
+        result = copy.copy(self)
+        result.gradients = gradients
+        return result
 
     @torch.no_grad()
     def add(self, inputs: Tensor, outputs: Tensor) -> None:
@@ -101,7 +118,7 @@ def check_finite(sums: Tensor) -> None:
         ValueError: the activations hold NaN or infinity.
     """
     if not torch.isfinite(sums).all():
-        raise ValueError("the calibration activations contain NaN or infinity")
+        raise ValueError("the calibration activations or their gradients contain NaN or infinity")
 
 
 def moments_of(

@@ -19,6 +19,7 @@ from neuronmm.compression.calibration_store import STORE, CalibrationStore, Shar
 from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.fidelity import compare
+from neuronmm.compression.fisher import measure_gradients
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, make_plan, measure_spectra, needs_spectra, targeted
@@ -77,6 +78,8 @@ def compress(
         rows, held_out = calibration_tokens(run)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
+        if config.method == "fisher":
+            measure_gradients(run, streamed, plan.linears, rows)
         if needs_spectra(config):
             linears, spectra = plan.linears, measure_spectra(run, streamed, plan.linears, rows)
             if config.budget is not None:
@@ -151,8 +154,8 @@ def _store(
 
 
 def _reads_moments_twice(config: CompressionConfig) -> bool:
-    """Return whether the dense model's moments decide the ranks and then the factors."""
-    return needs_spectra(config) and config.method != "anchored"
+    """Return whether the dense model's moments decide the ranks and then the factors, or go with the gradients'."""
+    return config.method == "fisher" or (needs_spectra(config) and config.method != "anchored")
 
 
 @torch.no_grad()

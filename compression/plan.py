@@ -11,6 +11,7 @@ from torch import Tensor
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import spectrum
+from neuronmm.compression.fisher import known_moments
 from neuronmm.compression.layer_pair import weight_of
 from neuronmm.compression.ranks import Linear, allocate, auto_align, balance, energy, relative, sharing_pays
 from neuronmm.compression.reader import Reader
@@ -101,7 +102,7 @@ def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[st
     uniform = balance(linears, config.ratio, align)  # also refuses what is impossible
     if not spectra:
         return Plan(linears, uniform, align)
-    energies = {linear.name: energy(spectra[linear.name]) for linear in linears}
+    energies = {linear.name: _unit(spectra[linear.name], config) for linear in linears}
     losses = {name: relative(spectra[name], total) for name, total in energies.items()}
     ranks = _ranks(linears, losses, spectra, config, align)
     if config.share_a == "auto":
@@ -121,8 +122,14 @@ def _ranks(
 ) -> dict[str, int | None]:
     if config.allocation == "uniform":
         return balance(linears, config.ratio, align)
-    fractions = {linear.name: float(spectra[_FRACTION + linear.name]) for linear in linears}
+    in_nats = config.method == "fisher"  # then no loss needs a weight
+    fractions = {linear.name: 1.0 if in_nats else float(spectra[_FRACTION + linear.name]) for linear in linears}
     return allocate(linears, losses, fractions, config.ratio, align)
+
+
+def _unit(spectrum: Tensor, config: CompressionConfig) -> float:
+    """Return the unit of a linear's loss: the energy of its outputs, or 1 where the spectrum is in nats."""
+    return 1.0 if config.method == "fisher" else energy(spectrum)
 
 
 def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
@@ -147,7 +154,7 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
     Raises:
         UserError: weights or activations hold NaN or infinity.
     """
-    streamed = () if run.store.complete(len(model)) else ("dense",)
+    streamed, config = () if run.store.complete(len(model)) else ("dense",), run.config
     first, state = run.workspace.latest("spectra", [])
     known = all(linear.name in state for linear in linears[: first * len(linears) // len(model)])
     if not known or (streamed and first < len(model) and "hidden" not in state):
@@ -159,19 +166,20 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
         prefix = f"{LAYERS}.{index}."
         targets = [linear for linear in linears if linear.name.startswith(prefix)]
         names = [linear.name.removeprefix(prefix) for linear in targets]
-        damping = run.config.damping
         with model.layer(index) as layer:
-            moments, streams.dense = run.store.gather(index, layer, names, streams.dense, streams.rotary, damping)
+            moments, streams.dense = run.store.gather(
+                index, layer, names, streams.dense, streams.rotary, config.damping
+            )
             try:
-                for linear, name in zip(targets, names, strict=True):
-                    state[linear.name] = spectrum(weight_of(layer, linear, prefix), moments[name]).cpu()
-                    state[_FRACTION + linear.name] = moments[name].fraction.to("cpu", copy=True)
-                for group in _groups(targets) if run.config.share_a == "auto" else []:
-                    energies = [energy(state[linear.name]) for linear in group]
-                    joint = Linear.sharing(group, energies)
-                    sums = moments[joint.name.removeprefix(prefix)]
-                    values = spectrum(weight_of(layer, joint, prefix), sums).cpu()
-                    state[_JOINT + joint.name] = relative(values, max(energies))
+                known = known_moments(run, index, moments)
+                for linear in targets:
+                    state[linear.name] = spectrum(weight_of(layer, linear, prefix), known(linear)).cpu()
+                    state[_FRACTION + linear.name] = known(linear).fraction.to("cpu", copy=True)
+                for group in _groups(targets) if config.share_a == "auto" else []:
+                    units = [_unit(state[linear.name], config) for linear in group]
+                    joint = Linear.sharing(group, units)
+                    values = spectrum(weight_of(layer, joint, prefix), known(joint)).cpu()
+                    state[_JOINT + joint.name] = relative(values, max(units))
             except ValueError as error:
                 raise UserError(
                     f"{model.reader.folder}: {prefix}*: {error}; the checkpoint is damaged or unstable in float32"

@@ -27,7 +27,7 @@ RUN = "run.json"
 _SEARCH = "search.json"
 
 _FINAL, _REPLACED, _MOMENTS = "final", "replaced", "moments"
-_STATES = ("calibration", "hidden-*", "layer-*", "spectra-*", "recovery-*")
+_STATES = ("calibration", "gradient-*", "hidden-*", "inputs-*", "layer-*", "spectra-*", "recovery-*")
 _UNFINISHED = (f"*{WRITING}", f"*{WRITING}/")
 _FOLDERS = tuple(f"{name}/" for name in (_FINAL, _REPLACED, _MOMENTS))
 _KNOWN = (MARK, RUN, _SEARCH, *_FOLDERS, *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)
@@ -129,6 +129,10 @@ class Workspace:
             tensors = {"tokens": make()}
             self.save("calibration", tensors)
         return tensors["tokens"]
+
+    def complete(self, names: Collection[str], needed: Collection[str]) -> bool:
+        """Return whether the files of all ``names`` are complete and have the ``needed`` tensors."""
+        return all(read_header(self._file(name), needed) is not None for name in names)
 
     def drop(self, name: str) -> None:
         """Remove ``name``.safetensors if it exists."""

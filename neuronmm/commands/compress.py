@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--method",
-        choices=("svd", "asvd", "whitened", "anchored"),
+        choices=("svd", "asvd", "whitened", "fisher", "anchored"),
         help="closed form: plain SVD, scaled by activations, whitened by them, or anchored to the outputs of the dense "
-        "model (default whitened)",
+        "model (default fisher)",
     )
     parser.add_argument(
         "--allocation",
