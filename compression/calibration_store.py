@@ -36,8 +36,8 @@ _TOKENS, _SECONDS = "tokens", "seconds"
 _TEXT = {"calibration", "calibration_rows", "calibration_length", "seed"}
 
 
-def stored_bytes(linears: Sequence[Linear]) -> int:
-    """Return the size of the stored moments of ``linears``, each with its own A."""
+def stored_bytes(linears: Sequence[Linear], *, gradients: bool) -> int:
+    """Return the size of the stored moments of ``linears``, each with its own A; with those of their gradients."""
     layers: dict[str, dict[str, Linear]] = {}
     for linear in linears:
         index, _, inside = linear.name.removeprefix(f"{LAYERS}.").partition(".")
@@ -47,6 +47,8 @@ def stored_bytes(linears: Sequence[Linear]) -> int:
         for name in set(leaders_of(list(layer)).values()):
             size, _ = side(name, layer[name].out_features, layer[name].in_features)
             numbers += size * size + layer[name].in_features + 1  # the Gram matrix, its diagonal and the fraction
+        for name, linear in layer.items() if gradients else ():
+            numbers += side(name, linear.out_features, linear.in_features)[0] ** 2
     return torch.float64.itemsize * numbers
 
 
@@ -80,7 +82,7 @@ class CalibrationStore:
         return False
 
     def keep_gradients(self, index: int, gradients: dict[str, Tensor], began: float) -> None:
-        """Store the second moments of the gradients of layer ``index``, by linear; gathering them began at ``began``."""
+        """Store the second moments of the gradients of layer ``index``, by linear; their pass began at ``began``."""
 
     def gradients(self, index: int, device: torch.device) -> dict[str, Tensor]:
         """Return the stored second moments of the gradients of layer ``index``, by linear."""

@@ -30,6 +30,7 @@ from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import Rotary, StreamedModel, batches, run_layer
 from neuronmm.kernels.widened_linears import multiplies_bf16
 from neuronmm.models.families import LAYERS
+from neuronmm.models.model_config import ModelConfig
 
 _STAGE, _FORWARDS = "measuring gradients", 0.3  # the fraction of the time that the pass forwards takes
 _CHUNK = 256  # positions per call of the head
@@ -94,9 +95,10 @@ def known_moments(run: Run, index: int, moments: dict[str, Moments]) -> Callable
     return known
 
 
-def working_bytes(tokens: int, hidden: int, layers: int) -> int:
-    """Return the size of the files that :func:`measure_gradients` needs besides the store."""
-    return tokens * hidden * (torch.bfloat16.itemsize * layers + 2 * torch.float32.itemsize)
+def working_bytes(tokens: int, config: ModelConfig) -> int:
+    """Return the size of the files that :func:`measure_gradients` needs besides the store, for a model's config."""
+    per_feature = torch.bfloat16.itemsize * config.num_hidden_layers + 2 * torch.float32.itemsize
+    return tokens * config.hidden_size * per_feature
 
 
 def _inputs(index: int) -> str:
@@ -113,9 +115,7 @@ def _run_forwards(run: Run, model: StreamedModel, inside: list[list[str]], rows:
     for index, names in enumerate(inside):
         run.workspace.save(_inputs(index), {"hidden": streams.dense.bfloat16()})
         with model.layer(index) as layer:
-            _, streams.dense = run.store.gather(
-                index, layer, names, streams.dense, streams.rotary, run.config.damping
-            )
+            _, streams.dense = run.store.gather(index, layer, names, streams.dense, streams.rotary, run.config.damping)
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress(_STAGE, _FORWARDS / len(model))
     gradient = _gradient_of_head(model, streams.dense, run.config.seed)

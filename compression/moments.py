@@ -56,7 +56,7 @@ class Moments:
         Raises:
             ValueError: activations or gradients hold NaN or infinity.
         """
-        check_finite(gradients)
+        check_finite(gradients, "gradients")
         if self.of_inputs:
             _ = self.eigen  # computed once, for all linears with this input
         result = copy.copy(self)
@@ -111,14 +111,14 @@ def damping_of(gram: Tensor, power: float, relative: float) -> float:
     return relative * power if power > 0 else 1.0
 
 
-def check_finite(sums: Tensor) -> None:
-    """Check that sums over the calibration tokens are finite.
+def check_finite(sums: Tensor, what: str = "activations") -> None:
+    """Check that sums over the calibration tokens are finite; ``what`` was summed up.
 
     Raises:
-        ValueError: the activations hold NaN or infinity.
+        ValueError: it holds NaN or infinity.
     """
     if not torch.isfinite(sums).all():
-        raise ValueError("the calibration activations or their gradients contain NaN or infinity")
+        raise ValueError(f"the calibration {what} contain NaN or infinity")
 
 
 def moments_of(

@@ -19,7 +19,7 @@ from neuronmm.compression.calibration_store import STORE, CalibrationStore, Shar
 from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.fidelity import compare
-from neuronmm.compression.fisher import measure_gradients
+from neuronmm.compression.fisher import measure_gradients, working_bytes
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, make_plan, measure_spectra, needs_spectra, targeted
@@ -33,6 +33,7 @@ from neuronmm.models.documents import read_own
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import Contents, inspect
+from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
@@ -72,7 +73,7 @@ def compress(
     with Workspace(out, (model, *config.text_files, store), resume=resume, force=force) as workspace:
         dense, contents = _open(model, workspace, progress)
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
-        _begin(config, workspace, dense, device, plan, store)
+        _begin(config, workspace, dense, contents.config, device, plan, store)
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows, held_out = calibration_tokens(run)
@@ -124,17 +125,26 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
 
 
 def _begin(
-    config: CompressionConfig, workspace: Workspace, dense: Reader, device: str, plan: Plan, store: Path | None
+    config: CompressionConfig,
+    workspace: Workspace,
+    dense: Reader,
+    sizes: ModelConfig,
+    device: str,
+    plan: Plan,
+    store: Path | None,
 ) -> None:
     """Check disk, memory and weights, and start or resume the run in ``workspace``.
 
     Raises:
         UserError: there is too little room, the run to resume had other settings, or a weight is not finite.
     """
-    size = dense.total_bytes()
-    # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
-    moments = stored_bytes(plan.linears) if store is None and _reads_moments_twice(config) else 0
-    check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
+    size, fisher = dense.total_bytes(), config.method == "fisher"
+    # The moments are on the disk, unless a store has them, together with the states between the passes forwards and
+    # backwards and then with the layers' files; these, later, together with the shards.
+    moments = stored_bytes(plan.linears, gradients=fisher) if store is None and _reads_moments_twice(config) else 0
+    states = working_bytes(config.calibration_rows * config.calibration_length, sizes) if fisher else 0
+    before = max(moments + states, size + max(size, moments))
+    check_room(workspace.out, before, size, dense.total_parameters(), plan.parameters, config)
     origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
     workspace.begin({**origin, **config.model_dump()})
     dense.check_finite()

@@ -21,7 +21,14 @@ from neuronmm.models import UserError
 SMALL = 12_000  # bytes that lie there whatever the model's size: a generator's state, twice, and the text
 
 INT8 = {"factor_dtype": "int8"}
-KINDS = [{}, {"allocation": "global"}, INT8, {"recover": "factors"}, {"recover": "factors"} | INT8]
+KINDS = [
+    {},
+    {"allocation": "global"},
+    {"method": "fisher", "calibration_length": "100"},
+    INT8,
+    {"recover": "factors"},
+    {"recover": "factors"} | INT8,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "+".join(kind.values()) or "plain")
@@ -35,7 +42,7 @@ def test_a_run_never_has_more_tensors_on_the_disk_than_it_checked_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, save, most = dense(dtype=dtype), tensor_files.save_file, [0]
-    settings = config(method="whitened", calibration=str(text), **kind)
+    settings = config(**{"method": "whitened", "calibration": str(text), **kind})
 
     def watched(tensors: Any, path: Path, **kwargs: Any) -> None:
         save(tensors, path, **kwargs)
@@ -81,7 +88,9 @@ def test_moments_in_a_store_need_no_room_beside_the_output(
     source, usage = dense(dtype=torch.bfloat16), shutil.disk_usage(tmp_path)
     settings = config(method="whitened", calibration=str(text), allocation="global")
     free = 2 * Reader(source).total_bytes()
-    monkeypatch.setattr(pipeline, "stored_bytes", lambda linears: free // 2 + 1)  # more than this tiny checkpoint
+    monkeypatch.setattr(
+        pipeline, "stored_bytes", lambda linears, gradients: free // 2 + 1
+    )  # more than this tiny checkpoint
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=free))
     with pytest.raises(UserError, match="of disk free, about"):
         compress(source, tmp_path / "out", settings)

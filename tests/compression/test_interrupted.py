@@ -20,7 +20,7 @@ from neuronmm.compression.pipeline import compress
 from neuronmm.models import UserError
 
 ALL: dict[str, Any] = {
-    **SMALL, **EVERYTHING, "form": "pivoted", "targets": "all", "recover": "factors", "calibration_rows": 16,
+    **SMALL, **EVERYTHING, "method": "fisher", "form": "pivoted", "targets": "all", "recover": "factors", "calibration_rows": 16,
 }  # fmt: skip
 """Settings of a run that writes every kind of file."""
 
@@ -72,7 +72,9 @@ def reference(dense: Callable[..., Path], text: Path, tmp_path: Path) -> tuple[P
     return source, settings, weights(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("stage", "count"), [("measuring spectra", 2), ("compressing", 8), ("recovering", 3)])
+@pytest.mark.parametrize(
+    ("stage", "count"), [("measuring gradients", 3), ("measuring spectra", 2), ("compressing", 8), ("recovering", 3)]
+)
 def test_a_damaged_file_counts_as_missing(
     stage: str, count: int, reference: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path
 ) -> None:
@@ -121,7 +123,7 @@ def test_a_kill_while_safetensors_writes_under_a_random_name(
 def test_a_damaged_file_with_moments_counts_as_missing(
     stage: str, count: int, dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
-    source, settings = dense(), config(calibration=str(text), targets="all", allocation="global", share_a="auto")
+    source, settings = dense(), config(method="fisher", calibration=str(text), allocation="global", share_a="auto")
     compress(source, tmp_path / "whole", settings)
     work, interrupted = tmp_path / "out.partial", tmp_path / "copy"
     with pytest.raises(Interrupted):
