@@ -35,7 +35,7 @@ def within(source: Path, out: Path, budget: float, **changes: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("form", ["two", "pivoted"])
-@pytest.mark.parametrize("method", ["svd", "asvd", "whitened"])
+@pytest.mark.parametrize("method", ["svd", "asvd", "whitened", "fisher"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_trial_measures_the_checkpoint_of_its_ratio(
     model_type: str, method: str, form: str, dense: Callable[..., Path], tmp_path: Path
@@ -132,7 +132,7 @@ def test_the_factors_of_a_lower_rank_are_part_of_those_of_a_higher_one(of_inputs
     ("settings", "problem"),
     [
         ({"budget": 0.1, "ratio": 0.2}, "budget and ratio exclude each other"),
-        ({"budget": 0.1, "method": "anchored"}, "anchored is not; use whitened"),
+        ({"budget": 0.1, "method": "anchored"}, "anchored is not; use fisher"),
         ({"budget": "small"}, "budget 'small': must be nats per token or one of faithful, balanced"),
         ({"budget": 0.0}, "budget = 0.0"),
         ({"budget": "nan"}, "budget = nan"),

@@ -18,6 +18,7 @@ SETTINGS = [
     config(method="svd", targets="all", share_a="auto"),
     config(method="whitened", targets="all", ratio=0.4),
     config(method="whitened", targets="all", share_a="auto", allocation="global"),
+    config(method="fisher", targets="all", share_a="auto", allocation="global", form="pivoted"),
     config(method="anchored", targets="all", allocation="global"),
     config(method="whitened", targets="all", refine="fast"),
     config(method="whitened", targets="mlp", damping=0.1),
@@ -28,7 +29,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("first", [1, 2, 3, 5])
+@pytest.mark.parametrize("first", [1, 2, 3, 4, 6])
 def test_a_run_with_a_store_writes_the_same_bytes_as_without(
     first: int, dense: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path
     recipe = tmp_path / "r.yaml"
     recipe.write_text("ratio: 0.3\ntargets: all\n")
     built = CompressionConfig.build(recipe, ratio=0.4, method=None)
-    assert (built.ratio, built.targets, built.method) == (0.4, "all", "whitened")
+    assert (built.ratio, built.targets, built.method) == (0.4, "all", "fisher")
     assert CompressionConfig.build() == CompressionConfig()
 
 
