@@ -148,7 +148,7 @@ def _factors(
             highest[linear] = max(rank, highest.get(linear, 0))
     names = [linear.name.removeprefix(prefix) for linear in linears if linear.name.startswith(prefix)]
     device = next(layer.parameters()).device
-    known = known_moments(run, index, run.store.moments(index, names, run.config.damping, device))
+    known = known_moments(run, index, layer, run.store.moments(index, names, run.config.damping, device))
     factors: dict[Linear, tuple[Tensor, Tensor]] = {}
     for linear, rank in highest.items():
         sums = None if run.config.method == "svd" else known(linear)

@@ -18,8 +18,14 @@ from neuronmm.models.errors import UserError, first_problem, reading
 SELF = "self"
 """The calibration text that the model samples itself."""
 
-BARE: dict[str, Any] = {"allocation": "uniform", "share_a": "off", "refine": "off", "form": "two"}
-"""The settings of a method as it is published, without what ``compress`` adds by default."""
+BARE: dict[str, Any] = {
+    "method": "whitened",
+    "allocation": "uniform",
+    "share_a": "off",
+    "refine": "off",
+    "form": "two",
+}
+"""The settings of a published method, SVD-LLM's unless another is given, without what ``compress`` adds by default."""
 
 RENAMED = {"share": "share_a", "factors": "factor_dtype"}
 """Old name of a setting -> its name. Recipes, keyword arguments, options and reports may still have the old ones."""

@@ -31,9 +31,6 @@ from neuronmm.compression.moments import Moments
 ASVD_EXPONENT = 0.5
 """ASVD's alpha: the scale of a feature is its root mean square to this power."""
 
-GRADIENT_DAMPING = 1e-2
-"""Added to the second moments of the gradients of a linear's outputs: this times their mean size, in all directions."""
-
 Problem = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]
 """A covariance whose top eigenvectors [n, rank] are needed, and the function that turns them into A and B."""
 
@@ -43,8 +40,8 @@ class Factors:
     """The factors of ``W ~ B A`` and the cost of the truncation.
 
     Dimensions: A [rank, in], B [out, rank], float64. ``loss`` is the sum of the dropped part of the spectrum,
-    ``energy`` the sum of all of it. Both are squared Frobenius norms of outputs (whitened, anchored) or of (scaled)
-    weights.
+    ``energy`` the sum of all of it. Both are squared Frobenius norms of outputs (whitened, anchored), costs (fisher) or
+    squared norms of (scaled) weights.
     """
 
     A: Tensor
@@ -59,7 +56,7 @@ class Factors:
 
     @property
     def relative_error(self) -> float:
-        """``||(W - BA) S||_F / ||W S||_F``, 0 to 1."""
+        """The root of the lost fraction of the energy, ``||(W - BA) S||_F / ||W S||_F``, 0 to 1."""
         return (self.loss / self.energy) ** 0.5 if self.energy > 0 else 0.0
 
 
@@ -71,7 +68,8 @@ def factorize(weight: Tensor, rank: int, known: Moments | Anchors | None = None,
     Args:
         weight: a matrix of any dtype.
         rank: 1..min(out, in).
-        known: None for plain SVD, moments for the whitened form, anchors for the anchored form.
+        known: None for plain SVD, moments for the whitened form, moments with gradients for fisher's, anchors for the
+            anchored form.
         scaled: use only the sizes of the features from the moments, as ASVD does.
 
     Raises:
@@ -122,12 +120,13 @@ def _problem(weight: Tensor, known: Moments | Anchors | None, scaled: bool) -> P
 
         return covariance, unscaled
     if known is not None and known.gradients is not None and not known.of_inputs:
-        values, basis = _damped_eigen(known.gradients)
-        root = values.sqrt()
+        values, basis = torch.linalg.eigh(known.gradients)
+        root = values.clamp(min=0).sqrt()
+        inverse = torch.where(root > 0, 1 / root, torch.zeros_like(root))
         covariance = root[:, None] * (basis.T @ known.output_covariance(weight) @ basis) * root
         return covariance, lambda vectors: (
-            (basis @ (vectors * root[:, None])).T @ weight,
-            basis @ (vectors / root[:, None]),
+            (basis @ (root[:, None] * vectors)).T @ weight,
+            basis @ (inverse[:, None] * vectors),
         )
     if known is not None and known.of_inputs:
         values, basis = known.eigen
@@ -135,21 +134,12 @@ def _problem(weight: Tensor, known: Moments | Anchors | None, scaled: bool) -> P
         white = (weight @ basis) * root
         covariance = white.T @ white
         if known.gradients is not None:
-            sensitive = root[:, None] * (basis.T @ known.gradients @ basis) * root
-            size = known.gradients.trace() / weight.square().sum().clamp(min=1e-300)
-            covariance = sensitive + GRADIENT_DAMPING * size * covariance
+            covariance = root[:, None] * (basis.T @ known.gradients @ basis) * root
         return covariance, lambda vectors: ((basis @ (vectors / root[:, None])).T, white @ vectors)
     if known is None and weight.shape[0] > weight.shape[1]:
         return weight.T @ weight, lambda vectors: (vectors.T, weight @ vectors)
     covariance = weight @ weight.T if known is None else known.output_covariance(weight)
     return covariance, lambda vectors: (vectors.T @ weight, vectors)
-
-
-def _damped_eigen(gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the damped eigenvalues and the eigenvectors of the second moments of the outputs' gradients."""
-    size = float(gradients.diagonal().mean())
-    values, vectors = torch.linalg.eigh(gradients)
-    return values.clamp_(min=0).add_(GRADIENT_DAMPING * size if size > 0 else 1.0), vectors
 
 
 def _balanced(A: Tensor, B: Tensor, loss: float, energy: float) -> Factors:

@@ -2,12 +2,16 @@
 
 If a linear's weight changes by D, the next-token distributions change by a KL divergence of about
 
-    1/2 tr(G D H D^T)  nats per token,  H = E[x x^T],  G = E[g g^T],
+    1/2 s tr(F D G D^T)  nats per token,  F = E[g g^T],  G = E[x x^T],
 
-where x [in] is an input of the linear and g [out] the gradient of a next token's log-likelihood with respect to the
-output. It is the second-order term of the divergence, with inputs and gradients taken as independent (K-FAC, arXiv
-1503.05671). The next tokens are sampled from the model's own distribution: with those of the text, G would be the
-empirical Fisher matrix, which is not the curvature of the divergence (arXiv 1905.12558).
+where x [in] is an input of the linear and g [out] the gradient of the following tokens' log-likelihood with respect to
+the output at the same position. It is the second-order term of the divergence, with inputs and gradients taken as
+independent (K-FAC, arXiv 1503.05671). The tokens are sampled from the model's own distributions: with those of the
+text, F would be the empirical Fisher matrix, which is not the curvature of the divergence (arXiv 1905.12558).
+
+The gradients of several positions depend on the same tokens, through the attention: most of all those of keys and
+values. Then the changes at these positions add up. The factor s corrects the size of F for that: over a row of
+positions t, it is the mean of ``|sum_t g_t x_t^T|^2``, over that of ``sum_t |g_t|^2 |x_t|^2``.
 
 The layers run forwards over all rows and then backwards, with the weights of one layer in memory at a time. Between the
 two passes the inputs of every layer are on the disk, in bf16.
@@ -35,6 +39,9 @@ from neuronmm.models.model_config import ModelConfig
 _STAGE, _FORWARDS = "measuring gradients", 0.3  # the fraction of the time that the pass forwards takes
 _CHUNK = 256  # positions per call of the head
 
+DAMPING = 1e-3
+"""What is added to the second moments of the gradients of a linear's outputs, relative to their mean size."""
+
 
 @torch.no_grad()
 def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear], rows: Tensor) -> None:
@@ -50,6 +57,8 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
     """
     left = [index for index in range(len(model)) if not run.store.has_gradients(index)]
     if not left:
+        for name in (_gradient(0), _gradient(1), _inputs(0)):
+            run.workspace.drop(name)
         run.progress(_STAGE, 1.0)
         return
     inside = [
@@ -78,19 +87,25 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
     run.workspace.drop(_gradient(0))
 
 
-def known_moments(run: Run, index: int, moments: dict[str, Moments]) -> Callable[[Linear], Moments]:
-    """Return a function that gives the moments of a linear of layer ``index``, from those of the layer by linear.
+def known_moments(run: Run, index: int, layer: nn.Module, moments: dict[str, Moments]) -> Callable[[Linear], Moments]:
+    """Return a function that gives the moments of a linear of ``layer``, from those of the layer by linear.
 
-    With the method ``fisher`` they have the gradients' second moments, which add up over linears that share an A.
+    With the method ``fisher`` they have the gradients' second moments. Those of linears that share an A add up, as
+    their divergences do. To each, a fraction of its mean size is added in all directions, because no direction of the
+    outputs is quite without effect.
     """
-    gradients: dict[str, Tensor] = {}
-    if run.config.method == "fisher":
-        gradients = run.store.gradients(index, torch.device(run.device))
+    if run.config.method != "fisher":
+        return lambda linear: moments[linear.name.removeprefix(f"{LAYERS}.{index}.")]
+    gradients = run.store.gradients(index, torch.device(run.device))
+
+    def damped(name: str) -> Tensor:
+        sums, weight = gradients[name], layer.get_parameter(f"{name}.weight").detach().double()
+        everywhere = weight.T @ weight if moments[name].of_inputs else torch.eye(len(sums)).to(sums)
+        return sums + DAMPING * sums.trace() / everywhere.trace().clamp(min=1e-300) * everywhere
 
     def known(linear: Linear) -> Moments:
         names = [part.name.removeprefix(f"{LAYERS}.{index}.") for part in linear.parts]
-        sums = moments[names[0]]
-        return sums.with_gradients(torch.stack([gradients[name] for name in names]).sum(0)) if gradients else sums
+        return moments[names[0]].with_gradients(sum(map(damped, names[1:]), damped(names[0])))
 
     return known
 
@@ -142,48 +157,67 @@ def _gradient_of_head(model: StreamedModel, states: Tensor, seed: int) -> Tensor
 def _run_backwards(
     layer: nn.Module, names: Sequence[str], hidden: Tensor, gradient: Tensor, rotary: Rotary
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the sums of the gradients' outer products by linear, and the gradient of the layer's inputs.
+    """Return the corrected sums of the gradients' outer products by linear, and the gradient of the layer's inputs.
 
     Dimensions: ``hidden``, the layer's inputs, ``gradient``, that of its outputs, and the result are [rows, length,
     hidden]. The gradients are bf16 where the device multiplies that natively, the sums float64.
     """
-    before = torch.empty_like(gradient)
-    device = gradient.device
+    before, device = torch.empty_like(gradient), gradient.device
     with _adding_gradients(layer, names) as sums, torch.enable_grad():
         for inputs, outer, result in zip(batches(hidden), batches(gradient), batches(before), strict=True):
             leaf = inputs.float().requires_grad_(True)
             with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bf16(device)):
                 outputs = run_layer(layer, leaf, rotary)
             (result[:],) = torch.autograd.grad(outputs, leaf, outer)
-    return sums, before
+    return {name: total.corrected for name, total in sums.items()}, before
+
+
+class _Gradients:
+    """The sums of one linear over the passes backwards.
+
+    The gradients are with respect to the linear's inputs or outputs, whichever
+    :func:`~neuronmm.compression.moments.side` says; those of the inputs are the part that comes through this linear.
+    """
+
+    def __init__(self, linear: nn.Linear, name: str) -> None:
+        size, self._of_inputs = side(name, linear.out_features, linear.in_features)
+        self._sums = torch.zeros(size, size, dtype=torch.float64, device=linear.weight.device)
+        self._apart, self._together = 0.0, 0.0
+        self._inputs = torch.empty(0)
+
+    @property
+    def corrected(self) -> Tensor:
+        """The sum of the gradients' outer products, multiplied by the factor s of the module's docstring."""
+        return self._sums * (self._together / self._apart if self._apart > 0 else 1.0)
+
+    def keep(self, _: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
+        """Keep the inputs [rows, length, in] of a pass forwards."""
+        self._inputs = inputs[0].detach()
+
+    def add(self, _: nn.Module, of_input: tuple[Tensor, ...], of_output: tuple[Tensor, ...]) -> None:
+        """Add the tokens of a pass backwards."""
+        g, x = of_output[0], self._inputs.to(of_output[0].dtype)
+        gradients = (of_input[0] if self._of_inputs else g).flatten(0, -2).float()
+        with torch.autocast(g.device.type, enabled=False):
+            self._sums += gradients.T @ gradients
+            self._apart += float((_power(g) * _power(x)).sum())
+            self._together += sum(float(_power(a.T @ b).sum()) for a, b in zip(g, x, strict=True))
+
+
+def _power(x: Tensor) -> Tensor:
+    """Return the squared norms [...] of vectors [..., n], float64."""
+    return x.float().square().sum(-1).double()
 
 
 @contextmanager
-def _adding_gradients(layer: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Sum up the gradients' outer products of the named linears over the passes backwards in the ``with`` block.
-
-    The gradient is with respect to a linear's inputs or outputs, whichever :func:`~neuronmm.compression.moments.side`
-    says; that of the inputs is the part that comes through this linear alone.
-    """
-    sums, hooks = dict[str, Tensor](), []
+def _adding_gradients(layer: nn.Module, names: Sequence[str]) -> Iterator[dict[str, _Gradients]]:
+    """Add the gradients of the named linears over the passes in the ``with`` block."""
+    sums, hooks = dict[str, _Gradients](), []
     for name in names:
         linear = layer.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        size, of_inputs = side(name, linear.out_features, linear.in_features)
-        sums[name] = torch.zeros(size, size, dtype=torch.float64, device=linear.weight.device)
-
-        def add(
-            _: nn.Module,
-            of_input: tuple[Tensor, ...],
-            of_output: tuple[Tensor, ...],
-            total: Tensor = sums[name],
-            of_inputs: bool = of_inputs,
-        ) -> None:
-            g = (of_input if of_inputs else of_output)[0].flatten(0, -2).float()
-            with torch.autocast(g.device.type, enabled=False):
-                total += g.T @ g
-
-        hooks.append(linear.register_full_backward_hook(add))
+        sums[name] = _Gradients(linear, name)
+        hooks += [linear.register_forward_hook(sums[name].keep), linear.register_full_backward_hook(sums[name].add)]
     try:
         yield sums
     finally:

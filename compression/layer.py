@@ -65,9 +65,10 @@ def compress_layer(
             else:
                 names = [pair.inside(part) for linear in plan.of_layer(index) for part in linear.parts]
                 moments, outputs = run.store.gather(index, dense, names, streams.dense, streams.rotary, config.damping)
-                known = known_moments(run, index, moments)
+                known = known_moments(run, index, dense, moments)
                 for linear in ranks:
                     compress_linear(linear, None if config.method == "svd" else known(linear))
+                del known, moments  # the refinement is the peak of a layer's memory
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
             if config.refine != "off" and ranks:

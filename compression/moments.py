@@ -33,9 +33,9 @@ class Moments:
 
     Dimensions: ``gram`` is ``sum x x^T`` [in, in] (``of_inputs``) or ``sum y y^T`` [out, out], symmetric; ``squares``
     is the diagonal of ``sum x x^T`` [in] in either case; ``fraction`` [] is the fraction of the residual stream that
-    the linear's attention or MLP writes (:func:`weighing`). ``gradients``, if known, is of the same side: the mean of
-    ``(W^T g) (W^T g)^T`` [in, in] or of ``g g^T`` [out, out], with g the gradient of the output
-    (:mod:`~neuronmm.compression.fisher`). All are float64.
+    the linear's attention or MLP writes (:func:`weighing`). ``gradients``, if known, are the damped second
+    moments of the gradients of the same side [in, in] or [out, out] (:mod:`~neuronmm.compression.fisher`). All are
+    float64.
 
     A Gram matrix is singular if there are fewer tokens than features, dead features, or a few massive ones. Therefore
     ``damping`` times the mean of ``squares`` is added to the diagonal of the inputs' Gram matrix. The solution is then
@@ -51,7 +51,7 @@ class Moments:
         self._relative = damping
 
     def with_gradients(self, gradients: Tensor) -> Moments:
-        """Return the same moments, and the second moments ``gradients`` of one or several of the linears.
+        """Return the same moments with ``gradients``, those of one linear or the sum of those that share an A.
 
         Raises:
             ValueError: activations or gradients hold NaN or infinity.

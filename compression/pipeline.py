@@ -79,7 +79,7 @@ def compress(
         rows, held_out = calibration_tokens(run)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
-        if config.method == "fisher":
+        if config.method == "fisher" and not _factorised(run, len(streamed)):
             measure_gradients(run, streamed, plan.linears, rows)
         if needs_spectra(config):
             linears, spectra = plan.linears, measure_spectra(run, streamed, plan.linears, rows)
@@ -148,6 +148,12 @@ def _begin(
     origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
     workspace.begin({**origin, **config.model_dump()})
     dense.check_finite()
+
+
+def _factorised(run: Run, layers: int) -> bool:
+    """Return whether an interrupted run has planned and compressed all layers, and needs the moments no more."""
+    planned = not needs_spectra(run.config) or run.workspace.latest("spectra", [])[0] == layers
+    return planned and run.workspace.layers_done(layers, ()) == layers
 
 
 def _store(

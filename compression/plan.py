@@ -156,8 +156,8 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
     """
     streamed, config = () if run.store.complete(len(model)) else ("dense",), run.config
     first, state = run.workspace.latest("spectra", [])
-    known = all(linear.name in state for linear in linears[: first * len(linears) // len(model)])
-    if not known or (streamed and first < len(model) and "hidden" not in state):
+    whole = all(linear.name in state for linear in linears[: first * len(linears) // len(model)])
+    if not whole or (streamed and first < len(model) and "hidden" not in state):
         first, state = 0, {}
     run.progress("measuring spectra", first / len(model))
     hidden = state.pop("hidden", None)
@@ -171,10 +171,10 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
                 index, layer, names, streams.dense, streams.rotary, config.damping
             )
             try:
-                known = known_moments(run, index, moments)
-                for linear in targets:
+                known = known_moments(run, index, layer, moments)
+                for linear, name in zip(targets, names, strict=True):
                     state[linear.name] = spectrum(weight_of(layer, linear, prefix), known(linear)).cpu()
-                    state[_FRACTION + linear.name] = known(linear).fraction.to("cpu", copy=True)
+                    state[_FRACTION + linear.name] = moments[name].fraction.to("cpu", copy=True)
                 for group in _groups(targets) if config.share_a == "auto" else []:
                     units = [_unit(state[linear.name], config) for linear in group]
                     joint = Linear.sharing(group, units)

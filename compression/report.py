@@ -14,7 +14,8 @@ class Matrix(TypedDict):
     """One targeted linear, or the leader of several that share an A, with the sizes of all of them.
 
     ``sharing`` names the others. ``rank`` is None for a dense linear. The error is relative to the norm of the dense
-    output. ``pivot_condition`` is the condition number of the pivots; None without pivots, or if they are dependent.
+    output; for ``fisher`` it is the root of the fraction of the linear's effect on the predictions that is lost.
+    ``pivot_condition`` is the condition number of the pivots; None without pivots, or if they are dependent.
     """
 
     name: str
@@ -79,8 +80,7 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
                         f"({report['model_ratio']:.2%} removed)"),
         ("weight files", f"{report['bytes']['dense'] / 1e6:,.1f} -> {report['bytes']['compressed'] / 1e6:,.1f} MB"),
         ("calibration", text),
-        ("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised linear's output, on that text)"
-         if calibration else f"{report['mean_relative_error']:.4f} (of a factorised weight)"),
+        ("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised {_lost(report)})"),
         *([("block error", f"{loss['before']:.4f} -> {loss['after']:.4f} of the hidden states' power, by refinement, "
                            "on held-out rows")] if (loss := report["block_loss"]) else []),
         *([("recovery", f"{loss['loss_before']:.4f} -> {loss['loss_after']:.4f} nats per token from the dense model, "
@@ -89,6 +89,15 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
         *_distance_row(report),
         ("time, peak memory", f"{report['seconds']:.0f} s, {report['peak_rss_bytes'] / 2**30:.2f} GiB resident"),
     ]  # fmt: skip
+
+
+def _lost(report: dict[str, Any]) -> str:
+    """Return what the relative error of a linear is relative to."""
+    if not report["calibration"]:
+        return "weight"
+    if report["method"] == "fisher":
+        return "linear's effect on the predictions, on that text"
+    return "linear's output, on that text"
 
 
 def _ratio_row(report: dict[str, Any]) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from draws import examples
 from neuronmm.compression import fisher, layer, pipeline
 from neuronmm.compression.calibration_store import SharedStore
 from neuronmm.compression.continuation import sampled
-from neuronmm.compression.factorize import GRADIENT_DAMPING, factorize
+from neuronmm.compression.factorize import factorize
 from neuronmm.compression.moments import Moments, side
 from neuronmm.compression.pipeline import compress
 from neuronmm.models import UserError
@@ -45,14 +45,14 @@ def noted_rows(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def directly(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
-    """Return the mean outer products of the gradients by linear, from one backward pass through the complete model."""
-    captured: dict[str, tuple[Tensor, Tensor]] = {}
+    """Return the corrected mean outer products of the gradients, from one pass backwards through the complete model."""
+    captured: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     names = [f"{LAYERS}.{index}.{name}" for index in range(2) for name in TARGETS["all"]]
     for name in names:
 
         def keep(module: Any, inputs: Any, output: Tensor, name: str = name) -> None:
             output.retain_grad()
-            captured[name] = (module.weight, output)
+            captured[name] = (module.weight.detach().double(), inputs[0].detach().double(), output)
 
         model.get_submodule(name).register_forward_hook(keep)
     logits = model(rows).logits
@@ -60,12 +60,14 @@ def directly(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
     chosen = torch.cat([choose(row) for row in logits.detach()])
     cross_entropy(logits.flatten(0, 1), chosen, reduction="sum").backward()
     sums = {}
-    for name, (weight, output) in captured.items():
+    for name, (weight, x, output) in captured.items():
         assert output.grad is not None
-        g = output.grad.flatten(0, 1).double()
+        g = output.grad.double()
+        apart = (g.square().sum(-1) * x.square().sum(-1)).sum()
+        together = torch.einsum("rto,rti->roi", g, x).square().sum()
         _, of_inputs = side(name.split(".", 3)[3], *weight.shape)
-        g = g @ weight.detach().double() if of_inputs else g
-        sums[name] = g.T @ g / rows.numel()
+        g = (g @ weight if of_inputs else g).flatten(0, 1)
+        sums[name] = g.T @ g * together / apart / rows.numel()
     return sums
 
 
@@ -97,15 +99,11 @@ def draw(sizes: tuple[int, int, int], of_inputs: bool, seed: int) -> tuple[Tenso
     weight = torch.randn(out, into, generator=generator, dtype=torch.float64)
     x, g = (torch.randn(tokens, size, generator=generator, dtype=torch.float64) for size in (into, out))
     x[:, -1] *= 30
-    g[:, 0] *= 30
+    g[:, 0] *= 5
     moments = Moments(into if of_inputs else out, of_inputs, 1e-3)
     moments.add(x, x @ weight.T)
-    F = g.T @ g
-    size = (
-        float(F.diagonal().mean()) if not of_inputs else float((weight.T @ F @ weight).trace() / weight.square().sum())
-    )
+    F = g.T @ g + 1e-3 * torch.eye(out, dtype=torch.float64)
     known = moments.with_gradients(weight.T @ F @ weight if of_inputs else F)
-    F = F + GRADIENT_DAMPING * size * torch.eye(out, dtype=torch.float64)
     return weight, known, F, x.T @ x + moments.damping * torch.eye(into, dtype=torch.float64)
 
 
@@ -193,6 +191,30 @@ class Interrupted(BaseException):
     """A kill, which no code catches."""
 
 
+@pytest.mark.parametrize("linear", ["self_attn.v_proj", "mlp.up_proj"])
+def test_changes_at_several_positions_add_up(
+    linear: str, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value is read at all later positions. With a mean in the inputs, its changes do not cancel."""
+    rows, source = noted_rows(monkeypatch), dense()
+    edit_tensors(source, lambda tensors: tensors["model.embed_tokens.weight"].add_(0.4))
+    settings = config(method="fisher", targets="all", calibration_rows=160, calibration_length=48)
+    compress(source, tmp_path / "out", settings, store=tmp_path / "store")
+    store = SharedStore.__new__(SharedStore)
+    store._folder, store._targets, store._known = tmp_path / "store", "all", set()
+    sums = store.moments(1, list(TARGETS["all"]), 1e-9, torch.device("cpu"))[linear]
+    gradients = store.gradients(1, torch.device("cpu"))[linear]
+    models = [load_pretrained(source, torch.float32) for _ in range(2)]
+    weight = models[1].get_parameter(f"{LAYERS}.1.{linear}.weight")
+    E = 0.003 * torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        weight += weight @ E
+        a, b = (model(rows[0]).logits.double().log_softmax(-1).flatten(0, 1) for model in models)
+    measured = float(kl_div(b, a, log_target=True, reduction="batchmean"))
+    predicted = float(((gradients @ E.double() @ sums.gram) * E.double()).sum()) / 2 / rows[0].numel()
+    assert measured / 1.6 < predicted < 1.6 * measured
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_an_interrupted_measurement_resumes_to_the_same_bytes(
     count: int, dense: Callable[..., Path], tmp_path: Path
@@ -230,6 +252,21 @@ def test_the_pass_backwards_continues_where_it_was_interrupted(
     compress(source, tmp_path / "out", settings, resume=True)
     assert calls == ["_run_forwards", "_run_backwards", "_run_backwards"]
     assert not list((tmp_path).glob("out.partial*"))
+
+
+def test_layers_that_are_compressed_need_no_gradients(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, settings = dense(), config(method="fisher", calibration=str(text), share_a="auto", recover="factors")
+
+    def stop(stage: str, fraction: float) -> None:
+        if stage == "recovering":
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        compress(source, tmp_path / "out", settings, progress=stop)
+    monkeypatch.setattr(fisher, "_run_forwards", lambda *args: pytest.fail("the gradients were measured again"))
+    compress(source, tmp_path / "out", settings, resume=True)
 
 
 def test_a_damaged_checkpoint_is_named(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from neuronmm.compression.pipeline import compress
 from neuronmm.models import UserError
 
 ALL: dict[str, Any] = {
-    **SMALL, **EVERYTHING, "method": "fisher", "form": "pivoted", "targets": "all", "recover": "factors", "calibration_rows": 16,
+    **SMALL, **EVERYTHING, "method": "fisher", "form": "pivoted", "targets": "all", "recover": "factors",
+    "calibration_rows": 16,
 }  # fmt: skip
 """Settings of a run that writes every kind of file."""
 
