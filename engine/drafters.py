@@ -130,7 +130,7 @@ class Drafts:
         self.name = str(draft)
         self._runner: TorchRunner | None = None
         if not isinstance(runner, TorchRunner) or not _in_core(runner):
-            raise UserError("drafts need a model that decodes in the C++ core: --backend cpu, bf16 or fp32")
+            raise UserError("drafts need a model that decodes in the C++ core: bf16 or fp32, and --impl auto")
         if draft == NGRAM:
             return
         folder = resolve(draft, progress)

@@ -180,7 +180,9 @@ def load(
         UserError: the model does not exist, the checkpoint disagrees with its config, an option is out of range, the
             backend cannot run here, or the draft does not fit the model.
     """
-    chosen = choose(backend, options)
+    chosen = choose("cpu" if draft and backend == "auto" else backend, options)
+    if draft and chosen.name != "cpu":
+        raise UserError(f"drafts need --backend cpu, not {chosen.name}")
     folder = resolve(model, progress)
     runner = chosen.load(folder, pick_dtype(folder, amp or dtype), impl, **options)
     tokenizer = load_tokenizer(folder)

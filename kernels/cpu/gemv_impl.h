@@ -42,7 +42,7 @@ constexpr int kAhead = 8192, kEvery = 256;
 
 // Accumulators along a weight row. Their number is the same for every batch, so that a row's result does not depend on
 // the other rows: a step of several tokens equals as many steps of one, bit by bit.
-constexpr int kSums = NM_U;
+constexpr int kSums = 4;
 
 // Multiply one weight row at a time, in address order, which the hardware prefetchers follow. Several accumulators
 // along the row hide the latency of the additions.
