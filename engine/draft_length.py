@@ -16,20 +16,22 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
+        self._medians: dict[int, float] = {}
 
     def add(self, tokens: int, seconds: float) -> None:
         """Add a measured step."""
         self._times[tokens].append(seconds)
+        self._medians[tokens] = median(self._times[tokens])
 
     def __call__(self, tokens: int) -> float | None:
         """Predict a step of so many tokens; None before a step of one token was measured.
 
         A length that was never measured counts as fast as the next shorter one, so that it is tried.
         """
-        if 1 not in self._times:
+        if 1 not in self._medians:
             return None
-        shorter = max(count for count in self._times if count <= tokens)
-        return min(median(times) for count, times in self._times.items() if count >= shorter)
+        shorter = max(count for count in self._medians if count <= tokens)
+        return min(seconds for count, seconds in self._medians.items() if count >= shorter)
 
 
 class DraftLength:
