@@ -8,13 +8,13 @@ namespace neuronmm {
 namespace {
 
 // Dot product step for weights of type T: widen kWidth weights to fp32 and multiply them with as many inputs, one sum
-// per lane.
+// per lane. kSums steps are independent of each other.
 template <class T>
 struct WidenedDot {
     typedef T Weight;
     typedef float Input;
     typedef Vec Wide;
-    static constexpr int kWidth = L;
+    static constexpr int kWidth = L, kSums = 4;
     static Wide read(const T* w) { return load(w); }
     static Wide read(const T* w, int n) { return load_part(w, n); }
     static Vec add(Vec sums, Wide w, const float* x) { return sums + w * load(x); }
@@ -28,7 +28,7 @@ struct Bf16PairDot {
     typedef uint16_t Weight;
     typedef uint16_t Input;
     typedef __m512bh Wide;
-    static constexpr int kWidth = 2 * L;
+    static constexpr int kWidth = 2 * L, kSums = 2;
     static Wide read(const uint16_t* w) { return (Wide)_mm512_loadu_si512(w); }
     static Wide read(const uint16_t* w, int n) { return (Wide)_mm512_maskz_loadu_epi16((1u << n) - 1, w); }
     static Vec add(Vec sums, Wide w, const uint16_t* x) { return _mm512_dpbf16_ps(sums, w, read(x)); }
@@ -40,42 +40,62 @@ struct Bf16PairDot {
 // every line displaces the hardware's own requests and is slower than no prefetch.
 constexpr int kAhead = 8192, kEvery = 256;
 
-// Accumulators along a weight row. Their number is the same for every batch, so that a row's result does not depend on
-// the other rows: a step of several tokens equals as many steps of one, bit by bit.
-constexpr int kSums = 4;
+// Accumulators that fit the registers, which bounds the input rows of one pass over a weight row. After the first pass
+// the weight row is in the first-level cache.
+constexpr int kAccumulators = 16;
 
-// Multiply one weight row at a time, in address order, which the hardware prefetchers follow. Several accumulators
-// along the row hide the latency of the additions.
+// sums[b] = w . x[b]. Several accumulators along the row hide the latency of the additions. Their number is the same for
+// every B, so that a row's result does not depend on the other rows: a step of several tokens equals as many steps of
+// one, bit by bit.
+template <class P, int B>
+inline void row_times(const typename P::Weight* w, int cols, const typename P::Input* x, size_t ldx, float* sums) {
+    constexpr int U = P::kSums, W = P::kWidth;
+    Vec acc[B][U] = {};
+    int j = 0;
+    for (; j + U * W <= cols; j += U * W)
+#pragma GCC unroll 4
+        for (int u = 0; u < U; u++) {
+            const auto wide = P::read(w + j + u * W);
+#pragma GCC unroll 8
+            for (int b = 0; b < B; b++) acc[b][u] = P::add(acc[b][u], wide, x + b * ldx + j + u * W);
+        }
+    for (; j + W <= cols; j += W) {
+        const auto wide = P::read(w + j);
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) acc[b][0] = P::add(acc[b][0], wide, x + b * ldx + j);
+    }
+    if (j < cols) {
+        const auto wide = P::read(w + j, cols - j);
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) acc[b][0] = P::add(acc[b][0], wide, x + b * ldx + j, cols - j);
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < B; b++) {
+        Vec total = acc[b][0];
+#pragma GCC unroll 4
+        for (int u = 1; u < U; u++) total += acc[b][u];
+        sums[b] = sum(total);
+    }
+}
+
+// Multiply one weight row at a time, in address order, which the hardware prefetchers follow.
 template <class P, int B>
 void gemv_of(const Matrix& m, int begin, int end, const typename P::Input* x, size_t ldx, float* y, size_t ldy,
              const float* bias, Strided addend) {
-    constexpr int U = kSums, W = P::kWidth;
+    constexpr int most = kAccumulators / P::kSums, G = B < most ? B : most;
     const int cols = m.cols;
     for (int i = begin; i < end; i++) {
         const auto* w = static_cast<const typename P::Weight*>(m.data) + static_cast<size_t>(i) * cols;
         for (size_t at = 0; at < cols * sizeof *w; at += kEvery)
             __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at, 0, 2);
-        Vec acc[B][U] = {};
-        int j = 0;
-        for (; j + U * W <= cols; j += U * W)
-            for (int u = 0; u < U; u++) {
-                const auto wide = P::read(w + j + u * W);
-                for (int b = 0; b < B; b++) acc[b][u] = P::add(acc[b][u], wide, x + b * ldx + j + u * W);
-            }
-        for (; j + W <= cols; j += W) {
-            const auto wide = P::read(w + j);
-            for (int b = 0; b < B; b++) acc[b][0] = P::add(acc[b][0], wide, x + b * ldx + j);
-        }
-        if (j < cols) {
-            const auto wide = P::read(w + j, cols - j);
-            for (int b = 0; b < B; b++) acc[b][0] = P::add(acc[b][0], wide, x + b * ldx + j, cols - j);
-        }
+        float sums[B];
+        int first = 0;
+        for (; first + G <= B; first += G) row_times<P, G>(w, cols, x + first * ldx, ldx, sums + first);
+        if constexpr (B % G) row_times<P, B % G>(w, cols, x + first * ldx, ldx, sums + first);
         const float scale = m.scale ? m.scale[i] : 1.0f, offset = bias ? bias[i] : 0.0f;
         for (int b = 0; b < B; b++) {
-            Vec total = acc[b][0];
-            for (int u = 1; u < U; u++) total += acc[b][u];
             // Without branches: the compiler fuses product and sum for every B or for none.
-            const float value = sum(total) * scale + offset;
+            const float value = sums[b] * scale + offset;
             y[b * ldy + i] = addend.data ? addend.data[b * addend.stride + i] + value : value;
         }
     }

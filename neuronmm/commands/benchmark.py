@@ -11,7 +11,7 @@ examples:
 Prompts are random tokens, the same for every variant, and end-of-sequence tokens are ignored. TTFT is the time to the
 first token (prefill), TPOT the time per later token; tokens/s never counts prompt tokens. The table goes to stdout, and
 the last line of stdout is one JSON document. --output also writes benchmark.json and benchmark.png to a folder.
---draft measures one model with and without drafts instead, on three prompts of words: what drafts bring depends on text.
+--draft measures one model with and without drafts instead, on three prompts of words, because it depends on the text.
 """
 
 from __future__ import annotations

@@ -75,12 +75,8 @@ def test_a_length_without_a_time_is_tried_and_a_stall_is_outlived() -> None:
 
 
 @examples(100)
-@given(
-    st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.lists(st.booleans(), max_size=60), st.floats(0, 2)
-)
-def test_no_length_is_chosen_that_is_predicted_to_lose(
-    seconds: list[float], accepted: list[bool], cost: float
-) -> None:
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.lists(st.booleans(), max_size=60), st.floats(0, 2))
+def test_no_length_is_chosen_that_is_predicted_to_lose(seconds: list[float], accepted: list[bool], cost: float) -> None:
     measured = times(*seconds)
     length = DraftLength(measured)
     for value in accepted:

@@ -73,7 +73,8 @@ class ScriptedDrafter:
         return self.seconds
 
     def propose(self, context: list[int], count: int) -> list[int]:
-        return [(token + self.errors.pop()) % VOCABULARY for token in self.answer[len(context) :][:count] if self.errors]
+        ahead = self.answer[len(context) :][:count]
+        return [(token + self.errors.pop()) % VOCABULARY for token in ahead if self.errors]
 
 
 def make_row(limit: int, tokenizer: PreTrainedTokenizerBase) -> Row:

@@ -42,8 +42,8 @@ def assert_equals_single_steps(model: torch.nn.Module, counts: list[int], int8: 
         decoder.prefill(prompt, torch.ones_like(prompt))
     expected = torch.cat([single.decode(token[None]) for token in later])
     assert torch.equal(torch.cat([several.verify(part) for part in later.split(counts)]), expected)
-    for mine, theirs in zip(several.cache.keys + several.cache.values, single.cache.keys + single.cache.values):
-        assert torch.equal(mine, theirs)
+    caches = (torch.stack(decoder.cache.keys + decoder.cache.values) for decoder in (several, single))
+    assert torch.equal(*caches)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
