@@ -55,16 +55,21 @@ class DraftLength:
         self._accepted = _MEMORY * self._accepted + accepted
         self._tested = _MEMORY * self._tested + 1
 
-    def choose(self, most: int, cost: Callable[[int], float]) -> int:
-        """Return the number of tokens to draft, at most ``most``; ``cost`` predicts the seconds of a draft."""
-        best, least = 0, self._seconds(1)
-        if least is None:
+    def choose(self, most: int, cost: Callable[[int], float], behind: float = 0.0, left: int = 1) -> int:
+        """Return the number of tokens to draft, at most ``most``.
+
+        ``cost`` predicts the seconds of a draft, ``behind`` those that the drafter needs before its first one. The
+        ``left`` tokens of the sequence have to gain the latter.
+        """
+        best, single = 0, self._seconds(1)
+        if single is None or not left:
             return 0
+        least = single - behind / left
         tokens, probability = 1.0, 1.0
         for count in range(1, most + 1):
             probability *= self.acceptance
             tokens += probability
-            per_token = ((self._seconds(count + 1) or least) + cost(count)) / tokens
+            per_token = ((self._seconds(count + 1) or single) + cost(count)) / tokens
             if per_token < least:
                 best, least = count, per_token
         return best

@@ -27,8 +27,12 @@ NGRAM = "ngram"
 class Drafter(Protocol):
     """Guesses how one sequence goes on. ``context`` is the prompt and the answer so far; it only grows."""
 
-    def cost(self, context: list[int], count: int) -> float:
-        """Predict the seconds that :meth:`propose` takes; 0 if they do not count."""
+    def cost(self, count: int) -> float:
+        """Predict the seconds of a draft of ``count`` tokens; 0 if they do not matter."""
+        ...
+
+    def behind(self, context: list[int]) -> float:
+        """Predict the seconds that the next draft takes in addition, to read what was generated without drafts."""
         ...
 
     def propose(self, context: list[int], count: int) -> list[int]:
@@ -49,7 +53,11 @@ class NgramDrafter:
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after its last occurrence
         self._indexed = 0
 
-    def cost(self, context: list[int], count: int) -> float:
+    def cost(self, count: int) -> float:
+        """See :class:`Drafter`."""
+        return 0.0
+
+    def behind(self, context: list[int]) -> float:
         """See :class:`Drafter`."""
         return 0.0
 
@@ -82,10 +90,14 @@ class ModelDrafter:
         self._held: list[int] = []  # the tokens in the cache
         self._context = 0  # how many of them are certain
 
-    def cost(self, context: list[int], count: int) -> float:
+    def cost(self, count: int) -> float:
         """See :class:`Drafter`."""
-        unread = max(len(context) - self._context - MAX_BATCH, 0)  # what the last draft left over is one step
-        return (count + unread / MAX_BATCH) * self._step_seconds
+        return count * self._step_seconds
+
+    def behind(self, context: list[int]) -> float:
+        """See :class:`Drafter`."""
+        unread = max(len(context) - self._context - MAX_BATCH, 0)  # the tokens of one step belong to the next draft
+        return unread / MAX_BATCH * self._step_seconds
 
     def propose(self, context: list[int], count: int) -> list[int]:
         """See :class:`Drafter`."""

@@ -64,9 +64,8 @@ def run(
             if not right:
                 break
         room = row.limit - len(result.token_ids) - 1  # a step ends with a token that was not drafted
-        count = length.choose(min(room, MAX_BATCH - 1), lambda n: drafter.cost(seen, n))
-        free = not drafter.cost(seen, 1)
-        draft = drafter.propose(seen, max(count, 1)) if count or free else []
+        count = length.choose(min(room, MAX_BATCH - 1), drafter.cost, drafter.behind(seen), room)
+        draft = drafter.propose(seen, max(count, 1)) if count or not drafter.cost(1) else []
         verified = draft[:count]
         decoder.rewind(len(seen) - 1)
         begin = time.perf_counter()

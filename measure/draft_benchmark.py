@@ -170,5 +170,5 @@ def _steps(engine: Engine, length: int) -> list[StepFigures]:
             decoder.verify(prompt.new_zeros(count))
             measured.append(time.perf_counter() - start)
     single = median(times[1])
-    totals = [median(times[n + 1]) + drafter.cost([0], n) for n in range(1, MAX_BATCH)]
+    totals = [median(times[n + 1]) + drafter.cost(n) for n in range(1, MAX_BATCH)]
     return [StepFigures(n, total, total / single - 1) for n, total in enumerate(totals, 1)]

@@ -65,6 +65,14 @@ def test_the_length_follows_acceptance_and_cost() -> None:
     assert after(flat, 40, 0).choose(0, lambda n: 0) == 0
 
 
+def test_what_a_drafter_has_to_read_first_has_to_be_gained() -> None:
+    """Four tokens per 1.04 s in place of one per second gain about 0.79 s a token."""
+    length = after(times(1, 1.01, 1.02, 1.03, 1.04), 400, 0)
+    assert length.choose(4, lambda n: 0, behind=70, left=100) == 4
+    assert length.choose(4, lambda n: 0, behind=90, left=100) == 0
+    assert length.choose(4, lambda n: 0, behind=70, left=50) == 0
+
+
 def test_a_length_without_a_time_is_tried_and_a_stall_is_outlived() -> None:
     assert after(times(1, 1.1), 40, 0).choose(7, lambda n: 0) == 7
     stalled = times(1, 9, 1.1)

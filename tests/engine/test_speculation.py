@@ -69,8 +69,11 @@ class ScriptedDrafter:
     def __init__(self, answer: list[int], errors: list[int], cost: float) -> None:
         self.answer, self.errors, self.seconds = answer, errors, cost
 
-    def cost(self, context: list[int], count: int) -> float:
+    def cost(self, count: int) -> float:
         return self.seconds
+
+    def behind(self, context: list[int]) -> float:
+        return 0.0
 
     def propose(self, context: list[int], count: int) -> list[int]:
         ahead = self.answer[len(context) :][:count]
@@ -99,7 +102,7 @@ def test_any_draft_gives_the_plain_run(data: st.DataObject) -> None:
     drafter = ScriptedDrafter(answer, errors, draw(st.sampled_from([0.0, 1.0])))
     counts = draw(st.lists(st.integers(0, 7), max_size=30))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftLength, "choose", lambda self, most, cost: min(most, counts.pop() if counts else 0))
+        patch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, counts.pop() if counts else 0))
         list(speculation.run(decoder, drafted, params, eos, drafter, StepTimes()))
     mine, theirs = drafted.result, plain.result
     assert (mine.token_ids, mine.text, mine.finish_reason) == (theirs.token_ids, theirs.text, theirs.finish_reason)
@@ -111,7 +114,7 @@ def test_any_draft_gives_the_plain_run(data: st.DataObject) -> None:
 
 def force(patch: pytest.MonkeyPatch, count: int) -> None:
     """Draft ``count`` tokens in every step, whatever the times are."""
-    patch.setattr(DraftLength, "choose", lambda self, most, cost: min(most, count))
+    patch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, count))
 
 
 @needs_core
@@ -145,7 +148,7 @@ def test_a_draft_model_follows_the_text_again_after_a_pause(
     """After twenty tokens without a draft it reads what it missed."""
     folder = checkpoint()
     engine, counts = load(folder, dtype="fp32", draft=folder), [2, 2] + [0] * 20 + [3, 3]
-    monkeypatch.setattr(DraftLength, "choose", lambda self, most, cost: min(most, counts.pop(0) if counts else 0))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, counts.pop(0) if counts else 0))
     (result,) = engine.generate(["w9 w10"], PARAMS[0])
     assert result.draft is not None and result.draft.accepted == result.draft.drafted == 10
 

@@ -26,7 +26,7 @@ def test_document_and_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the model as its own draft, in steps of up to four tokens, every draft is accepted."""
-    monkeypatch.setattr(DraftLength, "choose", lambda self, most, cost: min(most, 3))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, 3))
     folder, results = str(checkpoint()), tmp_path / "results"
     assert main(["benchmark", folder, "--draft", folder, *ARGUMENTS, "--output", str(results)]) == 0
     *table, last = capsys.readouterr().out.splitlines()
