@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,16 +48,28 @@ class CpuDecoder(TorchDecoder):
         if not self.reads_prompts:
             return super().prefill(input_ids, attention_mask)
         self.cache.reset(attention_mask)
-        return self._in_core(input_ids)
+        return self._advance(input_ids, self._core_step)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
         """See :class:`neuronmm.engine.decoder.Decoder`."""
-        return self._in_core(token_ids[:, None])
+        return self._advance(token_ids[:, None], self._core_step)
 
-    def _in_core(self, input_ids: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def verify(self, token_ids: Tensor) -> Tensor:
+        """Append the tokens [n], at most 8, to the only row and return the logits [n, vocab] of each.
+
+        They equal those of n calls of :meth:`decode`, bit by bit.
+        """
+        return self._advance(token_ids[None], self._core_step.verify)[0]
+
+    def rewind(self, length: int) -> None:
+        """Forget the positions from ``length`` on."""
+        self.cache.length = length
+
+    def _advance(self, input_ids: Tensor, step: Callable[[Tensor, int, Tensor], Tensor]) -> Tensor:
         end = self._end(input_ids)
-        logits = self._core_step(input_ids, self.cache.length, self._starts)
+        logits = step(input_ids, self.cache.length, self._starts)
         self.cache.length = end
         return logits
 

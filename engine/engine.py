@@ -11,10 +11,13 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from neuronmm.engine import continuous
+from neuronmm.engine import continuous, speculation
 from neuronmm.engine.backends import Runner, choose
+from neuronmm.engine.draft_length import StepTimes
+from neuronmm.engine.drafters import Drafts
 from neuronmm.engine.loop import Generation, Row, run
 from neuronmm.engine.sampling import SamplingParams
+from neuronmm.engine.speculation import Verifier
 from neuronmm.engine.text import TextStream
 from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError, reading
@@ -28,14 +31,21 @@ class Engine:
     """A loaded model that turns prompts into text, with one interface for all backends.
 
     Of the checkpoint's generation config only the end-of-sequence tokens are used; :class:`SamplingParams` controls the
-    sampling, and its default is greedy.
+    sampling, and its default is greedy. ``drafts`` predict several tokens per step; the text stays the same.
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], context: int, vocabulary: int
+        self,
+        runner: Runner,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: frozenset[int],
+        context: int,
+        vocabulary: int,
+        drafts: Drafts | None = None,
     ) -> None:
         self.runner, self.tokenizer = runner, tokenizer
         self.eos, self.context, self.vocabulary = eos, context, vocabulary
+        self.drafts, self._step_times = drafts, StepTimes()
 
     @property
     def host(self) -> Any:
@@ -81,8 +91,10 @@ class Engine:
         context, generation ends when the context is full, with the ``finish_reason`` ``context``.
 
         Raises:
-            UserError: a prompt does not fit the model's context.
+            UserError: a prompt does not fit the model's context, or there are drafts and several prompts.
         """
+        if self.drafts and len(prompts) > 1:
+            raise UserError(f"drafts serve one prompt at a time, not {len(prompts)}; leave out the draft")
         params = params or SamplingParams()
         rows = self._rows(prompts, params, chat)
         by_length = sorted(rows, key=lambda row: len(row.prompt_ids))
@@ -122,6 +134,9 @@ class Engine:
             return continuous.run(slots, rows, params, eos, self.runner.device)
         longest = max(len(row.prompt_ids) for row in rows)
         decoder = self.runner.decoder(len(rows), longest + max(row.limit for row in rows))
+        if self.drafts:
+            drafter = self.drafts.drafter(decoder.max_len)
+            return speculation.run(cast(Verifier, decoder), rows[0], params, eos, drafter, self._step_times)
         return run(decoder, rows, params, eos, self.runner.device)
 
 
@@ -143,6 +158,7 @@ def load(
     dtype: str = "auto",
     impl: str = "auto",
     amp: str | None = None,
+    draft: str | Path | None = None,
     progress: Progress = no_progress,
     **options: Any,
 ) -> Engine:
@@ -154,21 +170,26 @@ def load(
         dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is bf16 for a checkpoint in bf16 or fp16, else fp32.
         impl: the low-rank kernel; ``auto`` is the fastest one for each call.
         amp: the Neuron hosts' name for ``dtype``.
+        draft: ``ngram``, or a checkpoint with the same tokenizer: guesses several tokens per step, which the model
+            verifies. The text stays the same; one prompt at a time, on the CPU.
         progress: is told how much of a GGUF file is unpacked.
         options: options of the backend; ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout``,
             ``continuous`` and ``emulate`` (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
 
     Raises:
-        UserError: the model does not exist, the checkpoint disagrees with its config, an option is out of range, or the
-            backend cannot run here.
+        UserError: the model does not exist, the checkpoint disagrees with its config, an option is out of range, the
+            backend cannot run here, or the draft does not fit the model.
     """
-    chosen = choose(backend, options)
+    chosen = choose("cpu" if draft and backend == "auto" else backend, options)
+    if draft and chosen.name != "cpu":
+        raise UserError(f"drafts need --backend cpu, not {chosen.name}")
     folder = resolve(model, progress)
     runner = chosen.load(folder, pick_dtype(folder, amp or dtype), impl, **options)
     tokenizer = load_tokenizer(folder)
     config = load_config(folder)
     context = min(config.max_position_embeddings, runner.max_len or config.max_position_embeddings)
-    return Engine(runner, tokenizer, end_tokens(folder, config, tokenizer), context, config.vocab_size)
+    drafts = None if draft is None else Drafts(draft, runner, tokenizer, config.vocab_size, progress)
+    return Engine(runner, tokenizer, end_tokens(folder, config, tokenizer), context, config.vocab_size, drafts)
 
 
 def pick_dtype(folder: Path, name: str) -> torch.dtype:

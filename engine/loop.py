@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,13 +15,23 @@ from neuronmm.engine.text import TextStream
 
 
 @dataclass
+class DraftCounts:
+    """The steps after the prompt, and the tokens that were drafted for them and accepted."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
 class Generation:
     """The result for one prompt.
 
     ``token_ids`` are the generated tokens, including an end-of-sequence token. ``text`` is their text without special
     tokens, cut before a stop string. ``finish_reason`` is ``eos``, ``stop``, ``length`` (max_new_tokens reached) or
     ``context`` (the model's context is full). ``ttft`` is the time in seconds from the start of the batch to its first
-    token; ``decode_seconds`` is the time from there to the last token of this row.
+    token; ``decode_seconds`` is the time from there to the last token of this row. ``draft`` counts the drafted tokens
+    if there is a drafter.
     """
 
     prompt: str
@@ -31,6 +41,7 @@ class Generation:
     finish_reason: str = ""
     ttft: float = 0.0
     decode_seconds: float = 0.0
+    draft: DraftCounts | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -40,7 +51,7 @@ class Generation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; times are measured seconds."""
-        return {**vars(self), "tokens_per_second": self.tokens_per_second}
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
 @dataclass

@@ -42,6 +42,7 @@ from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
 if TYPE_CHECKING:
+    from neuronmm.measure.draft_benchmark import DraftBenchmarkResult
     from neuronmm.measure.neuron_benchmark import NeuronBenchmarkResult
 
 
@@ -56,6 +57,7 @@ def benchmark(
     dtype: str = "auto",
     threads: int | None = None,
     backend: str = "auto",
+    draft: str | Path | None = None,
     progress: Progress = no_progress,
     **options: Any,
 ) -> dict[str, Any]:
@@ -64,13 +66,15 @@ def benchmark(
     The arguments are those of :class:`.BenchmarkConfig`, ``options`` the backend's own. See :func:`run_benchmark`.
     """
     config = BenchmarkConfig(
-        model, baseline, prompt_lengths, new_tokens, batches, runs, dtype, threads, backend, options
+        model, baseline, prompt_lengths, new_tokens, batches, runs, dtype, threads, backend, options, draft
     )
     return run_benchmark(config, progress).to_json()
 
 
-def run_benchmark(config: BenchmarkConfig, progress: Progress = no_progress) -> BenchmarkResult | NeuronBenchmarkResult:
-    """Measure every variant of ``config.model`` at every point.
+def run_benchmark(
+    config: BenchmarkConfig, progress: Progress = no_progress
+) -> BenchmarkResult | NeuronBenchmarkResult | DraftBenchmarkResult:
+    """Measure every variant of ``config.model`` at every point, or decoding with ``config.draft`` beside plain.
 
     A compressed model has the variants ``naive`` (two GEMMs per linear) and ``fused`` (the fastest kernels for this
     machine), which share one copy of the weights, and ``dense`` if there is a baseline. A dense model has ``dense``.
@@ -81,6 +85,10 @@ def run_benchmark(config: BenchmarkConfig, progress: Progress = no_progress) -> 
         UserError: the context is too short, or the models cannot be compared.
     """
     with _threads(config.threads):
+        if config.draft is not None:
+            from neuronmm.measure.draft_benchmark import benchmark_drafts
+
+            return benchmark_drafts(config, progress)
         if config.backend == "neuron":
             from neuronmm.measure.neuron_benchmark import benchmark_neuron
 

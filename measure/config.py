@@ -29,9 +29,10 @@ class BenchmarkConfig:
         runs: measured rounds per point.
         threads: torch threads; None leaves them as they are.
         options: options of the backend, as ``load`` takes them.
+        draft: ``ngram`` or a checkpoint: compare plain decoding with drafts, on prompts of words.
 
     Raises:
-        UserError: a number is out of range.
+        UserError: a number is out of range, or a draft is combined with what it does not support.
     """
 
     model: str | Path
@@ -44,6 +45,7 @@ class BenchmarkConfig:
     threads: int | None = None
     backend: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
+    draft: str | Path | None = None
 
     def __post_init__(self) -> None:
         processors = os.cpu_count() or 1
@@ -56,6 +58,11 @@ class BenchmarkConfig:
             (
                 self.threads is None or 1 <= self.threads <= processors,
                 f"--threads has to be 1 to {processors}, the processors of this machine",
+            ),
+            (
+                self.draft is None
+                or (self.baseline is None and tuple(batches) == (1,) and self.backend in ("auto", "cpu")),
+                "--draft compares a model with itself, one row with --backend cpu; leave out --baseline and --batch",
             ),
         )
         for valid, message in checks:

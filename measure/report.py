@@ -10,6 +10,8 @@ from rich.table import Table
 
 from neuronmm.kernels.durable import replacing
 from neuronmm.measure.benchmark_result import BenchmarkResult
+from neuronmm.measure.draft_benchmark import DraftBenchmarkResult
+from neuronmm.measure.draft_report import print_draft_benchmark
 from neuronmm.measure.evaluate import EvaluationResult
 from neuronmm.measure.neuron_benchmark import NeuronBenchmarkResult
 from neuronmm.measure.neuron_report import print_neuron_benchmark
@@ -23,9 +25,12 @@ _DOCUMENT, _PICTURE = "benchmark.json", "benchmark.png"
 _WIDTH = 175
 
 
-def print_benchmark(result: BenchmarkResult | NeuronBenchmarkResult) -> None:
+def print_benchmark(result: BenchmarkResult | NeuronBenchmarkResult | DraftBenchmarkResult) -> None:
     """Print the figures as tables, with the facts needed to read them."""
     console = wide_console()
+    if isinstance(result, DraftBenchmarkResult):
+        print_draft_benchmark(result, console)
+        return
     if isinstance(result, NeuronBenchmarkResult):
         print_neuron_benchmark(result, console)
         return
@@ -96,8 +101,8 @@ def results_folder(out: str | Path, inputs: Inputs) -> Path:
     return folder
 
 
-def write_benchmark(result: BenchmarkResult | NeuronBenchmarkResult, folder: Path) -> None:
-    """Write ``benchmark.json`` and, except for backend neuron, ``benchmark.png`` to ``folder``, which exists."""
+def write_benchmark(result: BenchmarkResult | NeuronBenchmarkResult | DraftBenchmarkResult, folder: Path) -> None:
+    """Write ``benchmark.json`` and, of variants on a CPU or a GPU, ``benchmark.png`` to ``folder``, which exists."""
     write_json(folder / _DOCUMENT, result.to_json())
     if isinstance(result, BenchmarkResult):
         with replacing(folder / _PICTURE) as new:

@@ -107,3 +107,8 @@ NEURONMM_EXPORT int neuronmm_reads_prompts(const neuronmm::Model* model);
 // the model does not support prefill here.
 NEURONMM_EXPORT int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t count,
                                   const int32_t* starts, int32_t slot, float* logits, int32_t threads);
+
+// The same, returning the logits [batch, count, vocab] of every token, for batch * count up to kMaxBatch. Logits and
+// cache equal those of `count` steps of one token bit by bit. Every token's slot has to be at or after its row's start.
+NEURONMM_EXPORT int neuronmm_verify(const neuronmm::Model* model, const int64_t* tokens, int32_t count,
+                                    const int32_t* starts, int32_t slot, float* logits, int32_t threads);

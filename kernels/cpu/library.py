@@ -114,11 +114,12 @@ def core() -> ctypes.CDLL | None:
 
 
 def _matches(library: ctypes.CDLL) -> bool:
-    """Return whether the structs of the built core have the sizes of this module's; those of a stale build may not."""
+    """Return whether the built core has this module's functions and sizes of structs; a stale build may not."""
     structs = (Matrix, Linear, Layer, Model)
     sizes = (ctypes.c_int64 * len(structs))()
     try:
         library.neuronmm_struct_sizes(sizes)
+        _ = library.neuronmm_verify  # the newest one
     except AttributeError:  # built before the function existed
         return False
     return list(sizes) == [ctypes.sizeof(struct) for struct in structs]

@@ -1,6 +1,8 @@
-// A step takes tokens from embedding to logits; only barriers run between the kernels. One token per row is a decode
-// step. Several tokens per row are a prefill step, in which each token is one row of the same matmuls. One call of
-// neuronmm_step runs one decode step, or as many prefill steps as the prompt needs.
+// A step takes tokens from embedding to logits; only barriers run between the kernels. Each token is one row of the
+// same matmuls. A decode step has one token per row of the cache, or several whose logits are all wanted: at most
+// kMaxBatch tokens, each of which is computed as if it were alone. A prefill step has several tokens per row and returns
+// the logits of the last ones. One call of neuronmm_step runs one decode step, or as many prefill steps as the prompt
+// needs; neuronmm_verify runs one decode step.
 //
 // The residual stream and all activations are fp32. In a decode step every worker normalises all rows itself, because
 // that costs less than a barrier. Weight matrices are split over the workers by rows, decode attention by query head,
@@ -33,10 +35,11 @@ struct WorkerBuffers {
 class Step {
 public:
     // Process `count` tokens of every row and write them to the cache slots from `slot` on. The tokens of consecutive
-    // rows are `stride` apart. `logits` may be null.
-    Step(const Model& model, const int64_t* tokens, int stride, int count, const int32_t* starts, int slot,
+    // rows are `stride` apart. `decode` computes the logits of every token; a prefill those of the last ones, or none if
+    // `logits` is null.
+    Step(const Model& model, const int64_t* tokens, int stride, int count, bool decode, const int32_t* starts, int slot,
          float* logits, int threads)
-        : m_(model), tokens_(tokens), stride_(stride), count_(count), starts_(starts), slot_(slot),
+        : m_(model), tokens_(tokens), stride_(stride), count_(count), decode_(decode), starts_(starts), slot_(slot),
           worker_buffers_(threads) {
         static thread_local Scratch scratch;
         const int rows = m_.batch * count, q_size = m_.heads * m_.head_dim, kv_size = m_.kv_heads * m_.head_dim;
@@ -45,7 +48,7 @@ public:
             const Layer& l = m_.layer[i];
             rank = std::max(rank, max_rank({&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}));
         }
-        const int queries = count == 1 ? kDecodeHeads : kPrefillQueries;
+        const int queries = decode ? kDecodeHeads : kPrefillQueries;
         scratch.reserve(2 * Scratch::size(rows, m_.hidden) + 2 * Scratch::size(rows, q_size) +
                         2 * Scratch::size(rows, kv_size) + 2 * Scratch::size(rows, m_.intermediate) +
                         3 * Scratch::size(rows, rank) +
@@ -78,7 +81,7 @@ public:
         }
         // In the last layer of a prefill only the keys, the values and the last token's output are needed.
         if (!buffers_.logits.data) return;
-        if (count_ == 1)
+        if (decode_)
             last_layer_and_head(worker, local);
         else
             last_token().last_layer_and_head(worker, local);
@@ -87,10 +90,10 @@ public:
 private:
     void last_layer_and_head(const Worker& worker, const WorkerBuffers& local) const {
         attention_and_mlp(worker, m_.layer[m_.layers - 1], local);
-        for (int b = 0; b < m_.batch; b++)
-            worker.kernels.rms_norm(buffers_.x.row(b), m_.final_norm, m_.eps, m_.hidden,
-                                    local.normed.row(b));
-        project(worker, {{m_.head, buffers_.ax[0], buffers_.logits}}, local.normed, m_.batch);
+        const int rows = m_.batch * count_;
+        for (int i = 0; i < rows; i++)
+            worker.kernels.rms_norm(buffers_.x.row(i), m_.final_norm, m_.eps, m_.hidden, local.normed.row(i));
+        project(worker, {{m_.head, buffers_.ax[0], buffers_.logits}}, local.normed, rows);
     }
 
     // The decode step of each row's last token, on the same buffers.
@@ -98,6 +101,7 @@ private:
         Step last(*this);
         last.slot_ += count_ - 1;
         last.count_ = 1;
+        last.decode_ = true;
         Buffers& s = last.buffers_;
         for (Rows* rows : {&s.x, &s.q, &s.attended, &s.hidden, &s.up, &s.ax[0], &s.ax[1], &s.ax[2]})
             *rows = {rows->row(count_ - 1), rows->stride * count_};
@@ -126,7 +130,7 @@ private:
     // Attention and the output projection; the result is added to the residual stream.
     void attention(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
         const Buffers& s = buffers_;
-        if (count_ == 1)
+        if (decode_)
             decode_attention(worker, l, local);
         else
             prefill_attention(worker, l, local);
@@ -200,22 +204,23 @@ private:
     }
 
     // Attention of this worker's query heads. One pass over the keys of a KV head scores up to kDecodeHeads consecutive
-    // query heads together, one row per head.
+    // query heads of one token together, one row per head.
     void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
-        const int group = m_.heads / m_.kv_heads, items = m_.batch * m_.heads, end = worker.end(items);
+        const int group = m_.heads / m_.kv_heads, items = m_.batch * count_ * m_.heads, end = worker.end(items);
         for (int item = worker.begin(items); item < end;) {
-            const int b = item / m_.heads, head = item % m_.heads, kv_head = head / group;
+            const int row = item / m_.heads, head = item % m_.heads, kv_head = head / group;
             const int count = std::min({(kv_head + 1) * group - head, end - item, kDecodeHeads});
-            decode_attention(worker, l, local, b, head, kv_head, count);
+            decode_attention(worker, l, local, row, head, kv_head, count);
             item += count;
         }
     }
 
-    void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local, int b, int head,
+    void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local, int row, int head,
                           int kv_head, int count) const {
-        const int d = m_.head_dim, start = starts_[b], filled = slot_ + 1 - start;
-        float* q = buffers_.q.row(b) + head * d;
-        for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, slot_ - start);
+        const int d = m_.head_dim, b = row / count_, start = starts_[b], position = slot_ + row % count_ - start;
+        const int filled = position + 1;
+        float* q = buffers_.q.row(row) + head * d;
+        for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, position);
         const Matrix keys = cached(l.keys, b, kv_head, start, filled);
         const Matrix values = cached(l.values, b, kv_head, start, filled);
         const Inputs queries = worker.kernels.prepare(q, d, d, count, m_.cache_type);
@@ -223,7 +228,7 @@ private:
         for (int i = 0; i < count; i++) {
             float* scores = local.scores.row(i);
             worker.kernels.softmax(scores, filled, m_.scale);
-            worker.kernels.weighted_sum(values, scores, buffers_.attended.row(b) + (head + i) * d);
+            worker.kernels.weighted_sum(values, scores, buffers_.attended.row(row) + (head + i) * d);
         }
     }
 
@@ -280,6 +285,7 @@ private:
     const Model& m_;
     const int64_t* tokens_;
     int stride_, count_;
+    bool decode_;
     const int32_t* starts_;
     int slot_;
     Buffers buffers_;
@@ -301,20 +307,39 @@ int neuronmm_reads_prompts(const neuronmm::Model* model) {
     return all;
 }
 
+namespace {
+
+// Whether the tokens and their slots are in range; the tokens from `first` on need a slot that their row has begun at.
+bool fits(const neuronmm::Model& model, const int64_t* tokens, int count, const int32_t* starts, int slot, int first) {
+    if (count < 1 || slot < 0 || slot > model.max_len - count) return false;
+    for (int i = 0; i < model.batch * count; i++)
+        if (tokens[i] < 0 || tokens[i] >= model.embedding.rows) return false;
+    for (int b = 0; b < model.batch; b++)
+        if (starts[b] < 0 || starts[b] > slot + first) return false;
+    return true;
+}
+
+}  // namespace
+
 int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t count, const int32_t* starts,
                   int32_t slot, float* logits, int32_t threads) {
-    if (count < 1 || slot < 0 || slot > model->max_len - count) return -1;
+    if (!fits(*model, tokens, count, starts, slot, count - 1)) return -1;
     if (count > 1 && !neuronmm_reads_prompts(model)) return -1;
-    for (int i = 0; i < model->batch * count; i++)
-        if (tokens[i] < 0 || tokens[i] >= model->embedding.rows) return -1;
-    for (int b = 0; b < model->batch; b++)
-        if (starts[b] < 0 || starts[b] > slot + count - 1) return -1;
     const int most = std::max(1, neuronmm::kPrefillRows / model->batch);
     for (int done = 0, n; done < count; done += n) {
         n = std::min(most, count - done);
-        const neuronmm::Step step(*model, tokens + done, count, n, starts, slot + done,
+        const neuronmm::Step step(*model, tokens + done, count, n, n == 1, starts, slot + done,
                                   done + n == count ? logits : nullptr, threads);
         neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });
     }
+    return 0;
+}
+
+int neuronmm_verify(const neuronmm::Model* model, const int64_t* tokens, int32_t count, const int32_t* starts,
+                    int32_t slot, float* logits, int32_t threads) {
+    if (count < 1 || count > neuronmm::kMaxBatch / model->batch) return -1;
+    if (!fits(*model, tokens, count, starts, slot, 0)) return -1;
+    const neuronmm::Step step(*model, tokens, count, count, true, starts, slot, logits, threads);
+    neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });
     return 0;
 }

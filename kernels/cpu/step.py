@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,6 +155,19 @@ class DecodeStep:
         Raises:
             KernelError: the arguments do not fit the cache, or count is above 1 and prompts are not supported.
         """
+        return self._run(self._library.neuronmm_step, token_ids, slot, starts, (self._batch, self._vocab))
+
+    def verify(self, token_ids: Tensor, slot: int, starts: Tensor) -> Tensor:
+        """Do the same, and return the logits of every token, float32 [batch, count, vocab], for any dtype.
+
+        Logits and cache equal those of ``count`` calls with one token bit by bit.
+
+        Raises:
+            KernelError: the arguments do not fit the cache, or these are more than 8 tokens in total.
+        """
+        return self._run(self._library.neuronmm_verify, token_ids, slot, starts, (*token_ids.shape, self._vocab))
+
+    def _run(self, step: Any, token_ids: Tensor, slot: int, starts: Tensor, shape: tuple[int, ...]) -> Tensor:
         if token_ids.ndim != 2 or len(token_ids) != self._batch or token_ids.dtype != torch.int64:
             raise KernelError(
                 f"token_ids are {token_ids.dtype} {list(token_ids.shape)}, not int64 [{self._batch}, count]"
@@ -161,14 +175,14 @@ class DecodeStep:
         if starts.shape != (self._batch,) or starts.dtype != torch.int32:
             raise KernelError(f"starts are {starts.dtype} {list(starts.shape)}, not int32 [{self._batch}]")
         token_ids, starts = token_ids.contiguous(), starts.contiguous()
-        logits = torch.empty(self._batch, self._vocab)
+        logits = torch.empty(shape)
         model, threads = ctypes.byref(self._model), torch.get_num_threads()
         tokens_at, starts_at, logits_at = (ctypes.c_void_p(t.data_ptr()) for t in (token_ids, starts, logits))
         count = token_ids.shape[1]
-        if self._library.neuronmm_step(model, tokens_at, count, starts_at, slot, logits_at, threads):
+        if step(model, tokens_at, count, starts_at, slot, logits_at, threads):
             raise KernelError(
                 f"a token is outside the vocabulary, slot {slot} is before a row's start or past the end of the cache, "
-                f"or {count} tokens per row are more than the one that the processor or the dtype allows"
+                f"or {count} tokens per row are more than the processor, the dtype or the step allows"
             )
         return logits
 

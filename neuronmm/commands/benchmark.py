@@ -4,12 +4,14 @@ examples:
   neuronmm benchmark OUT --baseline MODEL
   neuronmm benchmark OUT --baseline MODEL --prompt-lengths 32,512 --batch 1,4 --runs 5 --output results
   neuronmm benchmark MODEL --threads 2 --dtype bf16        (a dense model alone)
+  neuronmm benchmark MODEL --draft ngram --new-tokens 128  (drafts beside plain decoding)
   neuronmm benchmark OUT --baseline MODEL --backend neuron --tp 2             (on Trainium)
   neuronmm benchmark OUT --baseline MODEL --backend neuron --tp 2 --emulate   (predicted times, and the emulation's)
 
 Prompts are random tokens, the same for every variant, and end-of-sequence tokens are ignored. TTFT is the time to the
 first token (prefill), TPOT the time per later token; tokens/s never counts prompt tokens. The table goes to stdout, and
 the last line of stdout is one JSON document. --output also writes benchmark.json and benchmark.png to a folder.
+--draft measures one model with and without drafts instead, on three prompts of words, because it depends on the text.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured rounds; default 5")
     parser.add_argument("--dtype", default="auto", help="auto (default: the checkpoint's), bf16, fp16 or fp32")
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: torch's own choice")
+    parser.add_argument("--draft", metavar="ngram|CHECKPOINT", help="compare plain decoding with drafts")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
     add_neuron_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write benchmark.json and benchmark.png to DIR")
@@ -59,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
         threads=args.threads,
         backend=args.backend,
         options=neuron_options(args),
+        draft=args.draft,
     )
     with stage_progress(live=False) as progress:
         result = run_benchmark(config, progress)

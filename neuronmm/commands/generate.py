@@ -5,13 +5,16 @@ examples:
   neuronmm generate OUT --chat --prompt "Name three rivers." --temperature 0.7 --top-p 0.9 --seed 1
   neuronmm generate OUT --prompt "1, 2, 3," --max-new-tokens 40 --stop "10" --json
   neuronmm generate OUT --batch-file prompts.txt > answers.jsonl
+  neuronmm generate OUT --chat --prompt "Fix the bug in ..." --draft ngram       (the same text, often faster)
+  neuronmm generate BIG --prompt "The sky is" --draft SMALL --json              (SMALL has the same tokenizer)
   neuronmm generate OUT --prompt "The sky is" --backend neuron --tp 2            (on Trainium)
   neuronmm generate OUT --prompt "The sky is" --backend neuron --tp 2 --emulate  (the same on this CPU, slowly)
 
 The text goes to stdout. The backend, the kernels, TTFT (time to the first token) and decode tokens/s (without prompt
 tokens and the first token) go to stderr. A batch file has one prompt per line or, if its name ends in .jsonl, one
 object with a "prompt" per line; the results are JSON lines in the same order. Decoding is greedy unless --temperature
-is above 0.
+is above 0. --draft guesses the next tokens, from repetitions in the text or with a smaller model, and the model
+verifies several in one step: the text stays the same. Drafts turn themselves off where they do not pay.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
     parser.add_argument("--impl", default="auto", help="low-rank kernel: auto (default), naive, torch, reference, ...")
+    parser.add_argument("--draft", metavar="ngram|CHECKPOINT", help="guess tokens, on the CPU and for one prompt")
     add_neuron_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of streaming text")
 
@@ -73,6 +77,7 @@ def run(args: argparse.Namespace) -> None:
     from neuronmm.engine.backends.torch_runner import MAX_BATCH
     from neuronmm.engine.engine import load
     from neuronmm.engine.sampling import SamplingParams
+    from neuronmm.models import UserError
     from neuronmm.progress import stage_progress
 
     params = SamplingParams(
@@ -88,8 +93,18 @@ def run(args: argparse.Namespace) -> None:
     options = neuron_options(args)
     if args.backend == "neuron":
         options["batch_size"] = min(len(prompts), MAX_BATCH)
+    if args.draft and len(prompts) > 1:
+        raise UserError(f"--draft serves one prompt at a time, not {len(prompts)}; leave it out")
     with stage_progress() as progress:
-        engine = load(args.model, backend=args.backend, dtype=args.dtype, impl=args.impl, progress=progress, **options)
+        engine = load(
+            args.model,
+            backend=args.backend,
+            dtype=args.dtype,
+            impl=args.impl,
+            draft=args.draft,
+            progress=progress,
+            **options,
+        )
     for prompt in prompts:
         engine.encode(prompt, args.chat)  # refuses a prompt that does not fit before anything is compiled
     dtype = str(engine.runner.dtype).removeprefix("torch.")
@@ -110,6 +125,9 @@ def run(args: argparse.Namespace) -> None:
         f"{len(result.token_ids)} new tokens ({result.finish_reason}), decode {speed}",
         file=sys.stderr,
     )
+    if result.draft:
+        accepted, drafted = result.draft.accepted, result.draft.drafted
+        print(f"{accepted} of {drafted} drafted tokens accepted, {result.draft.steps} steps", file=sys.stderr)
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -151,6 +151,18 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, bool share
         if (neuronmm_step(&model, tokens.data(), 1, starts.data(), slot, logits.data(), threads)) return {};
         all.insert(all.end(), logits.begin(), logits.end());
     }
+    // The last tokens again, several in a step: the same logits, bit by bit.
+    const int count = kMaxBatch / batch;
+    std::vector<int64_t> words(batch * count);
+    std::vector<float> each(static_cast<size_t>(batch) * count * vocab);
+    for (int i = 0; i < batch * count; i++) words[i] = ((max_len - count + i % count) * 7 + i / count) % vocab;
+    if (neuronmm_verify(&model, words.data(), count, starts.data(), max_len - count, each.data(), threads)) return {};
+    for (int i = 0; i < batch * count; i++) {
+        const size_t steps_from_end = count - i % count;
+        const float* alone = all.data() + all.size() - (steps_from_end * batch - i / count) * vocab;
+        if (std::memcmp(alone, each.data() + static_cast<size_t>(i) * vocab, vocab * sizeof(float))) return {};
+    }
+    if (!neuronmm_verify(&model, words.data(), count + 1, starts.data(), 0, each.data(), threads)) return {};
     tokens[0] = vocab;
     if (!neuronmm_step(&model, tokens.data(), 1, starts.data(), 5, logits.data(), threads)) return {};
     return all;

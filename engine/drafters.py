@@ -1,0 +1,183 @@
+"""Drafters: they guess the next tokens of a sequence, which the model then verifies in one step."""
+
+from __future__ import annotations
+
+import time
+from itertools import takewhile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from neuronmm.engine.backends import cpu
+from neuronmm.engine.backends.torch_runner import TorchRunner
+from neuronmm.engine.cpu_decoder import CpuDecoder
+from neuronmm.kernels.cpu.library import MAX_BATCH
+from neuronmm.models.errors import UserError
+from neuronmm.models.load import load_config, load_tokenizer
+from neuronmm.models.progress import Progress, no_progress
+from neuronmm.models.source import resolve
+
+NGRAM = "ngram"
+"""The name of the drafter that needs no model."""
+
+
+class Drafter(Protocol):
+    """Guesses how one sequence goes on. ``context`` is the prompt and the answer so far; it only grows."""
+
+    def cost(self, count: int) -> float:
+        """Predict the seconds of a draft of ``count`` tokens; 0 if they do not matter."""
+        ...
+
+    def behind(self, context: list[int]) -> float:
+        """Predict the seconds that the next draft takes in addition, to read what was generated without drafts."""
+        ...
+
+    def propose(self, context: list[int], count: int) -> list[int]:
+        """Return at most ``count`` tokens that may follow."""
+        ...
+
+
+class NgramDrafter:
+    """Continues as the context did after the last earlier occurrence of its last tokens ("prompt lookup").
+
+    The longest match of 2 to 4 tokens counts. Source: Saxena, Prompt Lookup Decoding, 2023,
+    https://github.com/apoorvumang/prompt-lookup-decoding.
+    """
+
+    _SIZES = (4, 3, 2)
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after its last occurrence
+        self._indexed = 0
+
+    def cost(self, count: int) -> float:
+        """See :class:`Drafter`."""
+        return 0.0
+
+    def behind(self, context: list[int]) -> float:
+        """See :class:`Drafter`."""
+        return 0.0
+
+    def propose(self, context: list[int], count: int) -> list[int]:
+        """See :class:`Drafter`."""
+        for end in range(self._indexed + 1, len(context)):
+            for size in self._SIZES:
+                if size <= end:
+                    self._after[tuple(context[end - size : end])] = end
+        self._indexed = len(context) - 1
+        for size in self._SIZES:
+            start = self._after.get(tuple(context[-size:]))
+            if start is not None:
+                draft = context[start : start + count]
+                while len(draft) < count:  # the context repeats itself, with this period
+                    draft.append(draft[start - len(context)])
+                return draft
+        return []
+
+
+class ModelDrafter:
+    """Decodes greedily with another model. It keeps its cache and reads only what is new since the last draft.
+
+    ``step_seconds`` is the time of one of its steps.
+    """
+
+    def __init__(self, decoder: CpuDecoder, step_seconds: float) -> None:
+        self._decoder = decoder
+        self._step_seconds = step_seconds
+        self._held: list[int] = []  # the tokens in the cache
+        self._context = 0  # how many of them are certain
+
+    def cost(self, count: int) -> float:
+        """See :class:`Drafter`."""
+        return count * self._step_seconds
+
+    def behind(self, context: list[int]) -> float:
+        """See :class:`Drafter`."""
+        unread = max(len(context) - self._context - MAX_BATCH, 0)  # the tokens of one step belong to the next draft
+        return unread / MAX_BATCH * self._step_seconds
+
+    def propose(self, context: list[int], count: int) -> list[int]:
+        """See :class:`Drafter`."""
+        pairs = zip(self._held[self._context :], context[self._context : -1], strict=False)
+        held = self._context + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        logits = self._read(context[held:], held)
+        draft = [int(logits.argmax())]
+        while len(draft) < count:
+            start = time.perf_counter()
+            logits = self._decoder.decode(torch.tensor(draft[-1:]))
+            self._step_seconds += (time.perf_counter() - start - self._step_seconds) / MAX_BATCH
+            draft.append(int(logits.argmax()))
+        self._held, self._context = context + draft[:-1], len(context)
+        return draft
+
+    def _read(self, tokens: list[int], held: int) -> Tensor:
+        """Append tokens to the first ``held`` ones and return the last logits [vocab]."""
+        if not held:
+            prompt = torch.tensor([tokens])
+            return self._decoder.prefill(prompt, torch.ones_like(prompt))[0]
+        self._decoder.rewind(held)
+        *_, logits = map(self._decoder.verify, torch.tensor(tokens).split(MAX_BATCH))
+        return logits[-1]
+
+
+class Drafts:
+    """What ``draft`` names: n-grams, or a checkpoint that is loaded beside the model.
+
+    Raises:
+        UserError: the model does not decode in the C++ core, or the checkpoint has another vocabulary or does not
+            decode there either.
+    """
+
+    def __init__(
+        self,
+        draft: str | Path,
+        runner: object,
+        tokenizer: PreTrainedTokenizerBase,
+        vocabulary: int,
+        progress: Progress = no_progress,
+    ) -> None:
+        self.name = str(draft)
+        self._runner: TorchRunner | None = None
+        if not isinstance(runner, TorchRunner) or not _in_core(runner):
+            raise UserError("drafts need a model that decodes in the C++ core: bf16 or fp32, and --impl auto")
+        if draft == NGRAM:
+            return
+        folder = resolve(draft, progress)
+        other = load_config(folder).vocab_size
+        if other != vocabulary or load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"{draft}: has another vocabulary than the model; a draft has to have the same tokenizer")
+        self._runner = cpu.load(folder, runner.dtype, "auto")
+        if not _in_core(self._runner):
+            raise UserError(f"{draft}: does not decode in the C++ core; use another draft, or --draft {NGRAM}")
+        self._step_seconds = _step_seconds(_decoder(self._runner, 4))
+
+    def drafter(self, max_len: int) -> Drafter:
+        """Create a drafter for one sequence of at most ``max_len`` positions."""
+        if self._runner is None:
+            return NgramDrafter()
+        return ModelDrafter(_decoder(self._runner, max_len), self._step_seconds)
+
+
+def _in_core(runner: TorchRunner) -> bool:
+    return isinstance(runner.decoder(1, 1), CpuDecoder)
+
+
+def _decoder(runner: TorchRunner, max_len: int) -> CpuDecoder:
+    decoder = runner.decoder(1, max_len)
+    assert isinstance(decoder, CpuDecoder)
+    return decoder
+
+
+def _step_seconds(decoder: CpuDecoder) -> float:
+    """Return the shortest of three steps after one token."""
+    token = torch.zeros(1, 1, dtype=torch.long)
+    decoder.prefill(token, torch.ones_like(token))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        decoder.decode(token[0])
+        times.append(time.perf_counter() - start)
+    return min(times)
