@@ -11,7 +11,8 @@ spectra: the next tile of ranks goes to the linear whose loss it reduces most pe
 pivoted factors costs less, so there a step may be several tiles, up to dense. A floor keeps every linear at a fraction
 of its uniform rank, because a spectrum measured on one text predicts little about another.
 
-The loss of a linear is relative to its energy without the first direction. No rank drops that direction, but massive
+With the method ``fisher`` a loss is a KL divergence, and all of them count alike. With the others, the loss of a
+linear is relative to its energy without the first direction. No rank drops that direction, but massive
 activations can put nearly all the energy of a down projection into it, and the loss of the other tokens would look
 negligible beside it. The loss is weighted by how much the attention or MLP block of the linear writes to the residual
 stream: the first MLP creates the stream, one in the middle adds a few percent to its energy. The loss of linears that

@@ -132,6 +132,7 @@ class Study:
         config = CompressionConfig.build(
             ratio=self.args.ratio,
             targets=self.args.targets,
+            method="whitened",
             refine=self.args.refine,
             calibration_rows=self.args.rows,
             calibration_length=self.args.length,
