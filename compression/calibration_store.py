@@ -1,8 +1,9 @@
 """A folder with the calibration of several runs on one text, which is computed once.
 
 It holds the tokens and, for each decoder layer, the moments of the dense model's linears and, if a run needs them,
-those of their gradients. None of them depends on ratio or shared A. A run that reads them gets what it would compute itself, to the last bit. A run that needs the
-moments twice, for the ranks and for the factors, keeps them in such a folder of its own.
+those of their gradients. None of them depends on ratio or shared A. A run that reads them gets what it would compute
+itself, to the last bit. A run that needs the moments twice, for the ranks and for the factors, keeps them in such a
+folder of its own.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method",
         choices=("svd", "asvd", "whitened", "fisher", "anchored"),
-        help="closed form: plain SVD, scaled by activations, whitened by them, also by the gradients of the predictions "
-        "(fisher), or anchored to the outputs of the dense model (default fisher)",
+        help="closed form: plain SVD, scaled by activations, whitened by them, also by the gradients of the "
+        "predictions (fisher), or anchored to the outputs of the dense model (default fisher)",
     )
     parser.add_argument(
         "--allocation",
