@@ -148,10 +148,16 @@ def _gradient_of_head(model: StreamedModel, states: Tensor, seed: int) -> Tensor
         for row, target in zip(states, gradient, strict=True):
             for chunk, out in zip(row.split(_CHUNK), target.split(_CHUNK), strict=True):
                 leaf = chunk.detach().requires_grad_(True)
-                scores = logits(leaf)
+                with _autocast(states.device):
+                    scores = logits(leaf)
                 loss = cross_entropy(scores, choose(scores.detach()), reduction="sum")
                 (out[:],) = torch.autograd.grad(loss, leaf)
     return gradient
+
+
+def _autocast(device: torch.device) -> torch.autocast:
+    """Return a context in which matmuls run in bf16 if the device multiplies that natively."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bf16(device))
 
 
 def _run_backwards(
@@ -162,11 +168,11 @@ def _run_backwards(
     Dimensions: ``hidden``, the layer's inputs, ``gradient``, that of its outputs, and the result are [rows, length,
     hidden]. The gradients are bf16 where the device multiplies that natively, the sums float64.
     """
-    before, device = torch.empty_like(gradient), gradient.device
+    before = torch.empty_like(gradient)
     with _adding_gradients(layer, names) as sums, torch.enable_grad():
         for inputs, outer, result in zip(batches(hidden), batches(gradient), batches(before), strict=True):
             leaf = inputs.float().requires_grad_(True)
-            with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bf16(device)):
+            with _autocast(gradient.device):
                 outputs = run_layer(layer, leaf, rotary)
             (result[:],) = torch.autograd.grad(outputs, leaf, outer)
     return {name: total.corrected for name, total in sums.items()}, before
