@@ -29,9 +29,10 @@ PICTURED = (
     "whitened+global",
     "anchored+global",
     "whitened+share+global+fast",
-    "whitened+share+global+fast+factors",
     "whitened+share+global+pivoted",
     "whitened+share+global+pivoted+fast",
+    "fisher+share+global+pivoted",
+    "fisher+share+global+pivoted+fast",
 )
 """The methods in the picture; with all of them it would be unreadable."""
 
