@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +201,7 @@ class _Gradients:
         """Keep the inputs [rows, length, in] of a pass forwards."""
         self._inputs = inputs[0].detach()
 
-    def add(self, _: nn.Module, of_input: tuple[Tensor, ...], of_output: tuple[Tensor, ...]) -> None:
+    def add(self, _: nn.Module, of_input: Any, of_output: Any) -> None:
         """Add the tokens of a pass backwards."""
         g, x = of_output[0], self._inputs.to(of_output[0].dtype)
         gradients = (of_input[0] if self._of_inputs else g).flatten(0, -2).float()
