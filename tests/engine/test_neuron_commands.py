@@ -61,7 +61,8 @@ def test_an_emulated_benchmark_separates_prediction_and_emulation(
             assert list(figures) == ["predicted", "emulation"]
             assert list(figures["emulation"]) == ["what", "ttft", "tpot", "ready_seconds"]
             assert list(figures["predicted"]) == PREDICTED
-            assert 0 < figures["predicted"]["tpot"] < 1e-3 < figures["emulation"]["tpot"]["median"]
+            assert 0 < figures["predicted"]["tpot"] < 1e-3  # of a device; the emulation's time is this machine's
+            assert 0 < figures["emulation"]["tpot"]["median"] != figures["predicted"]["tpot"]
 
 
 def test_a_benchmark_on_a_device_is_measured(
