@@ -22,8 +22,8 @@ from neuronmm.compression.fidelity import compare
 from neuronmm.compression.fisher import measure_gradients, working_bytes
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
-from neuronmm.compression.plan import Plan, make_plan, measure_spectra, needs_spectra, targeted
-from neuronmm.compression.ranks import realised
+from neuronmm.compression.plan import Plan, has_spectra, make_plan, measure_spectra, needs_spectra, targeted
+from neuronmm.compression.ranks import Linear, realised
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.recover import last_steps
 from neuronmm.compression.run import Run, check_device
@@ -79,7 +79,7 @@ def compress(
         rows, held_out = calibration_tokens(run)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
-        if config.method == "fisher" and not _factorised(run, len(streamed)):
+        if config.method == "fisher" and not _factorised(run, plan.linears, len(streamed)):
             measure_gradients(run, streamed, plan.linears, rows)
         if needs_spectra(config):
             linears, spectra = plan.linears, measure_spectra(run, streamed, plan.linears, rows)
@@ -150,9 +150,9 @@ def _begin(
     dense.check_finite()
 
 
-def _factorised(run: Run, layers: int) -> bool:
+def _factorised(run: Run, linears: list[Linear], layers: int) -> bool:
     """Return whether an interrupted run has planned and compressed all layers, and needs the moments no more."""
-    planned = not needs_spectra(run.config) or run.workspace.latest("spectra", [])[0] == layers
+    planned = not needs_spectra(run.config) or has_spectra(run, linears, layers)
     return planned and run.workspace.layers_done(layers, ()) == layers
 
 

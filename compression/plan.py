@@ -143,6 +143,18 @@ def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+def has_spectra(run: Run, linears: list[Linear], layers: int) -> bool:
+    """Return whether an interrupted run has measured the spectra of all ``layers``."""
+    return _measured(run, linears, layers)[0] == layers
+
+
+def _measured(run: Run, linears: list[Linear], layers: int) -> tuple[int, dict[str, Tensor]]:
+    """Return how many of the ``layers`` an interrupted run has measured, and what it measured."""
+    first, state = run.workspace.latest("spectra", [])
+    whole = all(linear.name in state for linear in linears[: first * len(linears) // layers])
+    return (first, state) if whole else (0, {})
+
+
 @torch.no_grad()
 def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows: Tensor) -> dict[str, Tensor]:
     """Run the dense model over ``rows`` and measure what the plan depends on.
@@ -155,9 +167,8 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
         UserError: weights or activations hold NaN or infinity.
     """
     streamed, config = () if run.store.complete(len(model)) else ("dense",), run.config
-    first, state = run.workspace.latest("spectra", [])
-    whole = all(linear.name in state for linear in linears[: first * len(linears) // len(model)])
-    if not whole or (streamed and first < len(model) and "hidden" not in state):
+    first, state = _measured(run, linears, len(model))
+    if streamed and first < len(model) and "hidden" not in state:
         first, state = 0, {}
     run.progress("measuring spectra", first / len(model))
     hidden = state.pop("hidden", None)

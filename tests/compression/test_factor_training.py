@@ -52,7 +52,7 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[...,
     def make(more: dict[str, Any] | None = None, **saving: Any) -> tuple[Path, Path]:
         source, out = dense("llama", **saving), tmp_path / "low"
         usual = {"ratio": 0.5, "align": 2, "calibration": str(text), "calibration_length": 16, "refine": "off"}
-        usual |= {"form": "two"}
+        usual |= {"form": "two", "method": "whitened"}
         compress(source, out, CompressionConfig.build(None, **{**usual, "share_a": "off", **(more or {})}))
         return source, out
 
