@@ -21,7 +21,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.fidelity import compare
 from neuronmm.compression.fisher import measure_gradients, working_bytes
 from neuronmm.compression.layer import compress_layer
-from neuronmm.compression.memory import check_room, forget_peak, peak_rss
+from neuronmm.compression.memory import check_disk, check_room, forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, has_spectra, make_plan, measure_spectra, needs_spectra, targeted
 from neuronmm.compression.ranks import Linear, realised
 from neuronmm.compression.reader import Reader
@@ -33,7 +33,6 @@ from neuronmm.models.documents import read_own
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import Contents, inspect
-from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
@@ -73,13 +72,15 @@ def compress(
     with Workspace(out, (model, *config.text_files, store), resume=resume, force=force) as workspace:
         dense, contents = _open(model, workspace, progress)
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
-        _begin(config, workspace, dense, contents.config, device, plan, store)
+        _begin(config, workspace, dense, device, plan, store)
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows, held_out = calibration_tokens(run)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
         if config.method == "fisher" and not _factorised(run, plan.linears, len(streamed)):
+            moments = 0 if store is not None else _moment_bytes(config, plan)
+            check_disk(workspace.out, moments + working_bytes(rows.numel(), contents.config))
             measure_gradients(run, streamed, plan.linears, rows)
         if needs_spectra(config):
             linears, spectra = plan.linears, measure_spectra(run, streamed, plan.linears, rows)
@@ -128,7 +129,6 @@ def _begin(
     config: CompressionConfig,
     workspace: Workspace,
     dense: Reader,
-    sizes: ModelConfig,
     device: str,
     plan: Plan,
     store: Path | None,
@@ -138,13 +138,9 @@ def _begin(
     Raises:
         UserError: there is too little room, the run to resume had other settings, or a weight is not finite.
     """
-    size, fisher = dense.total_bytes(), config.method == "fisher"
-    # The moments are on the disk, unless a store has them, together with the states between the passes forwards and
-    # backwards and then with the layers' files; these, later, together with the shards.
-    moments = stored_bytes(plan.linears, gradients=fisher) if store is None and _reads_moments_twice(config) else 0
-    states = working_bytes(config.calibration_rows * config.calibration_length, sizes) if fisher else 0
-    before = max(moments + states, size + max(size, moments))
-    check_room(workspace.out, before, size, dense.total_parameters(), plan.parameters, config)
+    size, moments = dense.total_bytes(), 0 if store is not None else _moment_bytes(config, plan)
+    # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
+    check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
     origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
     workspace.begin({**origin, **config.model_dump()})
     dense.check_finite()
@@ -154,6 +150,11 @@ def _factorised(run: Run, linears: list[Linear], layers: int) -> bool:
     """Return whether an interrupted run has planned and compressed all layers, and needs the moments no more."""
     planned = not needs_spectra(run.config) or has_spectra(run, linears, layers)
     return planned and run.workspace.layers_done(layers, ()) == layers
+
+
+def _moment_bytes(config: CompressionConfig, plan: Plan) -> int:
+    """Return the size of the moments that a run without a store keeps on the disk."""
+    return stored_bytes(plan.linears, gradients=config.method == "fisher") if _reads_moments_twice(config) else 0
 
 
 def _store(
