@@ -75,6 +75,9 @@ check: setup
 	$(VENV)/bin/mypy -p neuronmm
 	$(VENV)/bin/basedpyright
 
+# On some processors OpenBLAS sums in another way from call to call on several threads; tests compare bits.
+test test-old test-neuron test-random: export OPENBLAS_NUM_THREADS = 1
+
 test-old: $(OLD_VENV)/.done
 	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models
 

@@ -5,7 +5,6 @@ float32: within 1e-5 of float64, relative. bfloat16: at most twice the error of 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -87,12 +86,7 @@ def test_low_rank_swiglu_mlp(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 33, 600])
-def test_the_dialects_agree_to_the_bit(
-    kernels: Any, make: Any, dtype: torch.dtype, tokens: int, request: pytest.FixtureRequest
-) -> None:
-    # Two threads may split the emulator's GEMMs, and so sum, in another way at another address.
-    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(1)
+def test_the_dialects_agree_to_the_bit(kernels: Any, make: Any, dtype: torch.dtype, tokens: int) -> None:
     for case in (
         make.linear(576, 200, 300, tokens, dtype, norm=True, residual=True),
         make.mlp(200, 300, (130, 64, 70), tokens, dtype, norm=True),
