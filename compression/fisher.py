@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def known_moments(run: Run, index: int, layer: nn.Module, moments: dict[str, Mom
         return lambda linear: moments[linear.name.removeprefix(f"{LAYERS}.{index}.")]
     gradients = run.store.gradients(index, torch.device(run.device))
 
+    @cache  # a linear counts alone and with those that share its A
     def damped(name: str) -> Tensor:
         sums, weight = gradients[name], layer.get_parameter(f"{name}.weight").detach().double()
         everywhere = weight.T @ weight if moments[name].of_inputs else torch.eye(len(sums)).to(sums)

@@ -79,8 +79,7 @@ def compress(
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
         if config.method == "fisher" and not _factorised(run, plan.linears, len(streamed)):
-            moments = 0 if store is not None else _moment_bytes(config, plan)
-            check_disk(workspace.out, moments + working_bytes(rows.numel(), contents.config))
+            check_disk(workspace.out, _moment_bytes(config, plan, store) + working_bytes(rows.numel(), contents.config))
             measure_gradients(run, streamed, plan.linears, rows)
         if needs_spectra(config):
             linears, spectra = plan.linears, measure_spectra(run, streamed, plan.linears, rows)
@@ -126,19 +125,14 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
 
 
 def _begin(
-    config: CompressionConfig,
-    workspace: Workspace,
-    dense: Reader,
-    device: str,
-    plan: Plan,
-    store: Path | None,
+    config: CompressionConfig, workspace: Workspace, dense: Reader, device: str, plan: Plan, store: Path | None
 ) -> None:
     """Check disk, memory and weights, and start or resume the run in ``workspace``.
 
     Raises:
         UserError: there is too little room, the run to resume had other settings, or a weight is not finite.
     """
-    size, moments = dense.total_bytes(), 0 if store is not None else _moment_bytes(config, plan)
+    size, moments = dense.total_bytes(), _moment_bytes(config, plan, store)
     # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
     check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
     origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
@@ -152,9 +146,11 @@ def _factorised(run: Run, linears: list[Linear], layers: int) -> bool:
     return planned and run.workspace.layers_done(layers, ()) == layers
 
 
-def _moment_bytes(config: CompressionConfig, plan: Plan) -> int:
-    """Return the size of the moments that a run without a store keeps on the disk."""
-    return stored_bytes(plan.linears, gradients=config.method == "fisher") if _reads_moments_twice(config) else 0
+def _moment_bytes(config: CompressionConfig, plan: Plan, store: Path | None) -> int:
+    """Return the size of the moments that the run keeps on the disk itself, because it has no store in a folder."""
+    if store is not None or not _reads_moments_twice(config):
+        return 0
+    return stored_bytes(plan.linears, gradients=config.method == "fisher")
 
 
 def _store(

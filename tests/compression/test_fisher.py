@@ -30,11 +30,11 @@ from neuronmm.models.load import load_pretrained
 SIZES = st.tuples(st.integers(2, 20), st.integers(2, 20), st.integers(1, 40))
 
 
-def stored(folder: Path, device: str = "cpu") -> list[dict[str, Tensor]]:
-    """Return the gradients' second moments in a store, by layer and linear."""
+def store_in(folder: Path) -> SharedStore:
+    """Return the store of a finished run in ``folder``, for reading."""
     store = SharedStore.__new__(SharedStore)
     store._folder, store._targets, store._known = folder, "all", set()
-    return [store.gradients(index, torch.device(device)) for index in range(2)]
+    return store
 
 
 def noted_rows(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -82,10 +82,11 @@ def test_the_moments_are_those_of_one_pass_backwards_through_the_complete_model(
     source = dense(family)
     compress(source, tmp_path / "out", settings, store=tmp_path / "store")
     expected = directly(load_pretrained(source, torch.float32), rows[0])
+    store = store_in(tmp_path / "store")
     found = {
         f"{LAYERS}.{index}.{name}": sums
-        for index, linears in enumerate(stored(tmp_path / "store"))
-        for name, sums in linears.items()
+        for index in range(2)
+        for name, sums in store.gradients(index, torch.device("cpu")).items()
     }
     assert found.keys() == expected.keys()
     for name, sums in expected.items():
@@ -200,8 +201,7 @@ def test_changes_at_several_positions_add_up(
     edit_tensors(source, lambda tensors: tensors["model.embed_tokens.weight"].add_(0.4))
     settings = config(method="fisher", targets="all", calibration_rows=160, calibration_length=48)
     compress(source, tmp_path / "out", settings, store=tmp_path / "store")
-    store = SharedStore.__new__(SharedStore)
-    store._folder, store._targets, store._known = tmp_path / "store", "all", set()
+    store = store_in(tmp_path / "store")
     sums = store.moments(1, list(TARGETS["all"]), 1e-9, torch.device("cpu"))[linear]
     gradients = store.gradients(1, torch.device("cpu"))[linear]
     models = [load_pretrained(source, torch.float32) for _ in range(2)]
