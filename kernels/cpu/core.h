@@ -13,7 +13,9 @@ namespace neuronmm {
 // Most rows of an op or a decode step; for more rows the GEMMs of other libraries are faster.
 constexpr int kMaxBatch = 8;
 
-enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+// An int8 matrix of type kInt8 multiplies activations in fp32, and one of type kInt8x16 activations rounded to 16 bits,
+// which is faster. Both store the same bytes.
+enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt8x16 = 3 };
 
 // A contiguous matrix [rows, cols]. The value of an int8 element is data[i][j] * scale[i].
 struct Matrix {
@@ -81,6 +83,9 @@ NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
 // Write the sizes in bytes of Matrix, Linear, Layer and Model to sizes[4], for callers that describe the structs
 // themselves.
 NEURONMM_EXPORT void neuronmm_struct_sizes(int64_t* sizes);
+
+// Number of element types.
+NEURONMM_EXPORT int neuronmm_types();
 
 // Whether the pivots of a linear in row form are strictly increasing outputs of it. The functions below rely on it.
 NEURONMM_EXPORT int neuronmm_pivots_fit(const neuronmm::Linear* linear);

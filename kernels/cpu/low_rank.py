@@ -44,12 +44,12 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
     return None
 
 
-def _linear(factors: LowRank, keep: list[Tensor]) -> Linear:
-    """Describe a factorised linear to the core. ``keep`` receives the tensors that must stay alive during the call."""
+def _linear(factors: LowRank, x: Tensor, keep: list[Tensor]) -> Linear:
+    """Describe a factorised linear of ``x``. ``keep`` receives the tensors that must stay alive during the call."""
     bias = None if factors.bias is None else factors.bias.float()
     if bias is not None:
         keep.append(bias)
-    return Linear.of(factors, None if bias is None else bias.data_ptr())
+    return Linear.of(factors, None if bias is None else bias.data_ptr(), x.dtype)
 
 
 def _run(function: str, x: Tensor, linears: list[Linear], out: int) -> Tensor:
@@ -66,12 +66,12 @@ def _run(function: str, x: Tensor, linears: list[Linear], out: int) -> Tensor:
 def low_rank_linear(x: Tensor, factors: LowRank) -> Tensor:
     """``x`` [..., in] -> [..., out]; 1 to 8 rows."""
     keep: list[Tensor] = []
-    return _run("neuronmm_low_rank_linear", x, [_linear(factors, keep)], factors.out_features)
+    return _run("neuronmm_low_rank_linear", x, [_linear(factors, x, keep)], factors.out_features)
 
 
 @register(Op.SWIGLU, "cpu", refuses=_refuses, priority=10)
 def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
     """``x`` [..., hidden] -> [..., hidden]; 1 to 8 rows."""
     keep: list[Tensor] = []
-    linears = [_linear(part, keep) for part in (gate, up, down)]
+    linears = [_linear(part, x, keep) for part in (gate, up, down)]
     return _run("neuronmm_low_rank_swiglu", x, linears, down.out_features)

@@ -101,7 +101,7 @@ class DecodeStep:
         self._library = library
         batch, kv_heads, max_len, head_dim = keys[0].shape
         q_size, kv_size = weights.heads * head_dim, kv_heads * head_dim
-        self._batch = batch
+        self._batch, self._dtype = batch, keys[0].dtype
         if not 1 <= batch <= MAX_BATCH or weights.heads % kv_heads or head_dim % 2:
             raise KernelError(
                 f"the core takes batch 1 to {MAX_BATCH}, a multiple of the KV heads as heads, and an even head size; "
@@ -206,7 +206,7 @@ class DecodeStep:
         for tensor in (data, scale):
             if tensor is not None:
                 self._address(tensor)
-        return Matrix.of(weight)
+        return Matrix.of(weight, self._dtype)
 
     def _linear(self, linear: LinearWeights, out: int, inner: int) -> Linear:
         a, factors = self._matrix(linear.A), linear.factors
@@ -220,7 +220,7 @@ class DecodeStep:
         width_after(inner, factors)
         if isinstance(factors.pivots, Tensor):
             self._address(factors.pivots)
-        return Linear.of(factors, bias)
+        return Linear.of(factors, bias, self._dtype)
 
     def _cache(self, tensor: Tensor, like: Tensor) -> int:
         if (

@@ -22,6 +22,8 @@ std::mt19937 random_bits(7);
 
 float draw() { return std::uniform_real_distribution<float>(-1, 1)(random_bits); }
 
+bool integers(Type type) { return type == kInt8 || type == kInt8x16; }
+
 // Owns the memory that the structs point at.
 struct Memory {
     std::deque<std::vector<char>> blocks;
@@ -36,7 +38,7 @@ struct Memory {
 
     void* values(Type type, size_t n) {
         if (type == kFloat32) return floats(n);
-        if (type == kInt8) {
+        if (integers(type)) {
             int8_t* p = static_cast<int8_t*>(bytes(n));
             for (size_t i = 0; i < n; i++) p[i] = static_cast<int8_t>(127 * draw());
             return p;
@@ -53,7 +55,7 @@ struct Memory {
 
     Matrix matrix(Type type, int rows, int cols) {
         float* scale = nullptr;
-        if (type == kInt8) {
+        if (integers(type)) {
             scale = floats(rows);
             for (int i = 0; i < rows; i++) scale[i] /= 127;
         }
@@ -312,7 +314,7 @@ int main() {
             std::printf("%s: not on this processor\n", isa);
             continue;
         }
-        for (const Type type : {kFloat32, kBFloat16, kInt8})
+        for (const Type type : {kFloat32, kBFloat16, kInt8, kInt8x16})
             for (int batch = 1; batch <= kMaxBatch; batch++)
                 for (const int threads : {2, 3}) {
                     for (const int rank : {0, 5, 19})
@@ -327,7 +329,7 @@ int main() {
                                         rank, pivoted, threads);
                             failures++;
                         }
-                    if (type != kInt8 && !expands(type, batch, threads)) {
+                    if (!integers(type) && !expands(type, batch, threads)) {
                         std::printf("%s: expansion: type %d batch %d threads %d\n", isa, type, batch, threads);
                         failures++;
                     }
@@ -337,7 +339,7 @@ int main() {
                     }
                     for (const bool shared : {false, true})
                         for (const bool pivoted : {false, true}) {
-                            if (type == kInt8) continue;
+                            if (integers(type)) continue;
                             if (low_rank(type, batch, shared, pivoted, threads) ==
                                 low_rank(type, batch, shared, pivoted, 1))
                                 continue;

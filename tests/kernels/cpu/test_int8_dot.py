@@ -1,0 +1,116 @@
+"""Int8 matrices times activations of 16 bits: the same numbers on every instruction set, and their error."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draws import examples
+from error_rule import assert_twice_plain
+from neuronmm.kernels import Int8, LowRank, low_rank_linear, quantise
+from neuronmm.kernels.cpu import core
+from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, require
+from neuronmm.kernels.int8 import Weight
+from rounded_activations import SMALLEST, round_activations
+
+pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+
+
+def multiply(weight: Weight, x: Tensor, activations: torch.dtype = torch.bfloat16) -> Tensor:
+    """The core's product of a dense matrix [out, in] and float32 activations [rows, in] in a model of that dtype."""
+    y = torch.empty(len(x), weight.shape[0])
+    linear = Linear(Matrix.of(weight, activations), Matrix(), None)
+    at_x, at_y = (ctypes.c_void_p(t.data_ptr()) for t in (x, y))
+    require().neuronmm_low_rank_linear(ctypes.byref(linear), at_x, TYPES[x.dtype], len(x), at_y, 2)
+    return y
+
+
+def expected(weight: Int8, x: Tensor) -> Tensor:
+    values, scales = round_activations(x)
+    sums = values @ weight.values.double().T  # exact: integers below 2^53
+    return sums.float() * scales * weight.scales
+
+
+def outliers(rows: int, cols: int) -> Tensor:
+    """Activations as decoders have them: a few are a hundred times larger than the others."""
+    x = torch.randn(rows, cols)
+    x[:, :: max(cols // 3, 1)] *= 100
+    return x
+
+
+@pytest.mark.usefixtures("isa")
+@examples(40)
+@given(st.integers(1, 70), st.integers(1, 300), st.integers(1, 8), st.integers(-90, 60))
+def test_every_instruction_set_gives_the_same_numbers(out: int, cols: int, rows: int, power: int) -> None:
+    weight, x = quantise(torch.randn(out, cols)), outliers(rows, cols) * 2.0**power
+    assert torch.equal(multiply(weight, x), expected(weight, x))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("cols", [2048, 8192, 8193, 20000])
+def test_the_largest_numbers_do_not_overflow(cols: int) -> None:
+    weight = Int8(torch.full((3, cols), -128, dtype=torch.int8), torch.ones(3))
+    weight.values[1] = 127
+    x = torch.ones(2, cols)
+    x[1] = -1
+    assert torch.equal(multiply(weight, x), expected(weight, x))
+
+
+@pytest.mark.usefixtures("isa")
+def test_zero_and_tiny_activations() -> None:
+    weight = quantise(torch.randn(5, 40))
+    x = torch.zeros(3, 40)
+    x[1], x[2] = SMALLEST / 5, 1e-42
+    y = multiply(weight, x)
+    assert torch.equal(y, expected(weight, x)) and not y[0].any() and y[1].any() and not y[2].any()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_shows(bad: float) -> None:
+    x = torch.randn(2, 50)
+    x[1, 7] = -bad
+    y = multiply(quantise(torch.randn(4, 50)), x)
+    assert y[0].isfinite().all() and not y[1].isfinite().any()
+
+
+@examples(20)
+@given(st.integers(1, 80), st.integers(1, 400), st.integers(1, 8))
+def test_an_activation_is_off_by_half_a_step_and_the_error_below_that_of_bf16(out: int, cols: int, rows: int) -> None:
+    """Even with outliers, which coarsen the step of the token's other activations."""
+    weight, x = quantise(torch.randn(out, cols)), outliers(rows, cols)
+    wide = weight.dequantise(torch.float64)
+    exact, y = x.double() @ wide.T, multiply(weight, x).double()
+    step = x.abs().amax(1, keepdim=True).double() / 32767
+    assert ((y - exact).abs() <= step / 2 * wide.abs().sum(1) + 2.0**-22 * exact.abs()).all()
+    bf16 = x.bfloat16().double() @ wide.T
+    assert (y - exact).norm() <= (bf16 - exact).norm() / 2 + 2.0**-23 * exact.norm()
+
+
+@examples(20)
+@given(st.integers(1, 80), st.integers(1, 200), st.integers(1, 60), st.integers(1, 8))
+def test_int8_factors_in_bf16_keep_the_rule(out: int, cols: int, rank: int, rows: int) -> None:
+    def case() -> tuple[Tensor, LowRank]:
+        return torch.randn(rows, cols).bfloat16(), LowRank(
+            quantise(torch.randn(rank, cols)), quantise(torch.randn(out, rank))
+        )
+
+    assert_twice_plain(
+        (case() for _ in range(16)),
+        lambda c: low_rank_linear(c[0], *c[1], impl="cpu"),
+        lambda c: low_rank_linear(c[0], *c[1], impl="naive"),
+        lambda c: low_rank_linear(c[0].double(), *(w.dequantise(torch.float64) for w in c[1][:2]), impl="naive"),
+    )
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_float32_model_multiplies_its_activations_as_they_are() -> None:
+    weight, x = quantise(torch.randn(30, 500)), outliers(3, 500)
+    exact = x.double() @ weight.dequantise(torch.float64).T
+    wide, rounded = (multiply(weight, x, dtype).double() - exact for dtype in (torch.float32, torch.bfloat16))
+    assert wide.norm() < 2.0**-22 * exact.norm() < rounded.norm()
