@@ -10,7 +10,7 @@ if "." not in __name__:
 else:
     from neuronmm.kernels import cpu, plain, reference  # noqa: F401 (they register implementations)
     from neuronmm.kernels.factors import Form, LowRank
-    from neuronmm.kernels.int8 import Int8, quantise
+    from neuronmm.kernels.low_bits import Int4, Int8, quantise, quantise_int4
     from neuronmm.kernels.ops import (
         KernelError,
         Op,
@@ -21,6 +21,7 @@ else:
 
 __all__ = [
     "Form",
+    "Int4",
     "Int8",
     "KernelError",
     "LowRank",
@@ -29,4 +30,5 @@ __all__ = [
     "low_rank_linear",
     "low_rank_swiglu",
     "quantise",
+    "quantise_int4",
 ]

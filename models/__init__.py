@@ -7,7 +7,7 @@ if "." not in __name__:
 else:
     from neuronmm.models.errors import UserError
     from neuronmm.models.families import FAMILIES, Family, family_of
-    from neuronmm.models.int8_linear import Int8Linear
+    from neuronmm.models.low_bits import Int4Linear, Int8Embedding, Int8Linear, quantise_weights
     from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
     from neuronmm.models.patch import fuse, patch
     from neuronmm.models.spec import CompressionSpec
@@ -16,6 +16,8 @@ __all__ = [
     "FAMILIES",
     "CompressionSpec",
     "Family",
+    "Int4Linear",
+    "Int8Embedding",
     "Int8Linear",
     "LowRankLinear",
     "LowRankSwiGLU",
@@ -23,4 +25,5 @@ __all__ = [
     "family_of",
     "fuse",
     "patch",
+    "quantise_weights",
 ]

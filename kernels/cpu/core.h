@@ -14,17 +14,18 @@ namespace neuronmm {
 constexpr int kMaxBatch = 8;
 
 // An int8 matrix of type kInt8 multiplies activations in fp32, and one of type kInt8x16 activations rounded to 16 bits,
-// which is faster. Both store the same bytes.
-enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt8x16 = 3 };
+// which is faster. Both store the same bytes. An int4 matrix multiplies activations rounded to 16 bits.
+enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt8x16 = 3, kInt4 = 4 };
 
-// A contiguous matrix [rows, cols]. The value of an int8 element is data[i][j] * scale[i].
+// A contiguous matrix [rows, cols]. The value of an int8 element is data[i][j] * scale[i]; int4_impl.h describes int4.
 struct Matrix {
     const void* data;
-    const float* scale;  // [rows], int8 only
+    const float* scale;  // [rows], int8 and int4 only
     int32_t rows, cols;
     int32_t type;
 
     int64_t row_bytes() const {
+        if (type == kInt4) return (static_cast<int64_t>(cols) + 63) / 64 * 36;
         return static_cast<int64_t>(cols) * (type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1);
     }
 };

@@ -58,7 +58,7 @@ int neuronmm_set_isa(const char* name) {
     return 0;
 }
 
-int neuronmm_types() { return neuronmm::kInt8x16 + 1; }
+int neuronmm_types() { return neuronmm::kInt4 + 1; }
 
 void neuronmm_struct_sizes(int64_t* sizes) {
     using namespace neuronmm;

@@ -1,7 +1,7 @@
 // GEMVs of up to kMaxBatch rows. Each weight row is read once.
 #pragma once
 
-#include "int8_dot_impl.h"
+#include "integer_dot_impl.h"
 #include "spare.h"
 #include "vector_impl.h"
 
@@ -131,7 +131,7 @@ Inputs prepare(const float* x, size_t ldx, int cols, int batch, int type) {
         return {to, stride};
     }
 #endif
-    return type == kInt8x16 ? prepare_rounded(x, ldx, cols, batch) : Inputs{x, ldx};
+    return type == kInt8x16 || type == kInt4 ? prepare_rounded(x, ldx, cols, batch) : Inputs{x, ldx};
 }
 
 void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
@@ -140,7 +140,8 @@ void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, si
         case kFloat32: return gemv_typed<WidenedDot<float>>(m, begin, end, x, batch, y, ldy, bias, addend);
         case kBFloat16: return gemv_typed<Bf16Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
         case kInt8: return gemv_typed<WidenedDot<int8_t>>(m, begin, end, x, batch, y, ldy, bias, addend);
-        case kInt8x16: return gemv_rounded(m, begin, end, x, batch, y, ldy, bias, addend);
+        case kInt8x16: return gemv_rounded<Int8Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
+        case kInt4: return gemv_rounded<Int4Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
     }
 }
 

@@ -27,6 +27,8 @@ typedef float Vec __attribute__((vector_size(4 * L)));
 typedef int32_t IVec __attribute__((vector_size(4 * L)));
 typedef uint32_t UVec __attribute__((vector_size(4 * L)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * L)));
+typedef int16_t ShortVec __attribute__((vector_size(4 * L)));
+constexpr int kShorts = 2 * L;  // lanes of a ShortVec
 
 inline Vec splat(float value) { return value - Vec{}; }
 

@@ -1,4 +1,4 @@
-"""Activations rounded to 16 bits, in torch: the same integers as the C++ core's (kernels/cpu/int8_dot_impl.h)."""
+"""Activations rounded to 16 bits, in torch: the same integers as the C++ core's (kernels/cpu/integer_dot_impl.h)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_a_core_with_other_structs_is_rejected(name: str, fresh: None, monkeypat
 
 
 def test_a_core_with_fewer_types_is_rejected(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "INT8_X16", library.INT8_X16 + 1)
+    monkeypatch.setattr(library, "INT4", library.INT4 + 1)
     assert library.core() is None
 
 
