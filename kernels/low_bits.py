@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GROUP = 32
-"""Columns of a group of :class:`Int4`."""
+GROUP, TILE = 32, 16
+"""Columns of a group of :class:`Int4`, and rows that are stored together."""
 
 _OFFSET = 16
 """Unit of a group's offset, in units of the row's scale."""
@@ -44,9 +44,10 @@ class Int4(NamedTuple):
     The integers are those of Q4_1 and Q4_K of llama.cpp, whose levels it can therefore nearly keep: an unsigned half
     byte, times a step, minus an offset. With 8 bits for each of the latter, a weight has 4.5 bits.
 
-    Dimensions: ``values`` uint8 [out, 36 * blocks], where a block has two groups of 32 columns and the last block is
-    filled up with zeros; ``scales`` float32 [out]; ``columns`` is in. A row of ``values`` has 32 bytes per block (byte
-    i holds the q of column i in its low half and that of column 32 + i in its high half), then s and m of every group.
+    Dimensions: ``values`` uint8 [tiles, 288 * groups], where a group has 32 columns and a tile has 16 rows; what the
+    last ones lack is filled up with zeros. ``scales`` float32 [out]; ``columns`` is in. A tile has 256 bytes per group:
+    for every 8 columns and every row, the 32 bits in which q of column 2 k + h begins at bit 16 h + 4 k. Then, for
+    every group, it has s and then m of its 16 rows. In this order a vector holds one column of many rows.
     """
 
     values: Tensor
@@ -56,16 +57,18 @@ class Int4(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """[out, in], like the shape of a tensor."""
-        return torch.Size((len(self.values), self.columns))
+        return torch.Size((len(self.scales), self.columns))
 
     def integers(self) -> Tensor:
         """Return ``s q - 16 m``, int16 [out, in]."""
-        rows, blocks = len(self.values), self.values.shape[1] // 36
-        halves, groups = self.values.split([GROUP * blocks, 4 * blocks], dim=1)
-        halves = halves.reshape(rows, blocks, 1, GROUP)
-        q = torch.cat([halves & 15, halves >> 4], dim=2).to(torch.int16)
-        step, offset = groups.reshape(rows, blocks, 2, 2, 1).to(torch.int16).unbind(3)
-        return (q * step - _OFFSET * offset).view(rows, 2 * GROUP * blocks)[:, : self.columns]
+        tiles, groups = len(self.values), self.values.shape[1] // 288
+        words, rest = self.values.split([256 * groups, 32 * groups], dim=1)
+        pairs = words.reshape(tiles, groups, 4, TILE, 2, 2)  # 8 columns, row, h, two bytes
+        q = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)  # k
+        q = q.permute(0, 3, 1, 2, 5, 4).reshape(tiles, TILE, groups, GROUP).to(torch.int16)
+        step, offset = rest.reshape(tiles, groups, 2, TILE).to(torch.int16).permute(2, 0, 3, 1)[..., None]
+        whole = (q * step - _OFFSET * offset).view(tiles * TILE, groups * GROUP)
+        return whole[: len(self.scales), : self.columns]
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix in a float dtype; each element is rounded once."""
@@ -97,19 +100,20 @@ def quantise_int4(weight: Tensor) -> Int4:
     The steps of a group reach from its smallest to its largest element, and to zero. A row's scale is its largest step
     / 255. No element changes by more than half a step and 16 scales, apart from float32 rounding.
     """
-    columns = weight.shape[1]
-    wide = pad(weight.detach().float(), (0, -columns % (2 * GROUP)))
-    rows, blocks = len(wide), wide.shape[1] // (2 * GROUP)
-    wide = wide.view(rows, 2 * blocks, GROUP)
+    rows, columns = weight.shape
+    wide = pad(weight.detach().float(), (0, -columns % GROUP, 0, -rows % TILE))
+    tiles, groups = len(wide) // TILE, wide.shape[1] // GROUP
+    wide = wide.view(tiles * TILE, groups, GROUP)
     low, high = wide.amin(2, keepdim=True).clamp_max_(0), wide.amax(2, keepdim=True).clamp_min_(0)
     step = (high - low) / 15
-    largest = step.amax(1, keepdim=True) if columns else step.new_zeros(rows, 1, 1)
+    largest = step.amax(1, keepdim=True) if groups else step.new_zeros(len(wide), 1, 1)
     scales = (largest / 255).clamp_min_(torch.finfo(torch.float32).tiny)
     s, m = (step / scales).round_().clamp_(1, 255), (-low / (_OFFSET * scales)).round_()
-    q = ((wide / scales + _OFFSET * m) / s).round_().clamp_(0, 15).to(torch.uint8).view(rows, blocks, 2, GROUP)
-    halves = (q[:, :, 0] | q[:, :, 1] << 4).flatten(1)
-    groups = torch.cat([s, m], dim=2).to(torch.uint8).flatten(1)
-    return Int4(torch.cat([halves, groups], dim=1), scales.view(-1), columns)
+    q = ((wide / scales + _OFFSET * m) / s).round_().clamp_(0, 15).to(torch.uint8)
+    q = q.view(tiles, TILE, groups, 4, 2, 2, 2).permute(0, 2, 3, 1, 6, 4, 5)  # ..., h, bytes of h, halves of a byte
+    words = (q[..., 0] | q[..., 1] << 4).reshape(tiles, 256 * groups)
+    rest = torch.cat([s, m], dim=2).view(tiles, TILE, groups, 2).permute(0, 2, 3, 1).reshape(tiles, 32 * groups)
+    return Int4(torch.cat([words, rest.to(torch.uint8)], dim=1), scales.view(-1)[:rows].clone(), columns)
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:

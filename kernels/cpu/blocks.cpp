@@ -57,7 +57,7 @@ struct Phase {
             else
                 end = middle;
         }
-        return begin;
+        return begin < n ? begin / kVector * kVector : n;  // a multiple of Matrix::kTile
     }
     // In a prefill, the end of the block of outputs of gate and up from `begin` on, of n: kSwigluRows or up to twice as
     // many, with which the rows fill the GEMM's vectors best.
@@ -113,7 +113,9 @@ static void run(const Worker& worker, const Phase& phase, int batch) {
     const int64_t block = phase.matmuls[0].x.rounded ? last - first : kBlock / phase.widest;
     worker.each(first, last, static_cast<int>(std::max<int64_t>(block, 1)), [&](int begin, int end) {
         for (int i = 0; i < phase.count; i++) {
-            const int rows = phase.matmuls[i].m->rows, from = std::max(begin, 0), to = std::min(end, rows);
+            const Matrix& m = *phase.matmuls[i].m;
+            const auto whole = [&](int row) { return std::clamp((row + m.tile() - 1) / m.tile() * m.tile(), 0, m.rows); };
+            const int rows = m.rows, from = whole(std::max(begin, 0)), to = whole(end);
             if (from < to) multiplier.rows(phase.matmuls[i], from, to);
             begin -= rows, end -= rows;
         }

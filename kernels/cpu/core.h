@@ -24,8 +24,10 @@ struct Matrix {
     int32_t rows, cols;
     int32_t type;
 
+    static constexpr int kTile = 16;  // rows of int4 that are stored, and multiplied, together
+    int tile() const { return type == kInt4 ? kTile : 1; }
     int64_t row_bytes() const {
-        if (type == kInt4) return (static_cast<int64_t>(cols) + 63) / 64 * 36;
+        if (type == kInt4) return (static_cast<int64_t>(cols) + 31) / 32 * 18;
         return static_cast<int64_t>(cols) * (type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1);
     }
 };

@@ -8,11 +8,8 @@
 namespace neuronmm {
 namespace {
 
-// Load min(n, L) consecutive elements of row i of a matrix from column `col` on as fp32 and fill the rest with zeros. In
-// int4 the column is a multiple of L.
-inline Vec widened(const Matrix& m, int i, int col, int n) {
-    if (m.type == kInt4) return n >= L ? load_int4(m, i, col) : load_int4(m, i, col, n);
-    const size_t at = static_cast<size_t>(i) * m.cols + col;
+// Load min(n, L) consecutive elements of a matrix from index `at` on as fp32 and fill the rest with zeros.
+inline Vec widened(const Matrix& m, size_t at, int n) {
     if (m.type == kBFloat16) {
         const uint16_t* p = static_cast<const uint16_t*>(m.data) + at;
         return n >= L ? load(p) : load_part(p, n);
@@ -44,22 +41,35 @@ struct Fp32Scheme {
 
     // panel[k][j] = column from + k of row begin + j for j < n; zeros for the other j of a vector.
     static void pack_rows(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
+        if (m.type == kInt4) return pack_tiles(m, begin, n, from, depth, panel);
         for (int half = 0; half < n; half += L)
             for (int k = 0; k < depth; k += L) {
                 Lanes r[L];
 #pragma GCC unroll 16
                 for (int j = 0; j < L; j++)
-                    r[j] = half + j < n ? (Lanes)widened(m, begin + half + j, from + k, depth - k) : Lanes{};
+                    r[j] = half + j < n ? (Lanes)widened(m, static_cast<size_t>(begin + half + j) * m.cols + from + k,
+                                                         depth - k)
+                                        : Lanes{};
                 transpose(r);
                 for (int i = 0; i < L && k + i < depth; i++) store(panel + (k + i) * kPanel + half, (Vec)r[i]);
             }
+    }
+
+    // The same for int4.
+    static void pack_tiles(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
+        for (int half = 0; half < n; half += L)
+            each_pair(m, begin + half, from, depth, [&](int j, ShortVec both) {
+                store(panel + j * kPanel + half, lower_halves(both));
+                if (j + 1 < depth) store(panel + (j + 1) * kPanel + half, upper_halves(both));
+            });
     }
 
     // panel[k][j] = row from + k of column begin + j for j < n; zeros for the other j of a vector.
     static void pack_columns(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
         for (int k = 0; k < depth; k++)
             for (int half = 0; half < n; half += L)
-                store(panel + k * kPanel + half, widened(m, from + k, begin + half, n - half));
+                store(panel + k * kPanel + half,
+                      widened(m, static_cast<size_t>(from + k) * m.cols + begin + half, n - half));
     }
 };
 

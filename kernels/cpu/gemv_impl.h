@@ -1,7 +1,7 @@
 // GEMVs of up to kMaxBatch rows. Each weight row is read once.
 #pragma once
 
-#include "integer_dot_impl.h"
+#include "int4_impl.h"
 #include "spare.h"
 #include "vector_impl.h"
 
@@ -115,6 +115,14 @@ void gemv_typed(const Matrix& m, int begin, int end, Inputs inputs, int batch, f
     }
 }
 
+template <int B = kMaxBatch>
+void gemv_rounded(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
+                  Strided addend) {
+    const auto run = m.type == kInt4 ? gemv_int4<B> : gemv_int8<B>;
+    if (batch == B) return run(m, begin, end, x, y, ldy, bias, addend);
+    if constexpr (B > 1) gemv_rounded<B - 1>(m, begin, end, x, batch, y, ldy, bias, addend);
+}
+
 #if defined(__AVX512BF16__)
 using Bf16Dot = Bf16PairDot;
 #else
@@ -131,7 +139,8 @@ Inputs prepare(const float* x, size_t ldx, int cols, int batch, int type) {
         return {to, stride};
     }
 #endif
-    return type == kInt8x16 || type == kInt4 ? prepare_rounded(x, ldx, cols, batch) : Inputs{x, ldx};
+    if (type == kInt8x16 || type == kInt4) return prepare_rounded(x, ldx, cols, batch, type == kInt4);
+    return {x, ldx};
 }
 
 void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
@@ -140,8 +149,8 @@ void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, si
         case kFloat32: return gemv_typed<WidenedDot<float>>(m, begin, end, x, batch, y, ldy, bias, addend);
         case kBFloat16: return gemv_typed<Bf16Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
         case kInt8: return gemv_typed<WidenedDot<int8_t>>(m, begin, end, x, batch, y, ldy, bias, addend);
-        case kInt8x16: return gemv_rounded<Int8Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
-        case kInt4: return gemv_rounded<Int4Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
+        case kInt8x16:
+        case kInt4: return gemv_rounded(m, begin, end, x, batch, y, ldy, bias, addend);
     }
 }
 

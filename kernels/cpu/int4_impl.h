@@ -1,77 +1,162 @@
-// Rows of int4 matrices, read as integers.
+// Int4 matrices: their layout, and a GEMV in integers.
 //
-// A row has blocks of 64 columns, each of two groups of 32 columns. The bytes of a row are those of its blocks, then
-// those of its groups. Byte i of a block holds column i in its low half and column 32 + i in its high half. A group has
-// two bytes, a step s and an offset m. The value of a column whose half byte is q is scale * (s q - 16 m), where `scale`
-// belongs to the row. The columns of the last block that the matrix lacks are zero bits.
+// A row has groups of 32 columns, each with a step s and an offset m, of one byte each. The value of a column with the
+// half byte q is scale * (s q - 16 m), where `scale` belongs to the row. Rows come in tiles of 16, and the lanes of a
+// vector are the rows of a tile: sums need no step across lanes. A tile has
+//   words   [group][4][row] of 32 bits: 8 columns of a row; bit 16 h + 4 k begins the half byte of column 2 k + h
+//   groups  [group][s of 16 rows, then m of 16 rows]
+// Shifted and masked, a word is a pair of columns in 16 bits each, as the products with 16-bit activations need them.
+// The columns of the last group that the matrix lacks have q = 0, and the rows of the last tile that it lacks are zero.
 #pragma once
 
-#include "vector_impl.h"
+#include "integer_dot_impl.h"
 
 namespace neuronmm {
 namespace {
 
-constexpr int kGroup = 32, kBlock = 2 * kGroup;
+typedef uint16_t UShortVec __attribute__((vector_size(4 * L)));
+typedef double DVec __attribute__((vector_size(4 * L)));
 
-struct Int4Row {
-    const uint8_t *blocks, *groups;
+constexpr int kTile = Matrix::kTile, kWords = kGroup / 8;
+
+struct Int4Tile {
+    const uint8_t *words, *groups;
+
+    // 8 columns of L rows, from row `part` of the tile on.
+    UShortVec word(int group, int word, int part) const {
+        UShortVec v;
+        memcpy(&v, words + ((group * kWords + word) * kTile + part) * 4, sizeof v);
+        return v;
+    }
+    IVec steps(int group, int part) const { return bytes(groups + group * 2 * kTile + part); }
+    IVec offsets(int group, int part) const { return bytes(groups + (group * 2 + 1) * kTile + part); }
+
+private:
+    static IVec bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+        return (IVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+        return (IVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+        return IVec{p[0], p[1], p[2], p[3]};
+#endif
+    }
 };
 
-inline Int4Row int4_row(const Matrix& m, int i) {
-    const auto* row = static_cast<const uint8_t*>(m.data) + i * m.row_bytes();
-    return {row, row + (m.cols + kBlock - 1) / kBlock * kGroup};
+inline int groups_of(const Matrix& m) { return (m.cols + kGroup - 1) / kGroup; }
+
+// The tile that begins at row i, a multiple of kTile.
+inline Int4Tile tile_of(const Matrix& m, int i) {
+    const auto* tile = static_cast<const uint8_t*>(m.data) + i * m.row_bytes();
+    return {tile, tile + groups_of(m) * kWords * kTile * 4};
 }
 
-// The integers of L consecutive columns from `col`, a multiple of L, on. A row can be read up to the end of its block.
-inline Vec load_int4(const Matrix& m, int i, int col) {
-    typedef uint8_t Bytes __attribute__((vector_size(L)));
-    const Int4Row row = int4_row(m, i);
-    const uint8_t* group = row.groups + col / kGroup * 2;
-    Bytes bytes;
-    memcpy(&bytes, row.blocks + col / kBlock * kGroup + col % kGroup, sizeof bytes);
-    const IVec halves = __builtin_convertvector(bytes, IVec) >> (col % kBlock < kGroup ? 0 : 4) & 15;
-    return __builtin_convertvector(halves * group[0] - 16 * group[1], Vec);
+// For GEMMs: call visit(j, v) for the columns from + j and from + j + 1, j even and below `depth`; `from` begins a
+// group. The lanes of v are L rows from `row` on, with the integer of the first column in the lower 16 bits.
+template <class F>
+void each_pair(const Matrix& m, int row, int from, int depth, F visit) {
+    const int part = row % kTile;
+    const Int4Tile tile = tile_of(m, row - part);
+    for (int j = 0; j < depth; j += kGroup) {
+        const int group = (from + j) / kGroup;
+        const IVec s = tile.steps(group, part), o = tile.offsets(group, part) * 16;
+        const ShortVec steps = (ShortVec)(s | s << 16), offsets = (ShortVec)(o | o << 16);
+        for (int i = 0; i < kWords; i++) {
+            const UShortVec word = tile.word(group, i, part);
+            for (int k = 0, at = j + 8 * i; k < 4 && at < depth; k++, at += 2)
+                visit(at, (ShortVec)(word >> 4 * k & 15) * steps - offsets);
+        }
+    }
 }
 
-// Load the first n < L elements from `col` on and fill the rest with zeros.
-inline Vec load_int4(const Matrix& m, int i, int col, int n) {
-    float buffer[L];
-    store(buffer, load_int4(m, i, col));
-    return load_part(buffer, n);
-}
+inline Vec lower_halves(ShortVec v) { return __builtin_convertvector((IVec)v << 16 >> 16, Vec); }
+inline Vec upper_halves(ShortVec v) { return __builtin_convertvector((IVec)v >> 16, Vec); }
 
+// Exact sums of L rows.
+struct Doubles {
+    DVec low, high;
+
+    static Doubles of(IVec v) {
 #if defined(__AVX512F__)
-inline ShortVec load_bytes(const uint8_t* p) {
-    return (ShortVec)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
-}
+        return {_mm512_cvtepi32_pd(_mm512_castsi512_si256((__m512i)v)),
+                _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64((__m512i)v, 1))};
 #elif defined(__AVX2__)
-inline ShortVec load_bytes(const uint8_t* p) {
-    return (ShortVec)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
-}
+        return {_mm256_cvtepi32_pd(_mm256_castsi256_si128((__m256i)v)),
+                _mm256_cvtepi32_pd(_mm256_extracti128_si256((__m256i)v, 1))};
 #else
-inline ShortVec load_bytes(const uint8_t* p) {
-    typedef uint8_t Bytes __attribute__((vector_size(kShorts)));
-    Bytes bytes;
-    memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(bytes, ShortVec);
-}
+        return {DVec{double(v[0]), double(v[1])}, DVec{double(v[2]), double(v[3])}};
 #endif
-
-// s q - 16 m for the half bytes q of a group: with q and -16 as the bytes of a lane, one instruction.
-inline ShortVec in_group(ShortVec halves, const uint8_t* group) {
-#if defined(__AVX2__)
-    int16_t both;
-    memcpy(&both, group, sizeof both);
-#endif
+    }
+    void add(Doubles a, Doubles b) { low += a.low * b.low, high += a.high * b.high; }
+    void subtract(Doubles a, double b) { low -= a.low * b, high -= a.high * b; }
+    Vec floats() const {
 #if defined(__AVX512F__)
-    return (ShortVec)_mm512_maddubs_epi16(_mm512_set1_epi16(both),
-                                          _mm512_or_si512((__m512i)halves, _mm512_set1_epi16(int16_t(0xf000))));
+        return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
 #elif defined(__AVX2__)
-    return (ShortVec)_mm256_maddubs_epi16(_mm256_set1_epi16(both),
-                                          _mm256_or_si256((__m256i)halves, _mm256_set1_epi16(int16_t(0xf000))));
+        return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps(low)), _mm256_cvtpd_ps(high), 1);
 #else
-    return halves * int16_t(group[0]) - int16_t(16 * group[1]);
+        return Vec{float(low[0]), float(low[1]), float(high[0]), float(high[1])};
 #endif
+    }
+};
+
+inline ShortVec both(const int16_t* pair) {
+    int32_t bits;
+    memcpy(&bits, pair, sizeof bits);
+    return (ShortVec)(bits - IVec{});
+}
+
+inline Vec load_rows(const float* p, int n) { return n < L ? load_part(p, n) : load(p); }
+
+// The sums over s q - 16 m times the activation, of L rows from row `part` of a tile on.
+template <int B>
+inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const double* sums, size_t stride,
+                       Doubles* totals) {
+    for (int g = 0; g < groups; g++) {
+        IVec dots[B] = {};
+#pragma GCC unroll 4
+        for (int i = 0; i < kWords; i++) {
+            const UShortVec word = tile.word(g, i, part);
+            const int16_t* pairs = q + g * kGroup + 8 * i;
+            __builtin_prefetch(tile.words + kAhead + ((g * kWords + i) * kTile + part) * 4, 0, 2);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                const ShortVec halves = (ShortVec)(k == 3 ? word >> 12 : word >> 4 * k & 15);
+#pragma GCC unroll 8
+                for (int b = 0; b < B; b++) dots[b] = add_products(dots[b], halves, both(pairs + b * stride + 2 * k));
+            }
+        }
+        const Doubles steps = Doubles::of(tile.steps(g, part)), offsets = Doubles::of(tile.offsets(g, part));
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) {
+            totals[b].add(Doubles::of(dots[b]), steps);
+            totals[b].subtract(offsets, sums[g + b * stride * sizeof *q / sizeof *sums]);
+        }
+    }
+}
+
+// `begin` is a multiple of kTile, and so is `end` unless it is the last row.
+template <int B>
+void gemv_int4(const Matrix& m, int begin, int end, Inputs x, float* y, size_t ldy, const float* bias,
+               Strided addend) {
+    const auto* tokens = static_cast<const int16_t*>(x.data);
+    const int groups = groups_of(m);
+    for (int i = begin; i < end; i += L) {
+        const int part = i % kTile, n = end - i;
+        Doubles totals[B] = {};
+        tile_times<B>(tile_of(m, i - part), groups, part, tokens + kHeader, sums_of(tokens, m.cols), x.stride, totals);
+        const Vec rows = load_rows(m.scale + i, n), offset = bias ? load_rows(bias + i, n) : Vec{};
+        for (int b = 0; b < B; b++) {
+            float scale;
+            memcpy(&scale, tokens + b * x.stride, sizeof scale);
+            Vec value = totals[b].floats() * scale * rows + offset;
+            if (addend.data) value = load_rows(addend.data + b * addend.stride + i, n) + value;
+            if (n < L)
+                store_part(y + b * ldy + i, value, n);
+            else
+                store(y + b * ldy + i, value);
+        }
+    }
 }
 
 }  // namespace

@@ -1,8 +1,7 @@
-// GEMV of int8 and int4 matrices in integers: the activations of a token are rounded to 16 bits, with one scale for all
-// of them.
+// Activations rounded to 16 bits, with one scale per token, and the GEMV of int8 matrices with them in integers.
 //
-// The integer of a weight times a 16-bit activation is exact, and so is the sum of a row: int32 over some columns, fp64
-// over the rest. All instruction sets therefore give the same sums, in whatever order and for however many tokens at once.
+// An int8 weight times a 16-bit activation is exact, and so is the sum of a row: int32 over kExact columns, fp64 over
+// the rest. All instruction sets therefore give the same sums, in whatever order and for however many tokens at once.
 // The step of an activation is 1/32767 of the token's largest one. With errors spread evenly over a step, that of n
 // activations is at most sqrt(n) / 113500 of their norm, that of bf16 about 1/600.
 #pragma once
@@ -13,8 +12,8 @@
 #include <emmintrin.h>
 #endif
 
-#include "int4_impl.h"
 #include "spare.h"
+#include "vector_impl.h"
 
 namespace neuronmm {
 namespace {
@@ -22,9 +21,9 @@ namespace {
 typedef int16_t ShortHalf __attribute__((vector_size(2 * L)));
 
 constexpr int kLine = 64;           // bytes between prefetches: this kernel gains from every line (docs/log.md)
-constexpr int kExact8 = 512 * L;    // columns whose products fit int32 lanes: 512 of at most 128 * 32767 in each
-constexpr int kExact4 = kShorts / 4;  // blocks whose products fit two vectors: 16 of at most 4080 * 32767 in a lane
+constexpr int kExact = 512 * L;     // columns whose products fit the int32 lanes: 512 of at most 128 * 32767 in each
 constexpr int kHeader = 32;         // 16-bit cells before the activations of a token; the first two hold their scale
+constexpr int kGroup = 32;          // columns of a group of int4
 constexpr int kLevels = 32767;      // steps from zero to the largest activation
 constexpr float kSmallest = 1e-30f;  // the least largest activation; below it the scale would not be a normal number
 
@@ -42,31 +41,20 @@ inline ShortVec load_shorts(const int8_t* p) {
 inline ShortVec load_shorts_part(const int8_t* p, int n) {
     return (ShortVec)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((1u << n) - 1, p));
 }
-template <int N>
-inline double exact_sum(const IVec (&v)[N]) {
-    __m512d sums = _mm512_setzero_pd();
-#pragma GCC unroll 4
-    for (int i = 0; i < N; i++) {
-        const __m512i all = (__m512i)v[i];
-        sums = _mm512_add_pd(sums, _mm512_add_pd(_mm512_cvtepi32_pd(_mm512_castsi512_si256(all)),
-                                                 _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(all, 1))));
-    }
-    return _mm512_reduce_add_pd(sums);
+inline double exact_sum(IVec v) {
+    const __m512i all = (__m512i)v;
+    return _mm512_reduce_add_pd(_mm512_add_pd(_mm512_cvtepi32_pd(_mm512_castsi512_si256(all)),
+                                              _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(all, 1))));
 }
 #elif defined(__AVX2__)
 inline IVec nearest(Vec v) { return (IVec)_mm256_cvtps_epi32(v); }
 inline ShortVec load_shorts(const int8_t* p) {
     return (ShortVec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
 }
-template <int N>
-inline double exact_sum(const IVec (&v)[N]) {
-    __m256d four = _mm256_setzero_pd();
-#pragma GCC unroll 4
-    for (int i = 0; i < N; i++) {
-        const __m256i all = (__m256i)v[i];
-        four = _mm256_add_pd(four, _mm256_add_pd(_mm256_cvtepi32_pd(_mm256_castsi256_si128(all)),
-                                                 _mm256_cvtepi32_pd(_mm256_extracti128_si256(all, 1))));
-    }
+inline double exact_sum(IVec v) {
+    const __m256i all = (__m256i)v;
+    const __m256d four = _mm256_add_pd(_mm256_cvtepi32_pd(_mm256_castsi256_si128(all)),
+                                       _mm256_cvtepi32_pd(_mm256_extracti128_si256(all, 1)));
     const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
     return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }
@@ -79,17 +67,12 @@ inline IVec nearest(Vec v) {
 #endif
 }
 inline ShortVec load_shorts(const int8_t* p) {
-    typedef int8_t Bytes __attribute__((vector_size(kShorts)));
+    typedef int8_t Bytes __attribute__((vector_size(2 * L)));
     Bytes bytes;
     memcpy(&bytes, p, sizeof bytes);
     return __builtin_convertvector(bytes, ShortVec);
 }
-template <int N>
-inline double exact_sum(const IVec (&v)[N]) {
-    int64_t sum = 0;
-    for (int i = 0; i < N; i++) sum += (int64_t{v[i][0]} + v[i][1]) + (int64_t{v[i][2]} + v[i][3]);
-    return double(sum);
-}
+inline double exact_sum(IVec v) { return double((int64_t{v[0]} + v[1]) + (int64_t{v[2]} + v[3])); }
 #endif
 
 #if !defined(__AVX512F__)
@@ -131,7 +114,7 @@ inline float largest(const float* x, int n) {
     return value;
 }
 
-// Round `n` activations to to[kHeader ...], up to a whole vector; the rest of the vector is zero. `to` begins with their scale.
+// Round `n` activations to to[kHeader ...], up to a whole vector; the rest of it is zero. `to` begins with their scale.
 inline void round_activations(const float* x, int n, int16_t* to) {
     float top = largest(x, n);
     if (top < kSmallest) top = kSmallest;
@@ -144,25 +127,43 @@ inline void round_activations(const float* x, int n, int16_t* to) {
     }
 }
 
-Inputs prepare_rounded(const float* x, size_t ldx, int cols, int batch) {
+// Int4: 16 times the sum of the activations of each group follows the activations of a token.
+inline double* sums_of(int16_t* token, int cols) {
+    return reinterpret_cast<double*>(token + kHeader + (cols + kGroup - 1) / kGroup * kGroup);
+}
+inline const double* sums_of(const int16_t* token, int cols) { return sums_of(const_cast<int16_t*>(token), cols); }
+
+Inputs prepare_rounded(const float* x, size_t ldx, int cols, int batch, bool with_sums) {
     static thread_local Spare<int16_t> spare;
-    const size_t stride = kHeader + (cols + kBlock - 1) / kBlock * kBlock;
+    const int groups = (cols + kGroup - 1) / kGroup;
+    const size_t stride = kHeader + groups * (kGroup + (with_sums ? sizeof(double) / sizeof(int16_t) : 0));
     int16_t* to = spare.reserve(stride * batch);
     for (int b = 0; b < batch; b++) {
-        memset(to + b * stride + stride - kBlock, 0, kBlock * sizeof *to);
-        round_activations(x + b * ldx, cols, to + b * stride);
+        int16_t* token = to + b * stride;
+        memset(token + kHeader + (groups - 1) * kGroup, 0, groups ? kGroup * sizeof *token : 0);
+        round_activations(x + b * ldx, cols, token);
+        for (int g = 0; with_sums && g < groups; g++) {
+            int sum = 0;
+            for (int j = 0; j < kGroup; j++) sum += token[kHeader + g * kGroup + j];
+            sums_of(token, cols)[g] = 16.0 * sum;
+        }
     }
     return {to, stride};
 }
 
-struct Int8Dot {
-    // total[b] = row i . token b, whose activations begin at q + b * ldq
-    template <int B>
-    static void row(const Matrix& m, int i, const int16_t* q, size_t ldq, double* total) {
-        constexpr int U = B == 1 ? 4 : B <= 4 ? 2 : 1, W = kShorts;
+// One weight row at a time, like `gemv_of`.
+template <int B>
+void gemv_int8(const Matrix& m, int begin, int end, Inputs x, float* y, size_t ldy, const float* bias,
+               Strided addend) {
+    constexpr int U = B == 1 ? 4 : B <= 4 ? 2 : 1, W = kShorts;
+    const auto* tokens = static_cast<const int16_t*>(x.data);
+    for (int i = begin; i < end; i++) {
         const int8_t* w = static_cast<const int8_t*>(m.data) + static_cast<size_t>(i) * m.cols;
-        for (int from = 0; from < m.cols; from += kExact8) {
-            const int to = m.cols - from < kExact8 ? m.cols : from + kExact8;
+        for (int at = 0; at < m.cols; at += kLine) __builtin_prefetch(w + kAhead + at, 0, 2);
+        double total[B] = {};
+        for (int from = 0; from < m.cols; from += kExact) {
+            const int to = m.cols - from < kExact ? m.cols : from + kExact;
+            const int16_t* q = tokens + kHeader;
             IVec acc[B][U] = {};
             int j = from;
             for (; j + U * W <= to; j += U * W)
@@ -171,72 +172,22 @@ struct Int8Dot {
                     const ShortVec wide = load_shorts(w + j + u * W);
 #pragma GCC unroll 8
                     for (int b = 0; b < B; b++)
-                        acc[b][u] = add_products(acc[b][u], wide, load_shorts(q + b * ldq + j + u * W));
+                        acc[b][u] = add_products(acc[b][u], wide, load_shorts(q + b * x.stride + j + u * W));
                 }
             for (; j < to; j += W) {
                 const ShortVec wide = j + W <= to ? load_shorts(w + j) : load_shorts_part(w + j, to - j);
 #pragma GCC unroll 8
-                for (int b = 0; b < B; b++) acc[b][0] = add_products(acc[b][0], wide, load_shorts(q + b * ldq + j));
+                for (int b = 0; b < B; b++)
+                    acc[b][0] = add_products(acc[b][0], wide, load_shorts(q + b * x.stride + j));
             }
 #pragma GCC unroll 8
             for (int b = 0; b < B; b++) {
-                IVec sums[] = {acc[b][0]};
+                IVec sums = acc[b][0];
 #pragma GCC unroll 4
-                for (int u = 1; u < U; u++) sums[0] += acc[b][u];
+                for (int u = 1; u < U; u++) sums += acc[b][u];
                 total[b] += exact_sum(sums);
             }
         }
-    }
-};
-
-struct Int4Dot {
-    template <int B>
-    static void row(const Matrix& m, int i, const int16_t* q, size_t ldq, double* total) {
-        constexpr int U = B <= 2 ? 2 : 1;
-        const Int4Row w = int4_row(m, i);
-        const int blocks = (m.cols + kBlock - 1) / kBlock;
-        for (int from = 0; from < blocks; from += U * kExact4) {
-            const int to = blocks - from < U * kExact4 ? blocks : from + U * kExact4;
-            IVec acc[B][2 * U] = {};  // of the lower and upper groups of U blocks
-            int k = from;
-            for (; k + U <= to; k += U)
-#pragma GCC unroll 2
-                for (int u = 0; u < U; u++) add_block<B>(w, k + u, q, ldq, 2 * u, acc);
-            for (; k < to; k++) add_block<B>(w, k, q, ldq, 0, acc);
-#pragma GCC unroll 8
-            for (int b = 0; b < B; b++) total[b] += exact_sum(acc[b]);
-        }
-    }
-
-    // Add the products of block k to the accumulators `at` and at + 1 of each token.
-    template <int B, int N>
-    static void add_block(Int4Row w, int k, const int16_t* q, size_t ldq, int at, IVec (&acc)[B][N]) {
-        const uint8_t* groups = w.groups + 4 * k;
-#pragma GCC unroll 4
-        for (int j = 0; j < kGroup; j += kShorts) {
-            const ShortVec bytes = load_bytes(w.blocks + k * kGroup + j);
-            const ShortVec low = in_group(bytes & 15, groups), high = in_group(bytes >> 4, groups + 2);
-            const int16_t* tokens = q + k * kBlock + j;
-#pragma GCC unroll 8
-            for (int b = 0; b < B; b++) {
-                acc[b][at] = add_products(acc[b][at], low, load_shorts(tokens + b * ldq));
-                acc[b][at + 1] = add_products(acc[b][at + 1], high, load_shorts(tokens + b * ldq + kGroup));
-            }
-        }
-    }
-};
-
-// One weight row at a time, like `gemv_of`.
-template <class W, int B>
-void gemv_integers(const Matrix& m, int begin, int end, Inputs x, float* y, size_t ldy, const float* bias,
-                   Strided addend) {
-    const auto* tokens = static_cast<const int16_t*>(x.data);
-    const int64_t row_bytes = m.row_bytes();
-    for (int i = begin; i < end; i++) {
-        const char* w = static_cast<const char*>(m.data) + i * row_bytes;
-        for (int64_t at = 0; at < row_bytes; at += kLine) __builtin_prefetch(w + kAhead + at, 0, 2);
-        double total[B] = {};
-        W::template row<B>(m, i, tokens + kHeader, x.stride, total);
         const float offset = bias ? bias[i] : 0.0f;  // without branches, like `gemv_of`
         for (int b = 0; b < B; b++) {
             float scale;
@@ -245,13 +196,6 @@ void gemv_integers(const Matrix& m, int begin, int end, Inputs x, float* y, size
             y[b * ldy + i] = addend.data ? addend.data[b * addend.stride + i] + value : value;
         }
     }
-}
-
-template <class W, int B = kMaxBatch>
-void gemv_rounded(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
-                  Strided addend) {
-    if (batch == B) return gemv_integers<W, B>(m, begin, end, x, y, ldy, bias, addend);
-    if constexpr (B > 1) gemv_rounded<W, B - 1>(m, begin, end, x, batch, y, ldy, bias, addend);
 }
 
 }  // namespace

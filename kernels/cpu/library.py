@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.factors import Form, LowRank
-from neuronmm.kernels.low_bits import GROUP, Int4, Int8, Weight
+from neuronmm.kernels.low_bits import GROUP, TILE, Int4, Int8, Weight
 from neuronmm.kernels.ops import KernelError
 
 MAX_BATCH = 8
@@ -24,6 +24,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 INT8, INT8_X16, INT4 = 2, 3, 4
 """Type numbers of matrices of few bits. Activations of X16 and of int4 are rounded to 16 bits."""
+
+INT4_FACTORS = "factors in int4, which lose too much (docs/results/low_bits.md); the core takes floats or int8"
 
 FORMS = {Form.TWO: 0, Form.ROWS: 1, Form.COLUMNS: 2}
 """Form numbers of the core."""
@@ -60,10 +62,13 @@ def malformed(weight: Weight) -> str | None:
     if isinstance(weight, Tensor):
         taken = weight.ndim == 2 and weight.dtype in TYPES
         return None if taken else f"{list(weight.shape)} of {weight.dtype} is not a matrix of float32 or bfloat16"
-    rows, columns = len(weight.values), weight.shape[-1]
-    width, dtype = (columns, torch.int8) if isinstance(weight, Int8) else (-(-columns // (2 * GROUP)) * 36, torch.uint8)
-    if weight.values.shape != (rows, width) or weight.values.dtype != dtype:
-        return f"{list(weight.values.shape)} of {weight.values.dtype} where [{rows}, {width}] of {dtype} belongs"
+    rows, columns = len(weight.scales), weight.shape[-1]
+    if isinstance(weight, Int8):
+        shape, dtype = (rows, columns), torch.int8
+    else:
+        shape, dtype = (-(-rows // TILE), -(-columns // GROUP) * 288), torch.uint8
+    if weight.values.shape != shape or weight.values.dtype != dtype:
+        return f"{list(weight.values.shape)} of {weight.values.dtype} where {list(shape)} of {dtype} belongs"
     if weight.scales.shape != (rows,) or weight.scales.dtype != torch.float32:
         return f"scales {list(weight.scales.shape)} of {weight.scales.dtype} where float32 [{rows}] belongs"
     return None
@@ -86,8 +91,10 @@ class Linear(ctypes.Structure):
         The caller keeps all tensors alive.
 
         Raises:
-            KernelError: the pivots are not strictly increasing outputs of the linear.
+            KernelError: the pivots are not strictly increasing outputs of the linear, or the factors are int4.
         """
+        if isinstance(factors.A, Int4) or isinstance(factors.B, Int4):
+            raise KernelError(INT4_FACTORS)
         linear = cls(*(Matrix.of(m, activations) for m in factors[:2]), bias, form=FORMS[factors.form])
         if factors.form is Form.ROWS:
             if isinstance(factors.pivots, Tensor):

@@ -14,7 +14,7 @@ from neuronmm.kernels.low_bits import LowBits, Weight
 
 
 def quantise_model(weights: ModelWeights, of_linears: Callable[[Tensor], LowBits] = quantise) -> ModelWeights:
-    """Return the model with embedding and head in int8 and every other matrix rounded by ``of_linears``.
+    """Return the model with its dense linears rounded by ``of_linears``; embedding, head and factors are int8.
 
     Norms, biases and matrices of few bits stay as they are. A matrix with two uses (a tied embedding, a shared A) is
     quantised once and keeps both uses.
@@ -29,7 +29,9 @@ def quantise_model(weights: ModelWeights, of_linears: Callable[[Tensor], LowBits
         return quantised[id(weight)]
 
     def linear(part: LinearWeights, rounded: Callable[[Tensor], LowBits]) -> LinearWeights:
-        return replace(part, A=matrix(part.A, rounded), B=None if part.B is None else matrix(part.B, rounded))
+        if part.B is not None:
+            return replace(part, A=matrix(part.A, quantise), B=matrix(part.B, quantise))
+        return replace(part, A=matrix(part.A, rounded))
 
     def layer(part: LayerWeights) -> LayerWeights:
         parts = {field.name: getattr(part, field.name) for field in fields(part)}

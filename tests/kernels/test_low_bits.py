@@ -57,7 +57,7 @@ def test_no_element_of_int4_is_off_by_more_than_its_bound(rows: int, cols: int, 
     weight = (torch.randn(rows, cols) * torch.rand(rows, cols) * 2.0**power + 2.0 ** (power - 1)).to(dtype)
     weight[0] = 0
     int4 = quantise_int4(weight)
-    assert int4.shape == weight.shape and int4.values.shape == (rows, -(-cols // 64) * 36)
+    assert int4.shape == weight.shape and int4.values.shape == (-(-rows // 16), -(-cols // 32) * 288)
     error = (int4.integers().double() * int4.scales[:, None].double() - weight.double()).abs()
     for start in range(0, cols, GROUP):
         group = weight[:, start : start + GROUP].double()
@@ -79,12 +79,19 @@ def test_levels_of_other_4_bit_formats_are_nearly_kept() -> None:
 
 
 def test_int4_packs_halves_and_groups_in_the_documented_order() -> None:
-    weight = torch.zeros(1, 70)
-    weight[0, 1], weight[0, 33], weight[0, 69], weight[0, 68] = 15.0, 30.0, -30.0, 15.0
+    weight = torch.zeros(18, 70)
+    weight[17] = torch.arange(70) % 16
+    weight[17, 69], weight[17, 68], weight[17, 64:68] = -30.0, 15.0, 0.0
     values, scales, columns = quantise_int4(weight)
-    assert columns == 70 and torch.equal(scales, torch.tensor([3.0 / 255]))
-    # Block 0: the halves of columns 1 and 33; block 1: those of 68 and 69 above a zero of 10.
-    assert values[0, 1] == 15 + 16 * 15 and values[0, [0, 2, 3, 31]].tolist() == [0, 0, 0, 0]
-    assert values[0, 32 + 4] == 15 and values[0, 32 + 5] == 0 and values[0, 32 + 3] == 10
-    assert values[0, 64:].tolist() == [85, 0, 170, 0, 255, 159, 1, 0]
-    assert int(quantise_int4(weight).integers()[0, 69]) == -16 * 159
+    assert columns == 70 and values.shape == (2, 3 * 288) and scales[17] == 3.0 / 255
+    tile = values[1].tolist()
+    groups, row = 3, 1
+    for column in range(70):
+        group, word, at = column // 32, column % 32 // 8, column % 8
+        bit = 16 * (at % 2) + 4 * (at // 2)
+        word_bytes = tile[((group * 4 + word) * 16 + row) * 4 :][:4]
+        q = int.from_bytes(bytes(word_bytes), "little") >> bit & 15
+        s, m = (tile[256 * groups + (2 * group + i) * 16 + row] for i in (0, 1))
+        assert s * q - 16 * m == quantise_int4(weight).integers()[17, column]
+        assert (s, m) == [(85, 0), (85, 0), (255, 159)][group]
+        assert q == [*(column % 16 for column in range(64)), 10, 10, 10, 10, 15, 0][column]

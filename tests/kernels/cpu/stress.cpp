@@ -60,26 +60,30 @@ struct Memory {
             for (int i = 0; i < rows; i++) scale[i] /= 127;
         }
         Matrix matrix{nullptr, scale, rows, cols, type};
-        const size_t n = type == kInt4 ? rows * matrix.row_bytes() : static_cast<size_t>(rows) * cols;
+        const int stored = (rows + matrix.tile() - 1) / matrix.tile() * matrix.tile();
+        const size_t n = type == kInt4 ? stored * matrix.row_bytes() : static_cast<size_t>(rows) * cols;
         matrix.data = values(type, n);
         if (type == kInt4)
             for (int i = 0; i < rows; i++) scale[i] /= 30;
         return matrix;
     }
 
+    // Factors and embeddings beside int4 linears are int8.
+    Matrix factor(Type type, int rows, int cols) { return matrix(type == kInt4 ? kInt8x16 : type, rows, cols); }
+
     Linear linear(Type type, int out, int in, int rank) {
         float* bias = floats(out);
         if (!rank) return {matrix(type, out, in), {}, bias, nullptr, 0, kTwo};
-        return {matrix(type, rank, in), matrix(type, out, rank), bias, nullptr, 0, kTwo};
+        return {factor(type, rank, in), factor(type, out, rank), bias, nullptr, 0, kTwo};
     }
 
     Linear column_form(Type type, int out, int in, int rank) {
-        return {matrix(type, rank, in - rank), matrix(type, out, rank), floats(out), nullptr, 0, kColumns};
+        return {factor(type, rank, in - rank), factor(type, out, rank), floats(out), nullptr, 0, kColumns};
     }
 
     // Every other output is a pivot where there are enough outputs; as a tensor or, of `first` or more, as a range.
     Linear row_form(Type type, int out, int in, int rank, int first = -1) {
-        Linear linear{matrix(type, rank, in), matrix(type, out - rank, rank), floats(out), nullptr, first, kRows};
+        Linear linear{factor(type, rank, in), factor(type, out - rank, rank), floats(out), nullptr, first, kRows};
         if (first >= 0) return linear;
         int32_t* pivots = static_cast<int32_t*>(bytes(rank * sizeof(int32_t)));
         for (int i = 0; i < rank; i++) pivots[i] = std::min(2 * i + 1, out - rank + i);
@@ -138,7 +142,7 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, bool share
                       head_dim, intermediate,
                       batch, max_len,
                       cache, 1e-5f,
-                      0.3f,  memory.matrix(type == kInt4 ? kInt8 : type, vocab, hidden),
+                      0.3f,  memory.factor(type, vocab, hidden),
                       memory.linear(type, vocab, hidden, 0), memory.floats(hidden, 1),
                       memory.floats(max_len * head_dim), memory.floats(max_len * head_dim),
                       layers.data()};
