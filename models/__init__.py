@@ -1,4 +1,10 @@
-"""Low-rank modules, family tables, the patch verb, and the bridge to transformers."""
+"""Low-rank modules, family tables, the patch verb, and the bridge to transformers.
+
+The names that need torch are imported on first use. The verb ``patch`` is in the module of its name.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if "." not in __name__:
     from neuronmm_checkout import stand_back
@@ -7,10 +13,12 @@ if "." not in __name__:
 else:
     from neuronmm.models.errors import UserError
     from neuronmm.models.families import FAMILIES, Family, family_of
+    from neuronmm.models.spec import CompressionSpec
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ imports them from _MODULES
     from neuronmm.models.int8_linear import Int8Linear
     from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
-    from neuronmm.models.patch import fuse, patch
-    from neuronmm.models.spec import CompressionSpec
+    from neuronmm.models.patch import fuse
 
 __all__ = [
     "FAMILIES",
@@ -22,5 +30,13 @@ __all__ = [
     "UserError",
     "family_of",
     "fuse",
-    "patch",
 ]
+
+_MODULES = {"Int8Linear": "int8_linear", "LowRankLinear": "lowrank", "LowRankSwiGLU": "lowrank", "fuse": "patch"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name that needs torch."""
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,9 +50,10 @@ def torch_model(model: str, variant: str) -> Any:
     """Return the dense model, or one with random factors at the ratio that the variant names."""
     import torch
 
-    from neuronmm.models import CompressionSpec, patch
+    from neuronmm.models import CompressionSpec
     from neuronmm.models.families import LAYERS, TARGETS
     from neuronmm.models.load import load_pretrained
+    from neuronmm.models.patch import patch
     from neuronmm.models.source import resolve
 
     dense = load_pretrained(resolve(model), torch.bfloat16, "cpu")
