@@ -13,7 +13,18 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-COMMANDS = ("compress", "recover", "convert", "generate", "benchmark", "evaluate", "sweep", "predict", "tiling")
+COMMANDS = (
+    "compress",
+    "recover",
+    "convert",
+    "generate",
+    "benchmark",
+    "evaluate",
+    "sweep",
+    "predict",
+    "tiling",
+    "inspect",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,12 +106,10 @@ def _process_problem(words: Sequence[str]) -> str | None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the chosen command and turn its errors into one line. Slow imports happen here."""
+    """Run the chosen command and turn its errors into one line. Slow imports happen in the commands."""
     from neuronmm.kernels import KernelError
     from neuronmm.models import UserError
-    from neuronmm.models.hf import register
 
-    register()
     try:
         with _interruptible():
             args.run(args)

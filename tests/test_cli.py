@@ -105,6 +105,7 @@ MISSING = {
     "generate": ["generate", "./nowhere", "--prompt", "Hi"],
     "benchmark": ["benchmark", "./nowhere"],
     "evaluate": ["evaluate", "./nowhere", "--text", "nowhere.txt"],
+    "inspect": ["inspect", "./nowhere"],
 }
 
 
@@ -151,6 +152,7 @@ BAD_INPUT = [
     ["benchmark", "{model}", "--baseline", "{other}"],
     ["evaluate", "{model}", "--text", "nowhere.txt"],
     ["evaluate", "{other}", "--text", "nowhere.txt"],
+    ["inspect", "{other}"],
     ["compress", "{model}", "-o", "{out}", "--align", "\N{SUPERSCRIPT TWO}"],
     ["compress", "{model}", "-o", "~nouser/x"],
     ["recover", "{model}", "-o", "~nouser/x"],
