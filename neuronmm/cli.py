@@ -24,6 +24,7 @@ COMMANDS = (
     "predict",
     "tiling",
     "inspect",
+    "doctor",
 )
 
 
