@@ -134,10 +134,10 @@ def _core() -> Iterator[Finding]:
         return
     yield Finding("C++ core", f"built; it uses the instruction set {library.isa()}")
     threaded = bool(core.neuronmm_threaded())
-    advice = None if threaded else "the core runs on one thread; install a compiler with OpenMP and reinstall neuronmm"
+    alone = None if threaded else "the core runs on one thread; install a compiler with OpenMP and reinstall neuronmm"
     import torch
 
-    yield Finding("OpenMP", f"{torch.get_num_threads()} threads" if threaded else "not in the core", advice)
+    yield Finding("OpenMP", f"{torch.get_num_threads()} threads" if threaded else "not in the core", alone)
 
 
 def _gpu() -> Iterator[Finding]:

@@ -25,6 +25,7 @@ COMMANDS = (
     "tiling",
     "inspect",
     "doctor",
+    "report",
 )
 
 
