@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypedDict
 
+from neuronmm.compression import model_card
 from neuronmm.compression.config import renamed
 from neuronmm.models.documents import read_object, write_json
 from neuronmm.models.errors import UserError
@@ -40,7 +41,11 @@ _TABLE = "compression_report.md"
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the report into the folder of an otherwise complete checkpoint, and list all its files under ``files``."""
+    """Write the report and the model card into the folder of an otherwise complete checkpoint.
+
+    ``files`` of the report lists all files of the folder.
+    """
+    model_card.write(report, folder, warnings(report))
     report["files"] = sorted({REPORT, _TABLE, *(file.name for file in folder.iterdir())})
     write_json(folder / REPORT, report)
     (folder / _TABLE).write_text(as_markdown(report), encoding="utf-8")
