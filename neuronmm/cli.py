@@ -13,6 +13,8 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
+from neuronmm.completion import SHELLS, script
+
 COMMANDS = (
     "compress",
     "recover",
@@ -48,6 +50,10 @@ def parser() -> argparse.ArgumentParser:
         description="Compress a Llama or Qwen checkpoint by SVD, generate, and measure tokens per second.",
     )
     root.add_argument("--version", action="store_true", help="print the version and exit")
+    shells = ", ".join(SHELLS)
+    root.add_argument(
+        "--print-completion", choices=SHELLS, metavar="SHELL", help=f"print a completion script: {shells}"
+    )
     subparsers = root.add_subparsers(dest="command", metavar="COMMAND")
     for name in COMMANDS:
         module = import_module(f"neuronmm.commands.{name}")
@@ -84,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from neuronmm.version import VERSION
 
             print(VERSION)
+            return 0
+        if args.print_completion:
+            print(script(root, args.print_completion))
             return 0
         if args.command is None:
             root.print_help()
