@@ -125,11 +125,11 @@ def _sizes(model: Inspection, baseline: Inspection | None) -> list[tuple[str, st
     rows = [(f"{kind}, parameters", count(baseline, kind), count(model, kind)) for kind in model.parameters]
     dense = model.dense_parameters if baseline is None else sum(baseline.parameters.values())
     rows.append(("all parameters", f"{dense:,}", f"{sum(model.parameters.values()):,}"))
-    stored = [
-        "" if each is None else ", ".join(f"{size / 1e6:,.1f} MB {dtype}" for dtype, size in each.bytes.items())
-        for each in (baseline, model)
-    ]
-    return [*rows, ("stored as", *stored)]
+    return [*rows, ("stored as", "" if baseline is None else _stored(baseline), _stored(model))]
+
+
+def _stored(inspection: Inspection) -> str:
+    return ", ".join(f"{size / 1e6:,.1f} MB {dtype}" for dtype, size in inspection.bytes.items())
 
 
 def _removed(model: Inspection) -> dict[tuple[int, str], float]:

@@ -29,7 +29,7 @@ WIDTH = 5.2  # inches; a phone shows 360 pixels at three quarters of the size
 _INK = ("#000000", "#333333", "#555555")  # drawn in the colour of the text
 _PAPER = "#ffffff"
 _LINES = ("#2f7fb8", "#c8553d", "#4f9d69", "#8e5ea2", "#b8862b", "#3f9c9b", "#c2578f")
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "neuronmm", "text.parse_math": False, "font.size": 9.0}
+_STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "neuronmm", "text.parse_math": False, "font.size": 9.0}
 
 Cells = Mapping[tuple[int, str], float]
 """(layer, short name of a linear) -> a figure."""
@@ -101,7 +101,7 @@ def sweep_panels(points: Sequence[SweepPoint], costs: Sequence[str], texts: Sequ
 def prediction_timeline(results: Sequence[PredictionResult], new_tokens: int) -> str:
     """Draw the predicted time of an answer, first token and later ones, dense and compressed on every device."""
     figure, axes = _figure(0.9 + 0.5 * len(results))
-    labels = []
+    labels: list[str] = []
     for result in results:
         for name, model in (("dense", result.dense), ("compressed", result.compressed)):
             row, times = len(labels), model.times

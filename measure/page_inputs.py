@@ -120,8 +120,8 @@ def read_sweep(folder: Path) -> tuple[list[SweepPoint], list[str], list[str]]:
     dense = [point for point in points if point["name"] == "dense"]
     if not dense or not set(texts) <= dense[0]["perplexity"].keys():
         raise UserError(f"{file}: has no dense model with every text; resume the sweep")
-    for point in points:
-        for entry in point["perplexity"].values():
+    for known in points:
+        for entry in known["perplexity"].values():
             entry.setdefault("standard_error", None)
     return points, list(document.costs), texts
 
