@@ -106,6 +106,7 @@ MISSING = {
     "benchmark": ["benchmark", "./nowhere"],
     "evaluate": ["evaluate", "./nowhere", "--text", "nowhere.txt"],
     "inspect": ["inspect", "./nowhere"],
+    "report": ["report", "./nowhere"],
 }
 
 
@@ -153,6 +154,9 @@ BAD_INPUT = [
     ["evaluate", "{model}", "--text", "nowhere.txt"],
     ["evaluate", "{other}", "--text", "nowhere.txt"],
     ["inspect", "{other}"],
+    ["report", "{model}"],
+    ["report", "{other}"],
+    ["report", "{model}", "-o", "{model}/page.html"],
     ["compress", "{model}", "-o", "{out}", "--align", "\N{SUPERSCRIPT TWO}"],
     ["compress", "{model}", "-o", "~nouser/x"],
     ["recover", "{model}", "-o", "~nouser/x"],

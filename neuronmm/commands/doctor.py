@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> None:
         console = wide_console()
         console.print(table)
         if diagnosis.problem is None:
-            console.print(f"generation works; --backend auto chooses {diagnosis.backend}, in bf16: {diagnosis.kernels}")
+            gpu = "a" if diagnosis.backend == "cuda" else "no"
+            console.print(f"generation works; --backend auto chooses {diagnosis.backend}, because torch sees {gpu} GPU")
+            console.print(f"kernels in bf16: {diagnosis.kernels}")
     if diagnosis.problem is not None:
         print(f"neuronmm doctor: generation does not work here: {diagnosis.problem}", file=sys.stderr)
         raise SystemExit(1)
