@@ -16,7 +16,7 @@ FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path
 CORE = Path("kernels/cpu")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 ISA_FLAGS = {
-    "kernels_avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "kernels_avx512bf16.cpp": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
     "kernels_avx512.cpp": AVX512,
     "kernels_avx2.cpp": ["-mavx2", "-mfma"],
 }

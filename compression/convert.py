@@ -21,7 +21,7 @@ from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import check_device
 from neuronmm.compression.workspace import Workspace
 from neuronmm.kernels import LowRank
-from neuronmm.kernels.int8 import dense
+from neuronmm.kernels.low_bits import dense
 from neuronmm.models.contents import Contents, inspect
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS

@@ -12,7 +12,7 @@ from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, forms_of
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
 from neuronmm.kernels import LowRank
-from neuronmm.kernels.int8 import dense
+from neuronmm.kernels.low_bits import dense
 from neuronmm.models.lowrank import LowRankLinear
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from neuronmm.compression.pivots import Skeleton
 from neuronmm.kernels import Form, LowRank
-from neuronmm.kernels.int8 import dense
+from neuronmm.kernels.low_bits import dense
 from neuronmm.models.families import TARGETS
 
 GATE, UP, DOWN = TARGETS["mlp"]

@@ -12,6 +12,7 @@ from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, core
 from neuronmm.kernels.cpu.step import DecodeStep, LayerWeights, LinearWeights, ModelWeights
 from neuronmm.kernels.widened_linears import has_amx
+from neuronmm.models.low_bits import Int4Linear, Int8Linear, LowBitsModule, matrix_of
 from neuronmm.models.lowrank import LowRankLinear
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -24,8 +25,8 @@ class CpuDecoder(TorchDecoder):
 
     The logits of ``decode`` are float32.
 
-    ``weights`` (int8 ones, for example) replace the model's own weights in the core's steps. They must describe the
-    same model and at least ``max_len`` positions.
+    ``weights`` replace the model's own weights in the core's steps. They must describe the same model and at least
+    ``max_len`` positions.
 
     Raises:
         KernelError: the core does not support the model; :func:`refuses` tells so beforehand.
@@ -80,8 +81,9 @@ def refuses(model: Any, batch: int) -> str | None:
         return NOT_BUILT
     if batch > MAX_BATCH:
         return f"{batch} rows; the core takes at most {MAX_BATCH}"
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.int8}:
+    low = {id(part) for module in model.modules() if isinstance(module, LowBitsModule) for part in module.matrix[:2]}
+    dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in low}
+    if not dtypes <= {torch.float32, torch.bfloat16}:
         return f"weights in {', '.join(sorted(map(str, dtypes)))}; the core takes float32 and bfloat16"
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     if rope not in _FIXED_ROPE:
@@ -89,7 +91,7 @@ def refuses(model: Any, batch: int) -> str | None:
     for layer in model.model.layers:
         for name in _LINEARS:
             module = getattr(layer.mlp if name in ("gate_proj", "up_proj", "down_proj") else layer.self_attn, name)
-            if type(module) not in (nn.Linear, LowRankLinear):
+            if type(module) not in (nn.Linear, LowRankLinear, Int8Linear, Int4Linear):
                 return f"{name} is a {type(module).__name__}"
     return None
 
@@ -100,7 +102,7 @@ def describe(model: Any, max_len: int) -> ModelWeights:
     positions = torch.arange(max_len)[None]
     cos, sin = base.rotary_emb(torch.empty(1, dtype=torch.float32), positions)
     return ModelWeights(
-        embedding=base.embed_tokens.weight,
+        embedding=matrix_of(base.embed_tokens),
         layers=[_layer(layer) for layer in base.layers],
         final_norm=base.norm.weight,
         head=_linear(model.lm_head),
@@ -132,4 +134,4 @@ def _layer(layer: Any) -> LayerWeights:
 def _linear(module: Any) -> LinearWeights:
     if isinstance(module, LowRankLinear):
         return LinearWeights(*module.factors)
-    return LinearWeights(module.weight, None, module.bias)
+    return LinearWeights(matrix_of(module), None, module.bias)

@@ -54,12 +54,10 @@ class TorchDecoder:
         self._kv_heads: int = config.num_key_value_heads
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._qk_norm = hasattr(attention, "q_norm")
-        weight = model.model.embed_tokens.weight
-        self.cache = KVCache(
-            len(self._layers), batch, self._kv_heads, max_len, self._head_dim, weight.dtype, weight.device
-        )
+        norm = model.model.norm.weight  # a float in every model
+        self.cache = KVCache(len(self._layers), batch, self._kv_heads, max_len, self._head_dim, norm.dtype, norm.device)
         self.state_bytes = self.cache.nbytes
-        self._positions = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        self._positions = torch.zeros(batch, dtype=torch.long, device=norm.device)
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

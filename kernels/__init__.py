@@ -16,11 +16,12 @@ else:
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ imports them from _MODULES
     from neuronmm.kernels.factors import LowRank
-    from neuronmm.kernels.int8 import Int8, quantise
+    from neuronmm.kernels.low_bits import Int4, Int8, quantise, quantise_int4
     from neuronmm.kernels.ops import Op, implementations, low_rank_linear, low_rank_swiglu
 
 __all__ = [
     "Form",
+    "Int4",
     "Int8",
     "KernelError",
     "LowRank",
@@ -29,16 +30,19 @@ __all__ = [
     "low_rank_linear",
     "low_rank_swiglu",
     "quantise",
+    "quantise_int4",
 ]
 
 _MODULES = {
-    "Int8": "int8",
+    "Int4": "low_bits",
+    "Int8": "low_bits",
     "LowRank": "factors",
     "Op": "ops",
     "implementations": "ops",
     "low_rank_linear": "ops",
     "low_rank_swiglu": "ops",
-    "quantise": "int8",
+    "quantise": "low_bits",
+    "quantise_int4": "low_bits",
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.form import Form
-from neuronmm.kernels.int8 import Int8, Weight, dense
+from neuronmm.kernels.low_bits import Weight, dense
 
 
 class LowRank(NamedTuple):
@@ -29,8 +29,7 @@ class LowRank(NamedTuple):
     - COLUMNS: ``A`` = D [r, in - r], ``B`` = Q [out, r]; the pivots are the last r inputs;
       ``h = x[in - r:] + D x[:in - r]``, ``y = Q h``.
 
-    All tensors are on one device. They have one float dtype, except for ``pivots`` and for factors that are
-    :class:`Int8`.
+    All tensors are on one device. They have one float dtype, except for ``pivots`` and for factors of few bits.
     """
 
     A: Weight
@@ -56,17 +55,19 @@ class LowRank(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor, int8 factors as values and scales."""
-        parts = [t for part in self[:3] if part is not None for t in (part if isinstance(part, Int8) else (part,))]
+        """Every tensor, factors of few bits as values and scales."""
+        parts = [
+            t for part in self[:3] if part is not None for t in ((part,) if isinstance(part, Tensor) else part[:2])
+        ]
         return (*parts, self.pivots) if isinstance(self.pivots, Tensor) else tuple(parts)
 
     def shares_a(self, other: LowRank) -> bool:
         """Whether both apply one A tensor in the same way, so that the rank-r intermediate is computed only once."""
-        one, two = (part.A.values if isinstance(part.A, Int8) else part.A for part in (self, other))
+        one, two = (part.A if isinstance(part.A, Tensor) else part.A.values for part in (self, other))
         return one is two and (self.form is Form.COLUMNS) == (other.form is Form.COLUMNS)
 
     def expanded(self, dtype: torch.dtype = torch.float32) -> LowRank:
-        """Return the same linear in the form TWO. Int8 factors of a pivoted form are dequantised to ``dtype``."""
+        """Return the same linear in the form TWO. A pivoted form of few bits is dequantised to ``dtype``."""
         if self.form is Form.TWO:
             return self
         A, B = dense(self.A, dtype), dense(self.B, dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from neuronmm.kernels.errors import KernelError
 from neuronmm.kernels.factors import Form, LowRank
-from neuronmm.kernels.int8 import Weight
+from neuronmm.kernels.low_bits import Weight
 
 
 class Op(str, Enum):
@@ -146,7 +146,8 @@ def low_rank_linear(
     """``y = W' x + bias``. In the form TWO, ``W' = B A``: the paper's XUV (arXiv 2510.25977) with U = A^T and V = B^T.
 
     Dimensions: ``x`` [..., in], result [..., out]; the other arguments are those of :class:`LowRank`. All are on one
-    device and have one dtype, except that A and B may be :class:`Int8` and that ``pivots`` may be an int32 tensor.
+    device and have one dtype, except that A and B may have few bits (:class:`Int8`, :class:`Int4`) and that ``pivots``
+    may be an int32 tensor.
 
     Raises:
         KernelError: the shapes do not fit together, or a named ``impl`` does not support the call.

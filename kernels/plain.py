@@ -1,7 +1,7 @@
 """Plain torch on any device: ``naive`` is the two-GEMM baseline, ``torch`` fuses as far as torch's ops allow.
 
-Int8 factors are converted to the dtype of the call in every call: ``naive`` dequantises the weight, ``torch`` scales
-the result.
+Factors of few bits are converted to the dtype of the call in every call: ``naive`` dequantises the weight; for int8
+``torch`` scales the result.
 
 ``torch`` multiplies the A factors of gate and up in one GEMM if they are adjacent in memory (``stack`` makes them so
 without a second copy of the weights), and evaluates SwiGLU in place.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from neuronmm.kernels.factors import Form, LowRank, place_pivots
-from neuronmm.kernels.int8 import Int8, Weight, dense
+from neuronmm.kernels.low_bits import Int8, Weight, dense
 from neuronmm.kernels.ops import Op, register
 
 
@@ -28,7 +28,7 @@ def stack(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _stacked(a: Weight, b: Weight) -> Tensor | None:
     """Return one [r1 + r2, in] view over two adjacent tensors, or None if they are not adjacent."""
-    if isinstance(a, Int8) or isinstance(b, Int8):
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return None
     adjacent = (
         a.is_contiguous()

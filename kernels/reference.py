@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from neuronmm.kernels.factors import Form, LowRank, place_pivots
-from neuronmm.kernels.int8 import Weight, dense
+from neuronmm.kernels.low_bits import Weight, dense
 from neuronmm.kernels.ops import Op, register
 
 

@@ -41,7 +41,7 @@ class BandwidthProbe:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of all parameters; a tied embedding or a shared factor counts once."""
+    """Return the bytes of all parameters of a module; a tied embedding or a shared factor counts once."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -62,6 +62,6 @@ def weight_bytes_per_step(model: Any) -> int:
     The output head counts, tied or not. An embedding table that is not the head does not count, because a step reads
     only a few of its rows.
     """
-    embedding = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is embedding
-    return weight_bytes(model) - (0 if tied else embedding.nbytes)
+    embedding = model.get_input_embeddings()
+    tied = model.get_output_embeddings().weight is embedding.weight
+    return weight_bytes(model) - (0 if tied else weight_bytes(embedding))

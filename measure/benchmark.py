@@ -77,9 +77,10 @@ def run_benchmark(
     """Measure every variant of ``config.model`` at every point, or decoding with ``config.draft`` beside plain.
 
     A compressed model has the variants ``naive`` (two GEMMs per linear) and ``fused`` (the fastest kernels for this
-    machine), which share one copy of the weights, and ``dense`` if there is a baseline. A dense model has ``dense``.
-    Prompts are random tokens, the same for all variants; end-of-sequence tokens are ignored. ``progress`` is called
-    only between measurements.
+    machine), which share one copy of the weights, and ``dense`` if there is a baseline. A dense model has ``dense`` and
+    its weights rounded to the option ``weight_dtype``, which also applies to ``naive`` and ``fused``. Prompts are
+    random tokens, the same for all variants; end-of-sequence tokens are ignored. ``progress`` is called only between
+    measurements.
 
     Raises:
         UserError: the context is too short, or the models cannot be compared.
@@ -179,11 +180,13 @@ def checkpoints(config: BenchmarkConfig, progress: Progress = no_progress) -> di
 
 def _load(config: BenchmarkConfig, folders: dict[str, Path], dtype: torch.dtype) -> dict[str, _Loaded]:
     """Load the variants, in the order in which they are reported."""
-    backend = choose(config.backend)
+    backend, rounded = choose(config.backend, config.options), config.options.get("weight_dtype")
     variants: dict[str, _Loaded] = {}
+    if rounded and "fused" not in folders:
+        folders = {**folders, rounded: folders["dense"]}
     for name, folder in folders.items():
         start = time.perf_counter()
-        runner = backend.load(folder, dtype, "auto")
+        runner = backend.load(folder, dtype, "auto", **({} if name == "dense" else config.options))
         seconds = time.perf_counter() - start
         if not isinstance(runner, TorchRunner):
             raise UserError(f"the benchmark does not run on backend {backend.name}; use cpu or cuda")

@@ -87,6 +87,7 @@ class EvaluationConfig:
         stride: tokens from window to window; None is the context.
         tasks: multiple-choice files.
         limit: use only the first windows of the text and the first rows of each task.
+        weight_dtype: what the dense weights of ``model`` are rounded to, ``int8`` or ``int4``; None keeps them.
 
     Raises:
         UserError: there is nothing to measure, or the limit is out of range.
@@ -101,6 +102,7 @@ class EvaluationConfig:
     limit: int | None = None
     dtype: str = "auto"
     backend: str = "auto"
+    weight_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.text is None and not self.tasks:

@@ -85,13 +85,14 @@ def evaluate(
     limit: int | None = None,
     dtype: str = "auto",
     backend: str = "auto",
+    weight_dtype: str | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Evaluate ``model``, and ``baseline`` beside it, and return the JSON document.
 
     The arguments are those of :class:`.EvaluationConfig`. See :func:`run_evaluation`.
     """
-    config = EvaluationConfig(model, baseline, text, context, stride, tasks, limit, dtype, backend)
+    config = EvaluationConfig(model, baseline, text, context, stride, tasks, limit, dtype, backend, weight_dtype)
     return run_evaluation(config, progress).to_json()
 
 
@@ -108,8 +109,8 @@ def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -
     questions = {Path(path).stem: read_task(Path(path), config.limit) for path in config.tasks}
     names = {"model": config.model} if config.baseline is None else {"baseline": config.baseline, "model": config.model}
     scores = {
-        name: _score(path, config, content, questions, partial(_of_model, progress, name))
-        for name, path in names.items()
+        name: _score(path, precision, config, content, questions, partial(_of_model, progress, name))
+        for (name, path), precision in zip(names.items(), (None, config.weight_dtype)[-len(names) :], strict=True)
     }
     results, notes = [], []
     windows = scores["model"].windows
@@ -152,19 +153,22 @@ class _Scores:
 
 def _score(
     path: str | Path,
+    weight_dtype: str | None,
     config: EvaluationConfig,
     content: str | None,
     questions: dict[str, list[Question]],
     progress: Progress,
 ) -> _Scores:
     """Load one model and score the text and the questions with it."""
-    engine = load(path, backend=config.backend, dtype=config.dtype, progress=progress)
+    options = {} if weight_dtype is None else {"weight_dtype": weight_dtype}
+    engine = load(path, backend=config.backend, dtype=config.dtype, progress=progress, **options)
     runner = engine.runner
     if not isinstance(runner, TorchRunner):
         raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
     dtype = str(runner.dtype).removeprefix("torch.")
     for precision in factor_bytes(runner.model).keys() - {dtype}:
         dtype += f", {precision} factors"
+    dtype += f", {weight_dtype} weights" if weight_dtype else ""
     windows, nlls = None, []
     if content is not None:
         sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}

@@ -8,7 +8,7 @@ from typing import Any
 from neuronmm.measure.benchmark_result import BenchmarkResult
 from neuronmm.measure.statistics import Spread
 
-_COLOURS = {"dense": "#8c96a3", "naive": "#e6a157", "fused": "#2f7fb8"}
+_COLOURS = {"dense": "#8c96a3", "naive": "#e6a157", "fused": "#2f7fb8", "int8": "#5f9e6e", "int4": "#a05fb0"}
 
 
 def draw_benchmark(result: BenchmarkResult, path: Path) -> None:

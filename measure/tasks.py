@@ -107,13 +107,13 @@ def score(model: Any, groups: list[list[Choice]], advance: Callable[[float], Non
     The common prefix of a group's choices runs through the model once. Rows of similar length share a batch.
     ``advance`` receives the fraction of the choices that each batch holds.
     """
-    weight = model.get_input_embeddings().weight
+    norm = model.model.norm.weight  # a float in every model
     choices = [choice for group in groups for choice in group]
     rows = [row for group in groups for row in pack([choice.ids for choice in group], _BATCH_TOKENS)]
     firsts = [0, *accumulate(len(row.paths) for row in rows)]
     result = [0.0] * len(choices)
     for batch in _batches(rows):
-        hidden = hidden_states(model, *lay_out([rows[i] for i in batch], weight.device, weight.dtype))
+        hidden = hidden_states(model, *lay_out([rows[i] for i in batch], norm.device, norm.dtype))
         states, targets, counts = [], [], {}
         for states_of_row, i in zip(hidden, batch, strict=True):
             for index, path in enumerate(rows[i].paths, firsts[i]):
@@ -121,7 +121,7 @@ def score(model: Any, groups: list[list[Choice]], advance: Callable[[float], Non
                 states.append(states_of_row[path[-choice.scored - 1 : -1]])
                 targets += choice.ids[-choice.scored :]
                 counts[index] = choice.scored
-        nll = negative_log_likelihood(model, torch.cat(states), torch.tensor(targets, device=weight.device)).double()
+        nll = negative_log_likelihood(model, torch.cat(states), torch.tensor(targets, device=norm.device)).double()
         for index, part in zip(counts, nll.split(list(counts.values())), strict=True):
             result[index] = -part.sum().item()
         advance(len(counts) / len(choices))

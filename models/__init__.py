@@ -16,7 +16,7 @@ else:
     from neuronmm.models.spec import CompressionSpec
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ imports them from _MODULES
-    from neuronmm.models.int8_linear import Int8Linear
+    from neuronmm.models.low_bits import Int4Linear, Int8Embedding, Int8Linear, quantise_weights
     from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
     from neuronmm.models.patch import fuse
 
@@ -24,15 +24,26 @@ __all__ = [
     "FAMILIES",
     "CompressionSpec",
     "Family",
+    "Int4Linear",
+    "Int8Embedding",
     "Int8Linear",
     "LowRankLinear",
     "LowRankSwiGLU",
     "UserError",
     "family_of",
     "fuse",
+    "quantise_weights",
 ]
 
-_MODULES = {"Int8Linear": "int8_linear", "LowRankLinear": "lowrank", "LowRankSwiGLU": "lowrank", "fuse": "patch"}
+_MODULES = {
+    "Int4Linear": "low_bits",
+    "Int8Embedding": "low_bits",
+    "Int8Linear": "low_bits",
+    "LowRankLinear": "lowrank",
+    "LowRankSwiGLU": "lowrank",
+    "fuse": "patch",
+    "quantise_weights": "low_bits",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
-from neuronmm.models.int8_linear import Int8Linear
+from neuronmm.models.low_bits import Int8Linear
 from neuronmm.models.lowrank import FACTORS, LowRankLinear
 from neuronmm.models.patch import patch
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuronmm.kernels import Form, Int8, LowRank, low_rank_linear, low_rank_swiglu
+from neuronmm.kernels import Form, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.factors import place_pivots
-from neuronmm.models.int8_linear import Int8Linear
+from neuronmm.models.low_bits import Int8Linear, frozen, matrix_of
 
 FACTORS = (".A.weight", ".B.weight")
 """The endings of the factors' tensor names; no other tensor has them."""
@@ -82,10 +82,10 @@ class LowRankLinear(nn.Module):
             first_pivot=pivots if isinstance(pivots, int) else None,
         )
         if leader is None:
-            module.A.weight = _frozen(factors.A)
-        module.B.weight = _frozen(factors.B)
+            module.A.weight = frozen(factors.A)
+        module.B.weight = frozen(factors.B)
         if factors.bias is not None:
-            (module if factors.form is Form.ROWS else module.B).bias = _frozen(factors.bias)
+            (module if factors.form is Form.ROWS else module.B).bias = frozen(factors.bias)
         if isinstance(pivots, Tensor):
             module.pivots = pivots
         return module
@@ -94,9 +94,9 @@ class LowRankLinear(nn.Module):
     def factors(self) -> LowRank:
         """The weights in the form that the kernels take."""
         if self.form is not Form.ROWS:
-            return LowRank(_matrix(self.A), _matrix(self.B), self.B.bias, self.form)
+            return LowRank(matrix_of(self.A), matrix_of(self.B), self.B.bias, self.form)
         pivots = self.pivots if self.first_pivot is None else self.first_pivot
-        return LowRank(_matrix(self.A), _matrix(self.B), self.bias, self.form, pivots)
+        return LowRank(matrix_of(self.A), matrix_of(self.B), self.bias, self.form, pivots)
 
     def __getattr__(self, name: str) -> Any:
         """Return a child or parameter; ``A`` is the leader's if there is a leader."""
@@ -118,14 +118,6 @@ class LowRankLinear(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
         return f"{sizes}, form={self.form.value}"
-
-
-def _frozen(tensor: Any) -> nn.Parameter:
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
-
-
-def _matrix(factor: Any) -> Tensor | Int8:
-    return factor.int8 if isinstance(factor, Int8Linear) else factor.weight
 
 
 class LowRankSwiGLU(nn.Module):

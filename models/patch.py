@@ -8,7 +8,7 @@ from torch import nn
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
-from neuronmm.models.int8_linear import Int8Linear
+from neuronmm.models.low_bits import Int8Linear
 from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.spec import CompressionSpec
 

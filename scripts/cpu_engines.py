@@ -47,18 +47,24 @@ def timed_whole(seconds: Callable[[int], float], new: int) -> dict[str, Any]:
 
 
 def torch_model(model: str, variant: str) -> Any:
-    """Return the dense model, or one with random factors at the ratio that the variant names."""
+    """Return the dense model, or one with random factors at the ratio that the variant names, in its precision.
+
+    In int8 the factors are zero, which takes as long.
+    """
     import torch
 
     from neuronmm.models import CompressionSpec
     from neuronmm.models.families import LAYERS, TARGETS
     from neuronmm.models.load import load_pretrained
+    from neuronmm.models.low_bits import WeightDtype, quantise_weights
     from neuronmm.models.patch import patch
     from neuronmm.models.source import resolve
 
     dense = load_pretrained(resolve(model), torch.bfloat16, "cpu")
     targets, _, ratio = variant.partition("-")
+    precision: WeightDtype = "int8" if variant.endswith("int8") else "int4" if variant.endswith("int4") else "model"
     if targets not in TARGETS:
+        quantise_weights(dense, precision)
         return dense
     removed = float(ratio.split("-")[0])
     ranks = {}
@@ -76,19 +82,11 @@ def torch_model(model: str, variant: str) -> Any:
         model_ratio=removed,
         align=16,
         version="0",
+        factors="model" if precision == "model" else "int8",
     )
-    return patch(dense, spec)
-
-
-def int8_bytes(weights: Any) -> int:
-    """Return the bytes of all int8 matrices and their scales; a tied embedding counts once, as the head."""
-    sizes = {}
-    for layer in (weights, *weights.layers):
-        for part in vars(layer).values():
-            for matrix in (getattr(part, "A", None), getattr(part, "B", None)):
-                if matrix is not None:
-                    sizes[matrix.values.data_ptr()] = matrix.values.nbytes + matrix.scales.nbytes
-    return sum(sizes.values())
+    patch(dense, spec)
+    quantise_weights(dense, precision)
+    return dense
 
 
 def prepare_ours(model: str, variant: str) -> Prepared:
@@ -96,28 +94,21 @@ def prepare_ours(model: str, variant: str) -> Prepared:
     import torch
 
     from neuronmm.engine.backends.cpu import CpuRunner
-    from neuronmm.engine.cpu_decoder import CpuDecoder, describe
     from neuronmm.kernels.cpu import arena
-    from neuronmm.kernels.cpu.int8 import quantise_model
     from neuronmm.measure.bandwidth import weight_bytes_per_step
 
     runner = CpuRunner(torch_model(model, variant), "naive" if variant.endswith("naive") else "auto")
     arena.gather(runner.model.parameters())
-    nbytes, path, weights = weight_bytes_per_step(runner.model), runner.path, None
-    if variant.endswith("int8"):
-        weights = quantise_model(describe(runner.model, 1024))
-        nbytes, path = int8_bytes(weights), path + ", int8"
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
-        shape = (batch, context + new + 1)
-        decoder: Any = CpuDecoder(runner.model, *shape, weights) if weights else runner.decoder(*shape)
+        decoder = runner.decoder(batch, context + new + 1)
         ids = torch.randint(3, 1000, (batch, context))
         mask = torch.ones_like(ids)
         return timed(
             lambda: decoder.prefill(ids, mask).argmax(-1), lambda tokens: decoder.decode(tokens).argmax(-1), new
         )
 
-    return {"bytes": nbytes, "path": path}, run
+    return {"bytes": weight_bytes_per_step(runner.model), "path": runner.path}, run
 
 
 def prepare_transformers(model: str) -> Prepared:

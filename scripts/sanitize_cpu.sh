@@ -11,7 +11,7 @@ trap 'rm -rf "$out"' EXIT
 flags_of() {
     [ "$(uname -m)" = x86_64 ] || return 0
     case $1 in
-        *kernels_avx512bf16.cpp) echo -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma ;;
+        *kernels_avx512bf16.cpp) echo -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma ;;
         *kernels_avx512.cpp) echo -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma ;;
         *kernels_avx2.cpp) echo -mavx2 -mfma ;;
     esac

@@ -57,7 +57,7 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("cuda", missing_cuda, load_cuda),
-        Backend("cpu", cpu.missing, cpu.load),
+        Backend("cpu", cpu.missing, cpu.load, frozenset(("weight_dtype",))),
         Backend("neuron", neuron.missing, neuron.load, frozenset(f.name for f in fields(neuron.NeuronOptions))),
     )
 }

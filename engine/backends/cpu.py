@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 
@@ -11,7 +12,9 @@ from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.engine.decoder import Decoder, TorchDecoder
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, isa
+from neuronmm.models.errors import UserError
 from neuronmm.models.load import check_weights, map_pretrained
+from neuronmm.models.low_bits import LowBitsModule, WeightDtype, quantise_weights
 
 
 class CpuRunner(TorchRunner):
@@ -28,7 +31,10 @@ class CpuRunner(TorchRunner):
             return super().path
         pages = "huge pages" if arena.huge_bytes(self.model.get_input_embeddings().weight) else "4 KiB pages"
         prompts = "C++" if CpuDecoder(self.model, 1, 1).reads_prompts else "torch"
-        return f"whole step in C++ ({isa()}), prompts in {prompts}, {torch.get_num_threads()} threads, {pages}"
+        low = {type(part.matrix).__name__ for part in self.model.modules() if isinstance(part, LowBitsModule)}
+        weights = "".join(f", {name.lower()}" for name in sorted(low))
+        threads = f"{torch.get_num_threads()} threads"
+        return f"whole step in C++ ({isa()}{weights}), prompts in {prompts}, {threads}, {pages}"
 
     def decoder(self, batch: int, max_len: int) -> Decoder:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
@@ -43,14 +49,26 @@ class CpuRunner(TorchRunner):
         return reason is not None
 
 
-def missing() -> str | None:
+def missing(**options: Any) -> str | None:
     """Return None: there always is a CPU."""
     return None
 
 
-def load(folder: Path, dtype: torch.dtype, impl: str) -> CpuRunner:
-    """Load the model of ``folder`` into main memory, with all weights in one arena."""
-    runner = CpuRunner(map_pretrained(folder, dtype), impl)
+def load(folder: Path, dtype: torch.dtype, impl: str, weight_dtype: WeightDtype = "model") -> CpuRunner:
+    """Load the model of ``folder`` into main memory, with all weights in one arena.
+
+    ``weight_dtype`` is what :func:`~neuronmm.models.low_bits.quantise_weights` rounds the dense weights to.
+
+    Raises:
+        UserError: there is no such ``weight_dtype``, or the checkpoint is damaged.
+    """
+    if weight_dtype not in get_args(WeightDtype):
+        raise UserError(f"unknown weight dtype {weight_dtype!r}; there are: {', '.join(get_args(WeightDtype))}")
+    model = map_pretrained(folder, dtype)
+    if weight_dtype != "model":
+        check_weights(model, folder)  # before NaN turns into a number
+        quantise_weights(model, weight_dtype)
+    runner = CpuRunner(model, impl)
     arena.gather(runner.model.parameters())
     check_weights(runner.model, folder)  # after the move, which read the files: four times as fast
     return runner

@@ -32,10 +32,10 @@ class TorchRunner:
             raise UserError(f"unknown kernel implementation {impl!r}; there are: {', '.join(sorted(known))}")
         self.model: Any = fuse(model, impl)
         self.impl = impl
-        weight = model.get_input_embeddings().weight
-        self.device: torch.device = weight.device
-        self.dtype: torch.dtype = weight.dtype
-        self.backend: str = weight.device.type
+        norm = model.model.norm.weight  # a float in every model; other weights may have few bits
+        self.device: torch.device = norm.device
+        self.dtype: torch.dtype = norm.dtype
+        self.backend: str = norm.device.type
         self.max_batch = MAX_BATCH
         self.max_len: int | None = None
         self.continuous = False

@@ -13,16 +13,19 @@ namespace neuronmm {
 // Most rows of an op or a decode step; for more rows the GEMMs of other libraries are faster.
 constexpr int kMaxBatch = 8;
 
-enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+// An int8 matrix of type kInt8 multiplies activations in fp32, and one of type kInt8x16 activations rounded to 16 bits,
+// which is faster. Both store the same bytes. An int4 matrix multiplies activations rounded to 16 bits.
+enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt8x16 = 3, kInt4 = 4 };
 
-// A contiguous matrix [rows, cols]. The value of an int8 element is data[i][j] * scale[i].
+// A contiguous matrix [rows, cols]. The value of an int8 element is data[i][j] * scale[i]; int4_impl.h describes int4.
 struct Matrix {
     const void* data;
-    const float* scale;  // [rows], int8 only
+    const float* scale;  // [rows], int8 and int4 only
     int32_t rows, cols;
     int32_t type;
 
     int64_t row_bytes() const {
+        if (type == kInt4) return (static_cast<int64_t>(cols) + 63) / 64 * 36;
         return static_cast<int64_t>(cols) * (type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1);
     }
 };
@@ -81,6 +84,9 @@ NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
 // Write the sizes in bytes of Matrix, Linear, Layer and Model to sizes[4], for callers that describe the structs
 // themselves.
 NEURONMM_EXPORT void neuronmm_struct_sizes(int64_t* sizes);
+
+// Number of element types.
+NEURONMM_EXPORT int neuronmm_types();
 
 // Whether the pivots of a linear in row form are strictly increasing outputs of it. The functions below rely on it.
 NEURONMM_EXPORT int neuronmm_pivots_fit(const neuronmm::Linear* linear);

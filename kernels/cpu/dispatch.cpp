@@ -15,7 +15,7 @@ bool runs(const Kernels* kernels) {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (kernels == kernels_avx512bf16() || kernels == kernels_avx512bf16_fp32())
-        return avx512 && __builtin_cpu_supports("avx512bf16");
+        return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (kernels == kernels_avx512()) return avx512;
     if (kernels == kernels_avx2()) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
@@ -57,6 +57,8 @@ int neuronmm_set_isa(const char* name) {
     neuronmm::chosen.store(kernels, std::memory_order_release);
     return 0;
 }
+
+int neuronmm_types() { return neuronmm::kInt4 + 1; }
 
 void neuronmm_struct_sizes(int64_t* sizes) {
     using namespace neuronmm;

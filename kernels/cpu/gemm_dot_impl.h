@@ -7,11 +7,17 @@
 namespace neuronmm {
 namespace {
 
-// Load the first n of 32 consecutive elements as bf16 and fill the rest with zeros.
-inline __m512i read_row(const void* data, int type, size_t at, int n) {
+// Load the first n of 32 consecutive elements of row i from column `col` on as bf16 and fill the rest with zeros. In int4
+// the column is a multiple of 32, and the integers are rounded to the eight bits of a bf16.
+inline __m512i read_row(const Matrix& m, int i, int col, int n) {
     const __mmask32 mask = n >= 32 ? ~0u : (1u << n) - 1;
-    if (type == kBFloat16) return _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(data) + at);
-    const __m256i bytes = _mm256_maskz_loadu_epi8(mask, static_cast<const int8_t*>(data) + at);
+    if (m.type == kInt4) {
+        const auto both = _mm512_cvtne2ps_pbh((__m512)load_int4(m, i, col + L), (__m512)load_int4(m, i, col));
+        return _mm512_maskz_mov_epi16(mask, (__m512i)both);
+    }
+    const size_t at = static_cast<size_t>(i) * m.cols + col;
+    if (m.type == kBFloat16) return _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(m.data) + at);
+    const __m256i bytes = _mm256_maskz_loadu_epi8(mask, static_cast<const int8_t*>(m.data) + at);
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);  // exact: |integer| <= 128
@@ -45,9 +51,7 @@ struct Bf16DotScheme {
                 Lanes r[L];
 #pragma GCC unroll 16
                 for (int j = 0; j < L; j++)
-                    r[j] = half + j < n ? read_row(m.data, m.type, static_cast<size_t>(begin + half + j) * m.cols + from + k,
-                                                   depth - k)
-                                        : Lanes{};
+                    r[j] = half + j < n ? read_row(m, begin + half + j, from + k, depth - k) : Lanes{};
                 transpose(r);
                 const int pairs = depth - k < 32 ? (depth - k + 1) / 2 : 16;
                 for (int p = 0; p < pairs; p++) _mm512_storeu_si512(panel + (k / 2 + p) * kPanel + half, r[p]);
@@ -57,9 +61,8 @@ struct Bf16DotScheme {
     // panel[p][j] = rows from + 2p and from + 2p + 1 of column begin + j, padded in the same way.
     static void pack_columns(const Matrix& m, int begin, int n, int from, int depth, uint32_t* panel) {
         for (int k = 0; k < depth; k += 2) {
-            const size_t at = static_cast<size_t>(from + k) * m.cols + begin;
-            const __m512i even = read_row(m.data, m.type, at, n);
-            const __m512i odd = k + 1 < depth ? read_row(m.data, m.type, at + m.cols, n) : _mm512_setzero_si512();
+            const __m512i even = read_row(m, from + k, begin, n);
+            const __m512i odd = k + 1 < depth ? read_row(m, from + k + 1, begin, n) : _mm512_setzero_si512();
             for (int half = 0; half < 2; half++) {
                 const __m256i low = half ? _mm512_extracti64x4_epi64(even, 1) : _mm512_castsi512_si256(even);
                 const __m256i high = half ? _mm512_extracti64x4_epi64(odd, 1) : _mm512_castsi512_si256(odd);

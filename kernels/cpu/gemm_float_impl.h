@@ -1,4 +1,4 @@
-// GEMM scheme in fp32: weights (bf16 or int8) are widened when a panel is packed, inputs when a block of rows is
+// GEMM scheme in fp32: weights (bf16, int8 or int4) are widened when a panel is packed, inputs when a block of rows is
 // loaded. For processors without a bf16 dot product, and those where fp32 is faster.
 #pragma once
 
@@ -8,8 +8,11 @@
 namespace neuronmm {
 namespace {
 
-// Load min(n, L) consecutive elements of a matrix from index `at` on as fp32 and fill the rest with zeros.
-inline Vec widened(const Matrix& m, size_t at, int n) {
+// Load min(n, L) consecutive elements of row i of a matrix from column `col` on as fp32 and fill the rest with zeros. In
+// int4 the column is a multiple of L.
+inline Vec widened(const Matrix& m, int i, int col, int n) {
+    if (m.type == kInt4) return n >= L ? load_int4(m, i, col) : load_int4(m, i, col, n);
+    const size_t at = static_cast<size_t>(i) * m.cols + col;
     if (m.type == kBFloat16) {
         const uint16_t* p = static_cast<const uint16_t*>(m.data) + at;
         return n >= L ? load(p) : load_part(p, n);
@@ -46,9 +49,7 @@ struct Fp32Scheme {
                 Lanes r[L];
 #pragma GCC unroll 16
                 for (int j = 0; j < L; j++)
-                    r[j] = half + j < n ? (Lanes)widened(m, static_cast<size_t>(begin + half + j) * m.cols + from + k,
-                                                         depth - k)
-                                        : Lanes{};
+                    r[j] = half + j < n ? (Lanes)widened(m, begin + half + j, from + k, depth - k) : Lanes{};
                 transpose(r);
                 for (int i = 0; i < L && k + i < depth; i++) store(panel + (k + i) * kPanel + half, (Vec)r[i]);
             }
@@ -58,8 +59,7 @@ struct Fp32Scheme {
     static void pack_columns(const Matrix& m, int begin, int n, int from, int depth, float* panel) {
         for (int k = 0; k < depth; k++)
             for (int half = 0; half < n; half += L)
-                store(panel + k * kPanel + half,
-                      widened(m, static_cast<size_t>(from + k) * m.cols + begin + half, n - half));
+                store(panel + k * kPanel + half, widened(m, from + k, begin + half, n - half));
     }
 };
 

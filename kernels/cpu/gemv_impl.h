@@ -1,6 +1,7 @@
 // GEMVs of up to kMaxBatch rows. Each weight row is read once.
 #pragma once
 
+#include "integer_dot_impl.h"
 #include "spare.h"
 #include "vector_impl.h"
 
@@ -35,10 +36,6 @@ struct Bf16PairDot {
     static Vec add(Vec sums, Wide w, const uint16_t* x, int n) { return _mm512_dpbf16_ps(sums, w, read(x, n)); }
 };
 #endif
-
-// Prefetch distance and stride in bytes. One line in four makes the hardware prefetcher look further ahead. Prefetching
-// every line displaces the hardware's own requests and is slower than no prefetch.
-constexpr int kAhead = 8192, kEvery = 256;
 
 // Accumulators that fit the registers, which bounds the input rows of one pass over a weight row. After the first pass
 // the weight row is in the first-level cache.
@@ -124,8 +121,7 @@ using Bf16Dot = Bf16PairDot;
 using Bf16Dot = WidenedDot<uint16_t>;
 #endif
 
-Inputs prepare(const float* x, size_t ldx, [[maybe_unused]] int cols, [[maybe_unused]] int batch,
-               [[maybe_unused]] int type) {
+Inputs prepare(const float* x, size_t ldx, int cols, int batch, int type) {
 #if defined(__AVX512BF16__)
     if (type == kBFloat16) {
         static thread_local Spare<uint16_t> spare;
@@ -135,7 +131,7 @@ Inputs prepare(const float* x, size_t ldx, [[maybe_unused]] int cols, [[maybe_un
         return {to, stride};
     }
 #endif
-    return {x, ldx};
+    return type == kInt8x16 || type == kInt4 ? prepare_rounded(x, ldx, cols, batch) : Inputs{x, ldx};
 }
 
 void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy, const float* bias,
@@ -144,6 +140,8 @@ void gemv(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, si
         case kFloat32: return gemv_typed<WidenedDot<float>>(m, begin, end, x, batch, y, ldy, bias, addend);
         case kBFloat16: return gemv_typed<Bf16Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
         case kInt8: return gemv_typed<WidenedDot<int8_t>>(m, begin, end, x, batch, y, ldy, bias, addend);
+        case kInt8x16: return gemv_rounded<Int8Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
+        case kInt4: return gemv_rounded<Int4Dot>(m, begin, end, x, batch, y, ldy, bias, addend);
     }
 }
 

@@ -46,7 +46,7 @@ struct Kernels {
     // Convert an element type to fp32, and fp32 to an element type (round to nearest even).
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);
-    // GEMMs of any number of bf16 rows x with bf16 and int8 matrices: `gemm_nt` is `gemv` for them, y = x m^T, and
+    // GEMMs of any number of bf16 rows x with bf16, int8 and int4 matrices: `gemm_nt` is `gemv` for them, y = x m^T, and
     // `gemm_nn` is y = x m. If x has an odd number of columns, one zero column follows. Null if other libraries
     // are faster.
     void (*gemm_nt)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,

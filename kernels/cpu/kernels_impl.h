@@ -135,7 +135,7 @@ void widen(const void* from, int type, int n, float* to) {
     switch (type) {
         case kFloat32: return convert(static_cast<const float*>(from), n, to);
         case kBFloat16: return convert(static_cast<const uint16_t*>(from), n, to);
-        case kInt8: return convert(static_cast<const int8_t*>(from), n, to);
+        default: return convert(static_cast<const int8_t*>(from), n, to);
     }
 }
 

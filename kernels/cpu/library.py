@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.factors import Form, LowRank
-from neuronmm.kernels.int8 import Int8, Weight
+from neuronmm.kernels.low_bits import GROUP, Int4, Int8, Weight
 from neuronmm.kernels.ops import KernelError
 
 MAX_BATCH = 8
 """Most rows of one call."""
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""Element type numbers of the core."""
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Type numbers of matrices of floats."""
+
+INT8, INT8_X16, INT4 = 2, 3, 4
+"""Type numbers of matrices of few bits. Activations of X16 and of int4 are rounded to 16 bits."""
 
 FORMS = {Form.TWO: 0, Form.ROWS: 1, Form.COLUMNS: 2}
 """Form numbers of the core."""
@@ -40,11 +43,30 @@ class Matrix(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, weight: Weight) -> Matrix:
-        """Point at ``weight`` [rows, cols] and, for int8, at its row scales. The caller keeps both alive."""
-        data, scales = weight if isinstance(weight, Int8) else (weight, None)
-        rows, cols = data.shape
-        return cls(data.data_ptr(), None if scales is None else scales.data_ptr(), rows, cols, TYPES[data.dtype])
+    def of(cls, weight: Weight, activations: torch.dtype) -> Matrix:
+        """Point at ``weight`` [rows, cols] and, for few bits, at its row scales. The caller keeps both alive.
+
+        ``activations`` is the dtype of the model or op. In bfloat16 an int8 matrix multiplies activations of 16 bits,
+        whose error is smaller than that of bfloat16; in float32 it multiplies them as they are.
+        """
+        if isinstance(weight, Tensor):
+            return cls(weight.data_ptr(), None, *weight.shape, TYPES[weight.dtype])
+        number = INT4 if isinstance(weight, Int4) else INT8_X16 if activations == torch.bfloat16 else INT8
+        return cls(weight.values.data_ptr(), weight.scales.data_ptr(), *weight.shape, number)
+
+
+def malformed(weight: Weight) -> str | None:
+    """Return what the core does not take in a weight; None if it takes it."""
+    if isinstance(weight, Tensor):
+        taken = weight.ndim == 2 and weight.dtype in TYPES
+        return None if taken else f"{list(weight.shape)} of {weight.dtype} is not a matrix of float32 or bfloat16"
+    rows, columns = len(weight.values), weight.shape[-1]
+    width, dtype = (columns, torch.int8) if isinstance(weight, Int8) else (-(-columns // (2 * GROUP)) * 36, torch.uint8)
+    if weight.values.shape != (rows, width) or weight.values.dtype != dtype:
+        return f"{list(weight.values.shape)} of {weight.values.dtype} where [{rows}, {width}] of {dtype} belongs"
+    if weight.scales.shape != (rows,) or weight.scales.dtype != torch.float32:
+        return f"scales {list(weight.scales.shape)} of {weight.scales.dtype} where float32 [{rows}] belongs"
+    return None
 
 
 class Linear(ctypes.Structure):
@@ -56,15 +78,17 @@ class Linear(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, factors: LowRank, bias: int | None) -> Linear:
+    def of(cls, factors: LowRank, bias: int | None, activations: torch.dtype) -> Linear:
         """Describe a factorised linear whose shapes fit. ``bias`` is the address of its bias in float32.
+
+        ``activations`` is the dtype of the model or op.
 
         The caller keeps all tensors alive.
 
         Raises:
             KernelError: the pivots are not strictly increasing outputs of the linear.
         """
-        linear = cls(Matrix.of(factors.A), Matrix.of(factors.B), bias, form=FORMS[factors.form])
+        linear = cls(*(Matrix.of(m, activations) for m in factors[:2]), bias, form=FORMS[factors.form])
         if factors.form is Form.ROWS:
             if isinstance(factors.pivots, Tensor):
                 linear.pivots = factors.pivots.data_ptr()
@@ -114,15 +138,15 @@ def core() -> ctypes.CDLL | None:
 
 
 def _matches(library: ctypes.CDLL) -> bool:
-    """Return whether the built core has this module's functions and sizes of structs; a stale build may not."""
+    """Return whether the built core has this module's functions, types and sizes of structs; a stale build may not."""
     structs = (Matrix, Linear, Layer, Model)
     sizes = (ctypes.c_int64 * len(structs))()
     try:
         library.neuronmm_struct_sizes(sizes)
-        _ = library.neuronmm_verify  # the newest one
+        types = library.neuronmm_types()  # the newest one
     except AttributeError:  # built before the function existed
         return False
-    return list(sizes) == [ctypes.sizeof(struct) for struct in structs]
+    return types == INT4 + 1 and list(sizes) == [ctypes.sizeof(struct) for struct in structs]
 
 
 def require() -> ctypes.CDLL:

@@ -12,12 +12,9 @@ from ctypes import byref, c_void_p
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, TYPES, Linear, core
+from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, TYPES, Linear, core, malformed
 from neuronmm.kernels.factors import LowRank
-from neuronmm.kernels.int8 import Int8
 from neuronmm.kernels.ops import Op, register
-
-_FLOATS = (torch.float32, torch.bfloat16)
 
 
 def _refuses(x: Tensor, *factors: LowRank) -> str | None:
@@ -25,15 +22,15 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
     if core() is None:
         return NOT_BUILT
     weights = [weight for factor in factors for weight in factor[:3] if weight is not None]
-    int8 = [weight for weight in weights if isinstance(weight, Int8)]
-    floats = [weight for weight in weights if not isinstance(weight, Int8)]
+    floats = [weight for weight in weights if isinstance(weight, Tensor)]
     tensors = [tensor for factor in factors for tensor in factor.tensors]
     if any(tensor.device.type != "cpu" for tensor in (x, *tensors)):
         return "a tensor is not in main memory"
-    if x.dtype not in _FLOATS or any(tensor.dtype != x.dtype for tensor in floats):
-        return "it takes float32 or bfloat16, the same for all tensors, or int8 factors"
-    if any(weight.values.dtype != torch.int8 or weight.scales.dtype != torch.float32 for weight in int8):
-        return "int8 factors have float32 scales"
+    if x.dtype not in TYPES or any(tensor.dtype != x.dtype for tensor in floats):
+        return "it takes float32 or bfloat16, the same for all tensors, or factors of few bits"
+    for reason in map(malformed, (weight for factor in factors for weight in factor[:2])):
+        if reason is not None:
+            return reason
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
         return "it has no backward; use torch.inference_mode()"
     if not all(tensor.is_contiguous() for tensor in tensors):
@@ -44,12 +41,12 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
     return None
 
 
-def _linear(factors: LowRank, keep: list[Tensor]) -> Linear:
-    """Describe a factorised linear to the core. ``keep`` receives the tensors that must stay alive during the call."""
+def _linear(factors: LowRank, x: Tensor, keep: list[Tensor]) -> Linear:
+    """Describe a factorised linear of ``x``. ``keep`` receives the tensors that must stay alive during the call."""
     bias = None if factors.bias is None else factors.bias.float()
     if bias is not None:
         keep.append(bias)
-    return Linear.of(factors, None if bias is None else bias.data_ptr())
+    return Linear.of(factors, None if bias is None else bias.data_ptr(), x.dtype)
 
 
 def _run(function: str, x: Tensor, linears: list[Linear], out: int) -> Tensor:
@@ -66,12 +63,12 @@ def _run(function: str, x: Tensor, linears: list[Linear], out: int) -> Tensor:
 def low_rank_linear(x: Tensor, factors: LowRank) -> Tensor:
     """``x`` [..., in] -> [..., out]; 1 to 8 rows."""
     keep: list[Tensor] = []
-    return _run("neuronmm_low_rank_linear", x, [_linear(factors, keep)], factors.out_features)
+    return _run("neuronmm_low_rank_linear", x, [_linear(factors, x, keep)], factors.out_features)
 
 
 @register(Op.SWIGLU, "cpu", refuses=_refuses, priority=10)
 def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank) -> Tensor:
     """``x`` [..., hidden] -> [..., hidden]; 1 to 8 rows."""
     keep: list[Tensor] = []
-    linears = [_linear(part, keep) for part in (gate, up, down)]
+    linears = [_linear(part, x, keep) for part in (gate, up, down)]
     return _run("neuronmm_low_rank_swiglu", x, linears, down.out_features)

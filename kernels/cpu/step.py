@@ -1,8 +1,8 @@
 """The decoder as one C++ call: a decode step (one token per row), or the prefill of a prompt.
 
 ``ModelWeights`` describes a Llama, Qwen2 or Qwen3 decoder with plain tensors. Each linear is dense or factorised, in
-floats or int8. Linears with the same input may use the same A tensor, which is then read once. ``DecodeStep`` binds the
-weights to a static KV cache. Nothing is copied: the core works on the tensors in place.
+floats or few bits. Linears with the same input may use the same A tensor, which is then read once. ``DecodeStep`` binds
+the weights to a static KV cache. Nothing is copied: the core works on the tensors in place.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.cpu.library import MAX_BATCH, TYPES, Layer, Linear, Matrix, Model, core
+from neuronmm.kernels.cpu.library import MAX_BATCH, TYPES, Layer, Linear, Matrix, Model, core, malformed
 from neuronmm.kernels.factors import Form, LowRank
-from neuronmm.kernels.int8 import Int8, Weight
+from neuronmm.kernels.low_bits import Int4, Weight
 from neuronmm.kernels.ops import KernelError, width_after
 
 
@@ -26,7 +26,7 @@ class LinearWeights:
     """``y = A x + bias``, or a factorised linear if ``B`` is given.
 
     Dimensions: dense ``A`` [out, in], ``bias`` [out]; factorised linears are those of :class:`LowRank`. The matrices
-    are float32, bfloat16 or :class:`Int8`, contiguous.
+    are float32, bfloat16 or of few bits, contiguous.
     """
 
     A: Weight
@@ -67,9 +67,9 @@ class LayerWeights:
 class ModelWeights:
     """A decoder.
 
-    Dimensions: ``embedding`` [vocab, hidden]; ``cos`` and ``sin`` [max_len, head_dim] are the RoPE tables by position,
-    in the half-split layout of transformers (both halves of a row are equal), with the attention scaling. ``scale``
-    multiplies the attention scores; ``eps`` is the epsilon of every norm.
+    Dimensions: ``embedding`` [vocab, hidden], not in int4; ``cos`` and ``sin`` [max_len, head_dim] are the RoPE tables
+    by position, in the half-split layout of transformers (both halves of a row are equal), with the attention scaling.
+    ``scale`` multiplies the attention scores; ``eps`` is the epsilon of every norm.
     """
 
     embedding: Weight
@@ -101,12 +101,14 @@ class DecodeStep:
         self._library = library
         batch, kv_heads, max_len, head_dim = keys[0].shape
         q_size, kv_size = weights.heads * head_dim, kv_heads * head_dim
-        self._batch = batch
+        self._batch, self._dtype = batch, keys[0].dtype
         if not 1 <= batch <= MAX_BATCH or weights.heads % kv_heads or head_dim % 2:
             raise KernelError(
                 f"the core takes batch 1 to {MAX_BATCH}, a multiple of the KV heads as heads, and an even head size; "
                 f"not batch {batch}, {weights.heads} heads, {kv_heads} KV heads, head size {head_dim}"
             )
+        if isinstance(weights.embedding, Int4):
+            raise KernelError("an embedding in int4: the core looks up rows of floats or int8")
         embedding = self._matrix(weights.embedding)
         hidden, intermediate = embedding.cols, weights.layers[0].gate.out_features
         self._vocab = weights.head.out_features
@@ -196,17 +198,12 @@ class DecodeStep:
 
     def _matrix(self, weight: Weight) -> Matrix:
         """Describe a matrix after checking it and keep it alive."""
-        data, scale = weight if isinstance(weight, Int8) else (weight, None)
-        if data.ndim != 2 or data.dtype not in TYPES or (data.dtype == torch.int8) != (scale is not None):
-            raise KernelError(
-                f"a weight {list(data.shape)} of {data.dtype}: the core takes matrices of float32, bfloat16 or Int8"
-            )
-        if scale is not None and (scale.shape != (len(data),) or scale.dtype != torch.float32):
-            raise KernelError(f"int8 scales {list(scale.shape)} {scale.dtype} for a weight {list(data.shape)}")
-        for tensor in (data, scale):
-            if tensor is not None:
-                self._address(tensor)
-        return Matrix.of(weight)
+        reason = malformed(weight)
+        if reason is not None:
+            raise KernelError(f"a weight: {reason}")
+        for tensor in (weight,) if isinstance(weight, Tensor) else weight[:2]:
+            self._address(tensor)
+        return Matrix.of(weight, self._dtype)
 
     def _linear(self, linear: LinearWeights, out: int, inner: int) -> Linear:
         a, factors = self._matrix(linear.A), linear.factors
@@ -220,7 +217,7 @@ class DecodeStep:
         width_after(inner, factors)
         if isinstance(factors.pivots, Tensor):
             self._address(factors.pivots)
-        return Linear.of(factors, bias)
+        return Linear.of(factors, bias, self._dtype)
 
     def _cache(self, tensor: Tensor, like: Tensor) -> int:
         if (

@@ -27,6 +27,8 @@ typedef float Vec __attribute__((vector_size(4 * L)));
 typedef int32_t IVec __attribute__((vector_size(4 * L)));
 typedef uint32_t UVec __attribute__((vector_size(4 * L)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * L)));
+typedef int16_t ShortVec __attribute__((vector_size(4 * L)));
+constexpr int kShorts = 2 * L;  // lanes of a ShortVec
 
 inline Vec splat(float value) { return value - Vec{}; }
 
@@ -126,6 +128,10 @@ inline Vec exp(Vec x) {
     p = p * r + 1.0f;
     return p * (Vec)((__builtin_convertvector(n, IVec) + 127) << 23);
 }
+
+// Prefetch distance and stride in bytes. One line in four makes the hardware prefetcher look further ahead. Prefetching
+// every line of floats displaces the hardware's own requests and is slower than no prefetch.
+constexpr int kAhead = 8192, kEvery = 256;
 
 template <class T, class U>
 void convert(const T* from, int n, U* to) {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from neuronmm.kernels import Form
 from neuronmm.kernels.factors import expand_a, expand_b
-from neuronmm.kernels.int8 import Int8
+from neuronmm.kernels.low_bits import Int8
 from neuronmm.models.contents import inspect
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS

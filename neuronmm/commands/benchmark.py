@@ -4,6 +4,7 @@ examples:
   neuronmm benchmark OUT --baseline MODEL
   neuronmm benchmark OUT --baseline MODEL --prompt-lengths 32,512 --batch 1,4 --runs 5 --output results
   neuronmm benchmark MODEL --threads 2 --dtype bf16        (a dense model alone)
+  neuronmm benchmark MODEL --weight-dtype int4             (bf16 and int4 side by side)
   neuronmm benchmark MODEL --draft ngram --new-tokens 128  (drafts beside plain decoding)
   neuronmm benchmark OUT --baseline MODEL --backend neuron --tp 2             (on Trainium)
   neuronmm benchmark OUT --baseline MODEL --backend neuron --tp 2 --emulate   (predicted times, and the emulation's)
@@ -21,7 +22,7 @@ import json
 from pathlib import Path
 
 from neuronmm.arguments import listed
-from neuronmm.commands.generate import add_neuron_arguments, neuron_options
+from neuronmm.commands.generate import add_neuron_arguments, add_weight_dtype, backend_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=rows, default=(1,), metavar="N,N", help="batch sizes; default 1")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured rounds; default 5")
     parser.add_argument("--dtype", default="auto", help="auto (default: the checkpoint's), bf16, fp16 or fp32")
+    add_weight_dtype(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: torch's own choice")
     parser.add_argument("--draft", metavar="ngram|CHECKPOINT", help="compare plain decoding with drafts")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         threads=args.threads,
         backend=args.backend,
-        options=neuron_options(args),
+        options=backend_options(args),
         draft=args.draft,
     )
     with stage_progress(live=False) as progress:

@@ -3,6 +3,7 @@
 examples:
   neuronmm evaluate OUT --text wikitext2.txt
   neuronmm evaluate OUT --baseline MODEL --text wikitext2.txt --context 2048
+  neuronmm evaluate MODEL --baseline MODEL --weight-dtype int4 --text wikitext2.txt     (what rounding costs)
   neuronmm evaluate OUT --baseline MODEL --tasks hellaswag.jsonl piqa.jsonl --limit 200
 
 --text is raw text, or a .jsonl file with one {"text": ...} object per line; the texts are joined by blank lines. The
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+
+from neuronmm.commands.generate import add_weight_dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=int, metavar="N", help="only the first N windows, and the first N rows per task"
     )
     parser.add_argument("--dtype", default="auto", help="auto (default: the checkpoint's), bf16, fp16 or fp32")
+    add_weight_dtype(parser)
     parser.add_argument("--backend", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
 
@@ -54,6 +58,7 @@ def run(args: argparse.Namespace) -> None:
         limit=args.limit,
         dtype=args.dtype,
         backend=args.backend,
+        weight_dtype=args.weight_dtype,
     )
     with stage_progress() as progress:
         result = run_evaluation(config, progress)

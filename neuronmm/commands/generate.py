@@ -6,6 +6,7 @@ examples:
   neuronmm generate OUT --prompt "1, 2, 3," --max-new-tokens 40 --stop "10" --json
   neuronmm generate OUT --batch-file prompts.txt > answers.jsonl
   neuronmm generate OUT --chat --prompt "Fix the bug in ..." --draft ngram       (the same text, often faster)
+  neuronmm generate MODEL --prompt "The sky is" --weight-dtype int4             (a third of the bytes, on the CPU)
   neuronmm generate BIG --prompt "The sky is" --draft SMALL --json              (SMALL has the same tokenizer)
   neuronmm generate OUT --prompt "The sky is" --backend neuron --tp 2            (on Trainium)
   neuronmm generate OUT --prompt "The sky is" --backend neuron --tp 2 --emulate  (the same on this CPU, slowly)
@@ -44,10 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
+    add_weight_dtype(parser)
     parser.add_argument("--impl", default="auto", help="low-rank kernel: auto (default), naive, torch, reference, ...")
     parser.add_argument("--draft", metavar="ngram|CHECKPOINT", help="guess tokens, on the CPU and for one prompt")
     add_neuron_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of streaming text")
+
+
+def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the CPU backend."""
+    parser.add_argument(
+        "--weight-dtype",
+        choices=("int8", "int4"),
+        help="round the dense weights when they are loaded, on the CPU; int4 keeps embedding and head in int8",
+    )
 
 
 def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +72,10 @@ def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def neuron_options(args: argparse.Namespace) -> dict[str, Any]:
+def backend_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the backend options given on the command line, as ``load`` takes them."""
     options = {
+        "weight_dtype": args.weight_dtype,
         "tp_degree": args.tp,
         "n_positions": args.positions,
         "continuous": args.continuous or None,
@@ -90,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         stop=tuple(args.stop),
     )
     prompts = read_prompts(args.batch_file) if args.batch_file else [args.prompt]
-    options = neuron_options(args)
+    options = backend_options(args)
     if args.backend == "neuron":
         options["batch_size"] = min(len(prompts), MAX_BATCH)
     if args.draft and len(prompts) > 1:

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 import neuronmm
 from neuronmm.kernels import Form
-from neuronmm.kernels.int8 import dense, quantise
+from neuronmm.kernels.low_bits import dense, quantise
 from neuronmm.models import CompressionSpec, Int8Linear, LowRankLinear
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import DTYPE

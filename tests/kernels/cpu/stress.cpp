@@ -22,6 +22,8 @@ std::mt19937 random_bits(7);
 
 float draw() { return std::uniform_real_distribution<float>(-1, 1)(random_bits); }
 
+bool integers(Type type) { return type != kFloat32 && type != kBFloat16; }
+
 // Owns the memory that the structs point at.
 struct Memory {
     std::deque<std::vector<char>> blocks;
@@ -36,7 +38,7 @@ struct Memory {
 
     void* values(Type type, size_t n) {
         if (type == kFloat32) return floats(n);
-        if (type == kInt8) {
+        if (integers(type)) {
             int8_t* p = static_cast<int8_t*>(bytes(n));
             for (size_t i = 0; i < n; i++) p[i] = static_cast<int8_t>(127 * draw());
             return p;
@@ -53,11 +55,16 @@ struct Memory {
 
     Matrix matrix(Type type, int rows, int cols) {
         float* scale = nullptr;
-        if (type == kInt8) {
+        if (integers(type)) {
             scale = floats(rows);
             for (int i = 0; i < rows; i++) scale[i] /= 127;
         }
-        return {values(type, static_cast<size_t>(rows) * cols), scale, rows, cols, type};
+        Matrix matrix{nullptr, scale, rows, cols, type};
+        const size_t n = type == kInt4 ? rows * matrix.row_bytes() : static_cast<size_t>(rows) * cols;
+        matrix.data = values(type, n);
+        if (type == kInt4)
+            for (int i = 0; i < rows; i++) scale[i] /= 30;
+        return matrix;
     }
 
     Linear linear(Type type, int out, int in, int rank) {
@@ -131,7 +138,7 @@ std::vector<float> decode(Type type, Type cache, int batch, int rank, bool share
                       head_dim, intermediate,
                       batch, max_len,
                       cache, 1e-5f,
-                      0.3f,  memory.matrix(type, vocab, hidden),
+                      0.3f,  memory.matrix(type == kInt4 ? kInt8 : type, vocab, hidden),
                       memory.linear(type, vocab, hidden, 0), memory.floats(hidden, 1),
                       memory.floats(max_len * head_dim), memory.floats(max_len * head_dim),
                       layers.data()};
@@ -312,7 +319,7 @@ int main() {
             std::printf("%s: not on this processor\n", isa);
             continue;
         }
-        for (const Type type : {kFloat32, kBFloat16, kInt8})
+        for (const Type type : {kFloat32, kBFloat16, kInt8, kInt8x16, kInt4})
             for (int batch = 1; batch <= kMaxBatch; batch++)
                 for (const int threads : {2, 3}) {
                     for (const int rank : {0, 5, 19})
@@ -327,7 +334,7 @@ int main() {
                                         rank, pivoted, threads);
                             failures++;
                         }
-                    if (type != kInt8 && !expands(type, batch, threads)) {
+                    if (!integers(type) && !expands(type, batch, threads)) {
                         std::printf("%s: expansion: type %d batch %d threads %d\n", isa, type, batch, threads);
                         failures++;
                     }
@@ -337,7 +344,7 @@ int main() {
                     }
                     for (const bool shared : {false, true})
                         for (const bool pivoted : {false, true}) {
-                            if (type == kInt8) continue;
+                            if (integers(type)) continue;
                             if (low_rank(type, batch, shared, pivoted, threads) ==
                                 low_rank(type, batch, shared, pivoted, 1))
                                 continue;

@@ -29,5 +29,10 @@ def test_a_core_with_other_structs_is_rejected(name: str, fresh: None, monkeypat
     assert library.core() is None
 
 
+def test_a_core_with_fewer_types_is_rejected(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "INT4", library.INT4 + 1)
+    assert library.core() is None
+
+
 def test_a_core_that_does_not_report_its_struct_sizes_is_rejected() -> None:
     assert not library._matches(ctypes.CDLL(None))

@@ -21,10 +21,10 @@ from core_decoding import (
 )
 from draws import examples
 from error_rule import draws_to_pool
+from few_bits import quantise_model
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe
 from neuronmm.kernels import Int8, KernelError, LowRank, low_rank_linear
 from neuronmm.kernels.cpu import core
-from neuronmm.kernels.cpu.int8 import quantise_model
 from neuronmm.kernels.cpu.step import LinearWeights, ModelWeights
 from random_factors import LAYOUTS, make_factors, quantised
 from tiny_models import make_tiny

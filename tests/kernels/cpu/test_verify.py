@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from draws import examples
+from few_bits import quantise_model
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe
-from neuronmm.kernels import KernelError
+from neuronmm.kernels import KernelError, quantise, quantise_int4
 from neuronmm.kernels.cpu import core
-from neuronmm.kernels.cpu.int8 import quantise_model
 from neuronmm.kernels.cpu.library import MAX_BATCH
+from neuronmm.kernels.low_bits import LowBits
 from neuronmm.models.families import FAMILIES
 from tiny_models import fill_tiny, make_tiny, make_tokens, pivoted_spec, shared_spec, vary_norms
 
@@ -32,11 +36,13 @@ def make_model(model_type: str, kind: str, dtype: torch.dtype, **shape: float) -
     return model.to(dtype)
 
 
-def assert_equals_single_steps(model: torch.nn.Module, counts: list[int], int8: bool = False) -> None:
+def assert_equals_single_steps(
+    model: torch.nn.Module, counts: list[int], of_linears: Callable[[Tensor], LowBits] | None = None
+) -> None:
     """Steps of ``counts`` tokens give the logits and the cache of steps of one token; the prompts are the same."""
     tokens = make_tokens(1, PROMPT + sum(counts))
     prompt, later = tokens[:, :PROMPT], tokens[0, PROMPT:]
-    weights = quantise_model(describe(model, tokens.shape[1])) if int8 else None
+    weights = quantise_model(describe(model, tokens.shape[1]), of_linears) if of_linears else None
     single, several = (CpuDecoder(model, 1, tokens.shape[1], weights) for _ in range(2))
     for decoder in (single, several):
         decoder.prefill(prompt, torch.ones_like(prompt))
@@ -60,8 +66,10 @@ def test_every_instruction_set(kind: str, dtype: torch.dtype, isa: str) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-def test_a_whole_model_in_int8() -> None:
-    assert_equals_single_steps(make_model("llama", "dense", torch.bfloat16, **WIDE), [8, 1, 3], int8=True)
+@pytest.mark.parametrize("kind", ["dense", "pivoted"])
+@pytest.mark.parametrize("of_linears", [quantise, quantise_int4])
+def test_a_whole_model_of_few_bits(kind: str, of_linears: Callable[[Tensor], LowBits]) -> None:
+    assert_equals_single_steps(make_model("llama", kind, torch.bfloat16, **WIDE), [8, 1, 3, 2, 5], of_linears)
 
 
 @examples(20)

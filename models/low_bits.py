@@ -1,0 +1,155 @@
+"""Modules whose weights have few bits, and the verb that gives a model such modules.
+
+They compute in the dtype of their input. Their weights take no gradient, and their scales stay float32 when a module is
+converted to another dtype.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from neuronmm.kernels import Int4, Int8, quantise, quantise_int4
+from neuronmm.kernels.low_bits import Weight
+
+WeightDtype = Literal["model", "int8", "int4"]
+"""What the dense weights of a loaded model are rounded to; ``model`` leaves them as they are."""
+
+Module = TypeVar("Module", bound="LowBitsModule")
+
+
+class LowBitsModule(nn.Module):
+    """A module with the matrix ``weight`` and ``weight_scale`` float32 [out]."""
+
+    def __init__(self, matrix: Int8 | Int4) -> None:
+        super().__init__()
+        self.weight, self.weight_scale = frozen(matrix.values), frozen(matrix.scales)
+
+    @property
+    @abstractmethod
+    def matrix(self) -> Int8 | Int4:
+        """The weight in the form that the kernels take."""
+
+    def _apply(self: Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Module:
+        scale = self.weight_scale.data
+        super()._apply(fn, recurse)
+        if self.weight_scale.dtype != torch.float32:
+            self.weight_scale.data = scale.to(self.weight_scale.device)
+        return self
+
+
+class Int8Linear(LowBitsModule):
+    """``y = W x + bias`` with ``W[i, j] = weight[i, j] * weight_scale[i]``.
+
+    Dimensions: x [..., in_features] -> [..., out_features]; weight int8 [out, in].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        weight = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
+        super().__init__(Int8(weight, torch.zeros(out_features, dtype=torch.float32, device=device)))
+        self.in_features, self.out_features = in_features, out_features
+        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.bias = None if zeros is None else nn.Parameter(zeros)
+
+    @property
+    def matrix(self) -> Int8:
+        return Int8(self.weight, self.weight_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.matrix.dequantise(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int8"
+
+
+class Int4Linear(LowBitsModule):
+    """``y = W x + bias`` with W of :class:`Int4`.
+
+    Dimensions: x [..., in_features] -> [..., out_features]; weight uint8, the ``values`` of W.
+    """
+
+    def __init__(self, matrix: Int4, bias: nn.Parameter | None) -> None:
+        super().__init__(matrix)
+        self.out_features, self.in_features = matrix.shape
+        self.bias = bias
+
+    @property
+    def matrix(self) -> Int4:
+        return Int4(self.weight, self.weight_scale, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.matrix.dequantise(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int4"
+
+
+class Int8Embedding(LowBitsModule):
+    """A table of int8 rows, each with a scale.
+
+    Dimensions: ids [...] -> [..., width] in ``dtype``, which follows conversions; weight int8 [vocabulary, width].
+    """
+
+    def __init__(self, matrix: Int8, dtype: torch.dtype) -> None:
+        super().__init__(matrix)
+        self._like: Tensor
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=matrix.values.device), persistent=False)
+
+    @property
+    def matrix(self) -> Int8:
+        return Int8(self.weight, self.weight_scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.weight[ids] * self.weight_scale[ids][..., None]).to(self._like.dtype)
+
+
+def matrix_of(module: Any) -> Weight:
+    """Return the weight of a linear or an embedding in the form that the kernels take."""
+    return module.matrix if isinstance(module, LowBitsModule) else module.weight
+
+
+def quantise_weights(model: Any, dtype: WeightDtype) -> None:
+    """Round the dense weights of a transformers model to ``dtype``, in place.
+
+    Embedding and head become int8 even if ``dtype`` is int4: they lose more than all other linears together
+    (docs/results/low_bits.md). A tied head stays tied. Factors keep the precision that they are stored in: only
+    ``compress --factor-dtype`` fits the factors of a linear to each other's rounding.
+    """
+    if dtype == "model":
+        return
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is table.weight
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not head and not name.endswith((".A", ".B")):
+            if dtype == "int4":
+                low: nn.Module = Int4Linear(quantise_int4(module.weight), module.bias)
+            else:
+                low = _in_int8(module, quantise(module.weight))
+            model.set_submodule(name, low)
+    rounded = Int8Embedding(quantise(table.weight), table.weight.dtype)
+    model.set_input_embeddings(rounded)
+    model.set_output_embeddings(_in_int8(head, rounded.matrix if tied else quantise(head.weight)))
+
+
+def _in_int8(module: nn.Linear, matrix: Int8) -> Int8Linear:
+    """Return ``module`` with the weight ``matrix``."""
+    low = Int8Linear(module.in_features, module.out_features, False, torch.device("meta"))
+    low.weight, low.weight_scale, low.bias = frozen(matrix.values), frozen(matrix.scales), module.bias
+    return low
+
+
+def frozen(tensor: Any) -> nn.Parameter:
+    """Return a parameter as it is, and a tensor as a parameter without gradient."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
