@@ -15,9 +15,9 @@ from neuronmm.compression.reader import Reader
 from neuronmm.compression.rounding import quantise_coefficients
 from neuronmm.compression.tensor_files import rewrite_shards, write_tensors
 from neuronmm.kernels import Form, Int8, quantise
+from neuronmm.models.contents import weight_files
 from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import weight_files
 from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.output import stranger_in
 from neuronmm.models.portable import make_portable

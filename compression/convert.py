@@ -22,9 +22,9 @@ from neuronmm.compression.run import check_device
 from neuronmm.compression.workspace import Workspace
 from neuronmm.kernels import LowRank
 from neuronmm.kernels.low_bits import dense
+from neuronmm.models.contents import Contents, inspect
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
-from neuronmm.models.load import Contents, inspect
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec, bias_name

@@ -63,6 +63,7 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
             run.workspace.drop(name)
         run.progress(_STAGE, 1.0)
         return
+    run.progress(_STAGE, 0.0)
     inside = [
         [linear.name.removeprefix(prefix) for linear in linears if linear.name.startswith(prefix)]
         for prefix in (f"{LAYERS}.{index}." for index in range(len(model)))

@@ -29,10 +29,10 @@ from neuronmm.compression.recover import last_steps
 from neuronmm.compression.run import Run, check_device
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
+from neuronmm.models.contents import Contents, inspect
 from neuronmm.models.documents import read_own
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
-from neuronmm.models.load import Contents, inspect
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec

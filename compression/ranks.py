@@ -25,10 +25,12 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from neuronmm.models.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIN_RATIO, MAX_RATIO = 0.05, 0.6
 TILE = 128

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from neuronmm.models.contents import weight_files
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import weight_files
 from neuronmm.models.tensors import check_finite
 
 _ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}

@@ -26,8 +26,8 @@ from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run, check_device
 from neuronmm.compression.workspace import Workspace
 from neuronmm.kernels.widened_linears import multiplies_bf16
+from neuronmm.models.contents import inspect
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import inspect
 from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypedDict
 
+from neuronmm.compression import model_card
 from neuronmm.compression.config import renamed
 from neuronmm.models.documents import read_object, write_json
 from neuronmm.models.errors import UserError
@@ -40,7 +41,11 @@ _TABLE = "compression_report.md"
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the report into the folder of an otherwise complete checkpoint, and list all its files under ``files``."""
+    """Write the report and the model card into the folder of an otherwise complete checkpoint.
+
+    ``files`` of the report lists all files of the folder.
+    """
+    model_card.write(report, folder, warnings(report))
     report["files"] = sorted({REPORT, _TABLE, *(file.name for file in folder.iterdir())})
     write_json(folder / REPORT, report)
     (folder / _TABLE).write_text(as_markdown(report), encoding="utf-8")
@@ -59,7 +64,7 @@ def read(folder: Path) -> dict[str, Any]:
             out_features, in_features = matrix["shape"]
             if min(out_features, in_features, matrix["rank"] or 1, matrix["dense_parameters"]) < 1:
                 raise ValueError
-    except (UserError, ValueError, TypeError, LookupError, AttributeError):
+    except (UserError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
         raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None
     return report
 
@@ -80,7 +85,7 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
                         f"({report['model_ratio']:.2%} removed)"),
         ("weight files", f"{report['bytes']['dense'] / 1e6:,.1f} -> {report['bytes']['compressed'] / 1e6:,.1f} MB"),
         ("calibration", text),
-        ("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised {_lost(report)})"),
+        ("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised {loss_kind(report)})"),
         *([("block error", f"{loss['before']:.4f} -> {loss['after']:.4f} of the hidden states' power, by refinement, "
                            "on held-out rows")] if (loss := report["block_loss"]) else []),
         *([("recovery", f"{loss['loss_before']:.4f} -> {loss['loss_after']:.4f} nats per token from the dense model, "
@@ -91,8 +96,8 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _lost(report: dict[str, Any]) -> str:
-    """Return what the relative error of a linear is relative to."""
+def loss_kind(report: dict[str, Any]) -> str:
+    """Return what the relative error of a linear is relative to, after the words "of a"."""
     if not report["calibration"]:
         return "weight"
     if report["method"] == "fisher":

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neuronmm.kernels.durable import WRITING, sync
+from neuronmm.models.contents import weight_files
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import weight_files
 
 _DAMAGED = (SafetensorError, OSError, ValueError)
 """The errors of reading a file that is missing, empty or truncated."""

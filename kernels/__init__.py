@@ -1,23 +1,23 @@
 """The fused low-rank ops: one signature, one fp32 reference, one implementation per target.
 
-Importing this package imports the modules that register implementations in the dispatch table.
+The names that need torch are imported on first use.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if "." not in __name__:
     from neuronmm_checkout import stand_back
 
     stand_back(__name__)
 else:
-    from neuronmm.kernels import cpu, plain, reference  # noqa: F401 (they register implementations)
-    from neuronmm.kernels.factors import Form, LowRank
+    from neuronmm.kernels.errors import KernelError
+    from neuronmm.kernels.form import Form
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ imports them from _MODULES
+    from neuronmm.kernels.factors import LowRank
     from neuronmm.kernels.low_bits import Int4, Int8, quantise, quantise_int4
-    from neuronmm.kernels.ops import (
-        KernelError,
-        Op,
-        implementations,
-        low_rank_linear,
-        low_rank_swiglu,
-    )
+    from neuronmm.kernels.ops import Op, implementations, low_rank_linear, low_rank_swiglu
 
 __all__ = [
     "Form",
@@ -32,3 +32,22 @@ __all__ = [
     "quantise",
     "quantise_int4",
 ]
+
+_MODULES = {
+    "Int4": "low_bits",
+    "Int8": "low_bits",
+    "LowRank": "factors",
+    "Op": "ops",
+    "implementations": "ops",
+    "low_rank_linear": "ops",
+    "low_rank_swiglu": "ops",
+    "quantise": "low_bits",
+    "quantise_int4": "low_bits",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name that needs torch."""
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

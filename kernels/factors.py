@@ -8,21 +8,13 @@ ICML 2025, for the row form.
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from neuronmm.kernels.form import Form
 from neuronmm.kernels.low_bits import Weight, dense
-
-
-class Form(str, Enum):
-    """The storage forms of a factorised linear; :class:`LowRank` gives the formulas."""
-
-    TWO = "two"
-    ROWS = "rows"
-    COLUMNS = "columns"
 
 
 class LowRank(NamedTuple):

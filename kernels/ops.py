@@ -16,12 +16,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from neuronmm.kernels.errors import KernelError
 from neuronmm.kernels.factors import Form, LowRank
 from neuronmm.kernels.low_bits import Weight
-
-
-class KernelError(RuntimeError):
-    """A named implementation does not exist or does not support the call; the message gives the reason."""
 
 
 class Op(str, Enum):
@@ -174,3 +171,7 @@ def low_rank_swiglu(x: Tensor, gate: LowRank, up: LowRank, down: LowRank, *, imp
         raise KernelError(f"gate and up differ in width: {wide} and {up.out_features}")
     width_after(wide, down)
     return choose(Op.SWIGLU, impl, x, gate, up, down).run(x, gate, up, down)
+
+
+# They import this module and fill its table.
+from neuronmm.kernels import cpu, plain, reference  # noqa: E402, F401

@@ -72,7 +72,7 @@ def draw_sweep(points: list[SweepPoint], costs: list[str], texts: list[str], tit
     grid = figure.subplots(len(texts), len(costs), squeeze=False)
     for row, text in zip(grid, texts, strict=True):
         for axes, cost in zip(row, costs, strict=True):
-            _panel(axes, points, text, cost)
+            panel(axes, points, text, cost)
     handles, labels = grid[0][0].get_legend_handles_labels()
     longest = max(map(len, labels)) + _HANDLE
     columns = max(1, min(len(labels), _LEGEND * len(costs) // longest))
@@ -82,7 +82,7 @@ def draw_sweep(points: list[SweepPoint], costs: list[str], texts: list[str], tit
     figure.savefig(path, format="png", dpi=150)
 
 
-def _panel(axes: Any, points: list[SweepPoint], text: str, cost: str) -> None:
+def panel(axes: Any, points: list[SweepPoint], text: str, cost: str) -> None:
     """Draw one text against one cost.
 
     Each method has a colour, each choice of targets a marker, each precision a filling and a front.

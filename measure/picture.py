@@ -21,8 +21,8 @@ def draw_benchmark(result: BenchmarkResult, path: Path) -> None:
     figure = Figure(figsize=(max(9.0, 3.0 + 2.4 * len(result.points)), 5.2), layout=layout)
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    _bars(left, result, "tpot", "TPOT: time per later token")
-    _bars(right, result, "ttft", "TTFT: time to the first token")
+    bars(left, result, "tpot", "TPOT: time per later token")
+    bars(right, result, "ttft", "TTFT: time to the first token")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(f"{Path(result.model).name} on {result.machine.device}", fontsize=13, fontweight="bold")
@@ -39,7 +39,7 @@ def draw_benchmark(result: BenchmarkResult, path: Path) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-def _bars(axes: Any, result: BenchmarkResult, measure: str, title: str) -> None:
+def bars(axes: Any, result: BenchmarkResult, measure: str, title: str) -> None:
     """Draw ``measure``, ``ttft`` or ``tpot``: a group of bars per point, one bar per variant."""
     points, names = result.points, list(result.variants)
     width = 0.8 / len(names)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from neuronmm.kernels.durable import replacing
 from neuronmm.measure.benchmark_result import BenchmarkResult
+from neuronmm.measure.console import wide_console
 from neuronmm.measure.draft_benchmark import DraftBenchmarkResult
 from neuronmm.measure.draft_report import print_draft_benchmark
 from neuronmm.measure.evaluate import EvaluationResult
@@ -22,7 +22,6 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.output import Inputs, keep_apart, output_folder
 
 _DOCUMENT, _PICTURE = "benchmark.json", "benchmark.png"
-_WIDTH = 175
 
 
 def print_benchmark(result: BenchmarkResult | NeuronBenchmarkResult | DraftBenchmarkResult) -> None:
@@ -126,12 +125,6 @@ def print_evaluation(result: EvaluationResult) -> None:
     console.print(table)
     for note in result.notes:
         console.print(note)
-
-
-def wide_console() -> Console:
-    """Return a console for stdout that is wide enough for the tables if stdout is not a terminal."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDTH)
 
 
 def _compression(result: BenchmarkResult) -> str:

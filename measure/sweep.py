@@ -98,6 +98,7 @@ def _fill(out: Path, dense: Path, config: SweepConfig, progress: Progress) -> No
     def create_progress(stage: str, fraction: float) -> None:
         progress(stage, fraction / len(missing))
 
+    progress("measuring", 0.0)
     add_point(out, "dense", dense, {"name": "dense", "ratio": 0.0})
     progress("measuring", 1 / steps)
     for folder, point in planned.items():

@@ -19,8 +19,13 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[:_MAX_LENGTH])
+        line = printable(message[:_MAX_LENGTH])
         super().__init__(line if len(message) <= _MAX_LENGTH else f"{line}...")
+
+
+def printable(text: str) -> str:
+    """Return ``text``, which may be of unknown origin, on one line and without characters that control a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @contextmanager

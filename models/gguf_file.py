@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, dequantize, get_tensor_name_map
+from gguf import dequantize
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,17 +25,17 @@ from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import family_of
 from neuronmm.models.gguf_header import StoredTensor, read_header
+from neuronmm.models.gguf_names import ROPE_FACTORS, gguf_names
 from neuronmm.models.load import DTYPE, SAFELY, quiet
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.portable import make_portable
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.tensors import check_finite, promised
+from neuronmm.models.tensors import check_finite
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _SHARD = 1 << 30  # bytes of a shard, and so of the weights in memory; a larger tensor has a shard of its own
 _PIECE = 1 << 22  # weights that a thread dequantises at once; the intermediate results take 40 bytes each
-_ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The parameters of RoPE that all models of type ``llama3`` share, and that a GGUF file therefore omits."""
 
@@ -46,7 +46,7 @@ def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
     Raises:
         UserError: the file is damaged, the model is not supported, or weights are NaN or infinite.
     """
-    stored = read_header(file)
+    stored = read_header(file).tensors
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, **SAFELY}
     unreadable = f"{file}: transformers cannot read this GGUF file"
     with quiet(), reading(unreadable):
@@ -98,7 +98,7 @@ def _check_rope(scaled: PretrainedConfig, rope_factors: Tensor, where: str) -> N
     if frequencies.shape != rope_factors.shape or not torch.allclose(
         frequencies, theta**-exponents / rope_factors, rtol=1e-3
     ):
-        raise UserError(f"{where}: {_ROPE_FACTORS} holds a RoPE scaling other than that of Llama 3.x; not supported")
+        raise UserError(f"{where}: {ROPE_FACTORS} holds a RoPE scaling other than that of Llama 3.x; not supported")
 
 
 class _Weights:
@@ -111,33 +111,14 @@ class _Weights:
     def __init__(self, file: Path, stored: dict[str, StoredTensor], config: ModelConfig) -> None:
         self._file, self._stored, self._config = file, stored, config
         self._content: Bytes = np.memmap(file, np.uint8, "r")
-        self._gguf_names: dict[str, str] = {}
-        names = _names(config)
-        unused = set(stored) - {_ROPE_FACTORS}
-        for name, promise in promised(config, None):
-            gguf_name = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
-            if gguf_name not in stored:
-                if promise.required:
-                    raise UserError(f"{file}: {gguf_name} ({name}) is not in this GGUF file; download it again")
-                continue
-            shape = stored[gguf_name].shape
-            if shape != promise.shape:
-                raise UserError(
-                    f"{file}: {gguf_name} has shape {list(shape)}, not {list(promise.shape)}; download it again"
-                )
-            self._gguf_names[name] = gguf_name
-            unused.discard(gguf_name)
-        if unused:
-            raise UserError(
-                f"{file}: {min(unused)} belongs to no part of a {config.model_type} model; it is not supported"
-            )
+        self._gguf_names = gguf_names(file, stored, config)
 
     def rope_factors(self) -> Tensor | None:
         """Return the numbers by which RoPE's frequencies are divided, float32 [head / 2]; None if there are none."""
-        if _ROPE_FACTORS not in self._stored:
+        if ROPE_FACTORS not in self._stored:
             return None
-        factors = self._rows(_ROPE_FACTORS, 0, 1).flatten()
-        check_finite(_ROPE_FACTORS, factors, self._file)
+        factors = self._rows(ROPE_FACTORS, 0, 1).flatten()
+        check_finite(ROPE_FACTORS, factors, self._file)
         return factors
 
     def write(self, folder: Path, progress: Progress) -> None:
@@ -201,8 +182,3 @@ class _Weights:
             return tensor
         half = self._config.head // 2
         return tensor.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-
-
-def _names(config: ModelConfig) -> TensorNameMap:
-    (arch,) = (arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == config.model_type)
-    return get_tensor_name_map(arch, config.num_hidden_layers)

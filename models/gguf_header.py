@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: where each tensor lies, in which shape and type.
+"""Read the header of a GGUF file: the sizes of the model, and where each tensor lies, in which shape and type.
 
 The readers of other libraries trust the header: an array declared with 2**60 numbers in a file of one kilobyte keeps
 them busy forever. This one compares every declared size with the size of the file.
@@ -20,7 +20,19 @@ from neuronmm.models.errors import UserError
 _VERSIONS = (2, 3)
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """GGUF type code -> bytes of a number."""
+_INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
+"""GGUF type code of an integer -> its code in :mod:`struct`."""
 _UINT32, _STRING, _ARRAY = 4, 8, 9
+_ARCHITECTURE = b"general.architecture"
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+}
+"""A size of the model, as an entry ``<architecture>.<name>`` names it -> its name in config.json."""
 _MAX_VALUES = (
     1 << 22
 )  # in arrays; the largest vocabularies need a quarter of that, and transformers takes 400 bytes each
@@ -44,20 +56,29 @@ class StoredTensor:
         return self.shape[-1] // block * size
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors that a GGUF file holds, by name.
+@dataclass(frozen=True)
+class Header:
+    """What the header says: the architecture, the :data:`SIZES` that it has, named as in config.json, the tensors."""
+
+    architecture: str
+    sizes: dict[str, int]
+    tensors: dict[str, StoredTensor]
+
+
+def read_header(file: Path) -> Header:
+    """Return the header of a GGUF file.
 
     Raises:
         UserError: the header is damaged, or lists more weights than the file can hold.
     """
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
-            return _Header(content).tensors()
+            return _Parser(content).header()
         except (struct.error, ValueError) as error:
             raise UserError(f"{file}: damaged GGUF file ({error}); download it again") from None
 
 
-class _Header:
+class _Parser:
     """Walks through a GGUF header once, storing only its position.
 
     Raises:
@@ -69,16 +90,22 @@ class _Header:
         self._content, self._at, self._values = content, 4, 0  # 4: the magic
         self._alignment = _ALIGNMENT
 
-    def tensors(self) -> dict[str, StoredTensor]:
-        """Return all tensors by name."""
+    def header(self) -> Header:
+        """Return the whole header."""
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is none of {_VERSIONS}")
         tensors, entries = self._number("Q"), self._number("Q")
+        architecture, sizes = "", {}
         for _ in range(entries):
             key, kind = self._string(), self._number("I")
+            size = key.partition(b".")[2].decode(errors="replace")
             if key == b"general.alignment" and kind == _UINT32:
                 self._alignment = self._number("I")
+            elif key == _ARCHITECTURE and kind == _STRING:
+                architecture = self._string().decode()
+            elif size in SIZES and kind in _INTEGERS:
+                sizes[SIZES[size]] = self._number(_INTEGERS[kind])
             else:
                 self._skip_value(kind)
         listed, weights = [], 0
@@ -91,7 +118,8 @@ class _Header:
         if not self._alignment:
             raise ValueError("its alignment is 0")
         start = -(-self._at // self._alignment) * self._alignment
-        return {name.decode(): self._stored(shape, kind, start + offset) for name, shape, kind, offset in listed}
+        stored = {name.decode(): self._stored(shape, kind, start + offset) for name, shape, kind, offset in listed}
+        return Header(architecture, sizes, stored)
 
     def _shape(self) -> tuple[int, ...]:
         dimensions = self._number("I")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from neuronmm.models.errors import UserError, first_problem
 from neuronmm.models.families import family_of
@@ -18,8 +17,8 @@ Positions = Annotated[int, Field(ge=1, le=1 << 31)]
 Labels = Annotated[int, Field(ge=0, le=1 << 16)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
-_ROPE_NEEDS = {
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
@@ -53,8 +52,12 @@ class Rope(BaseModel):
     @model_validator(mode="after")
     def _is_computable(self) -> Rope:
         kind = self.rope_type or self.type or "default"
-        if kind not in _ROPE_TYPES:
-            raise ValueError(f"the RoPE type {kind!r} is not among {', '.join(sorted(_ROPE_TYPES))}")
+        if kind not in _ROPE_NEEDS:  # a newer transformers may have more; it is slow to import
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            if kind not in ROPE_INIT_FUNCTIONS:
+                known = sorted({*_ROPE_NEEDS, *ROPE_INIT_FUNCTIONS})
+                raise ValueError(f"the RoPE type {kind!r} is not among {', '.join(known)}")
         for name in _ROPE_NEEDS.get(kind, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"RoPE of type {kind!r} needs {name}")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from neuronmm.kernels.durable import WRITING, sync
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import expanded
 
@@ -37,6 +38,45 @@ def keep_apart(out: Path, inputs: Inputs, *, may_hold: bool = False) -> None:
             raise UserError(f"{out}: is or is inside {name}, which this run reads; give another folder to write")
         if not may_hold and is_within(place, out):
             raise UserError(f"{out}: holds {name}, which this run reads; give another folder to write")
+
+
+def new_file(out: str | Path, inputs: Inputs) -> Path:
+    """Return the absolute path of a file to write, which does not exist.
+
+    Raises:
+        UserError: it exists, its folder does not, or it lies in an input.
+    """
+    path = expanded(out)
+    if os.path.lexists(path):
+        raise UserError(f"{out}: exists already; give another -o")
+    folder = output_folder(path.parent)
+    if not folder.is_dir():
+        raise UserError(f"{out}: there is no folder {path.parent}; create it, or give another -o")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{out}: the folder {path.parent} cannot be written; give another -o")
+    keep_apart(folder / path.name, inputs)
+    return folder / path.name
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that did not exist, complete or not at all.
+
+    Raises:
+        UserError: it exists now.
+        OSError: it cannot be written.
+    """
+    new = path.with_name(f"{path.name}{WRITING}")
+    with new.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+            sync(new)
+            os.link(new, path)  # unlike a rename, it never replaces a file
+        except FileExistsError:
+            raise UserError(f"{path}: was created meanwhile; give another -o") from None
+        finally:
+            new.unlink()
+    sync(path.parent)
 
 
 def stranger_in(folder: Path, known: Iterable[str]) -> Path | None:

@@ -31,10 +31,7 @@ def resolve(model: str | Path, progress: Progress = no_progress) -> Path:
         UserError: the model does not exist, its weights are not safetensors, or another file of it is malformed.
     """
     path = expanded(model)
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(4) != _GGUF_MAGIC:
-                raise UserError(f"{path}: neither a model folder nor a GGUF file")
+    if is_gguf(path):
         return _unpack_gguf(path.resolve(), progress)
     folder = path if path.is_dir() else _download(str(model))
     if not (folder / "config.json").is_file():
@@ -45,6 +42,20 @@ def resolve(model: str | Path, progress: Progress = no_progress) -> Path:
         raise UserError(f"{folder}: no .safetensors file there ({hint})")
     _check_side_files(folder)
     return folder
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether ``path`` is a GGUF file; False if it is no file.
+
+    Raises:
+        UserError: it is a file of another kind.
+    """
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.read(4) != _GGUF_MAGIC:
+            raise UserError(f"{path}: neither a model folder nor a GGUF file")
+    return True
 
 
 def expanded(path: str | Path) -> Path:

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from neuronmm.kernels import Form
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, LINEARS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.spec import CompressionSpec, bias_name
+
+if TYPE_CHECKING:  # torch is imported where a value is read; headers are read without it
+    from torch import Tensor
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 IGNORED = "rotary_emb.inv_freq"
@@ -102,7 +104,7 @@ def check_tensors(folder: Path, files: dict[str, Path], config: ModelConfig, spe
     """
     wrong = f"{folder}: config.json and weights disagree"
     again = "compress the model again" if spec is not None else "download the checkpoint again"
-    stored = dict(_headers(files))
+    stored = dict(headers(files))
     for name, promise in promised(config, spec):
         if name in stored:
             shape, dtype = stored.pop(name)
@@ -118,10 +120,10 @@ def check_tensors(folder: Path, files: dict[str, Path], config: ModelConfig, spe
         raise UserError(f"{wrong}: {unknown[0]} belongs to no part of the model; {again}")
 
 
-def _headers(files: dict[str, Path]) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-    """Yield the name, shape and dtype of every tensor."""
+def headers(files: dict[str, Path]) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+    """Yield the name, shape and dtype of every tensor; the dtype is safetensors' name."""
     for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 part = tensors.get_slice(name)
                 yield name, (tuple(part.get_shape()), part.get_dtype())
@@ -133,6 +135,8 @@ def check_finite(name: str, tensor: Tensor, where: Path) -> None:
     Raises:
         UserError: it holds NaN or infinity.
     """
+    import torch
+
     if tensor.is_floating_point() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
         raise UserError(
             f"{where}: {name} holds NaN or infinity; the checkpoint is damaged; download or compress it again"

@@ -13,7 +13,22 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-COMMANDS = ("compress", "recover", "convert", "generate", "benchmark", "evaluate", "sweep", "predict", "tiling")
+from neuronmm.completion import SHELLS, script
+
+COMMANDS = (
+    "compress",
+    "recover",
+    "convert",
+    "generate",
+    "benchmark",
+    "evaluate",
+    "sweep",
+    "predict",
+    "tiling",
+    "inspect",
+    "doctor",
+    "report",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +50,10 @@ def parser() -> argparse.ArgumentParser:
         description="Compress a Llama or Qwen checkpoint by SVD, generate, and measure tokens per second.",
     )
     root.add_argument("--version", action="store_true", help="print the version and exit")
+    shells = ", ".join(SHELLS)
+    root.add_argument(
+        "--print-completion", choices=SHELLS, metavar="SHELL", help=f"print a completion script: {shells}"
+    )
     subparsers = root.add_subparsers(dest="command", metavar="COMMAND")
     for name in COMMANDS:
         module = import_module(f"neuronmm.commands.{name}")
@@ -72,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(VERSION)
             return 0
+        if args.print_completion:
+            print(script(root, args.print_completion))
+            return 0
         if args.command is None:
             root.print_help()
             return 2
@@ -95,12 +117,10 @@ def _process_problem(words: Sequence[str]) -> str | None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the chosen command and turn its errors into one line. Slow imports happen here."""
+    """Run the chosen command and turn its errors into one line. Slow imports happen in the commands."""
     from neuronmm.kernels import KernelError
     from neuronmm.models import UserError
-    from neuronmm.models.hf import register
 
-    register()
     try:
         with _interruptible():
             args.run(args)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from neuronmm.models.progress import Progress
 
@@ -17,17 +18,19 @@ _ROUNDING = 1e-6  # by which the fractions of a finished stage may miss 1
 def stage_progress(live: bool = True) -> Iterator[Progress]:
     """Yield ``progress(stage, fraction)``, which updates one progress bar per stage.
 
-    Where stderr is not a terminal, each stage prints a line when it begins and at most one line per minute after that.
+    Where stderr is not a terminal, each stage prints a line when it begins and one line per minute after that.
 
     Args:
-        live: redraw the bars from a thread. Without it they change only when ``progress`` is called, so that nothing
-            runs beside a measurement.
+        live: redraw the bars, and print a line that is due, from a thread. Without it both happen only when
+            ``progress`` is called, so that nothing runs beside a measurement.
     """
     from rich.console import Console
 
     console = Console(file=sys.stderr)
     if not console.is_terminal:
-        yield StageLines()
+        lines = StageLines()
+        with lines.kept_up() if live else nullcontext():
+            yield lines
         return
     from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
@@ -59,18 +62,50 @@ class StageLines:
         self._done: dict[str, float] = {}
         self._begun: dict[str, float] = {}
         self._printed: dict[str, float] = {}
-        self._last_call = time.monotonic()
+        self._start = self._last_call = self._last_line = time.monotonic()
+        self._stage: str | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, stage: str, fraction: float) -> None:
         """Add ``fraction`` to ``stage``, and print a line if it is due."""
-        now = time.monotonic()
-        self._begun.setdefault(stage, self._last_call)  # a first fraction is reported when it is done
-        self._last_call = now
-        done = self._done[stage] = min(self._done.get(stage, 0.0) + fraction, 1.0)
-        if stage in self._printed and now - self._printed[stage] < _INTERVAL:
+        with self._lock:
+            now = time.monotonic()
+            self._begun.setdefault(stage, self._last_call)  # a first fraction is reported when it is done
+            self._last_call, self._stage = now, stage
+            self._done[stage] = min(self._done.get(stage, 0.0) + fraction, 1.0)
+            if stage not in self._printed or now - self._printed[stage] >= _INTERVAL:
+                self._print(now)
+
+    @contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Print a line per minute in the block, also if no progress is reported for longer than that."""
+        ended = threading.Event()
+
+        def keep_up() -> None:
+            wait = _INTERVAL
+            while not ended.wait(wait):
+                with self._lock:
+                    now = time.monotonic()
+                    if now - self._last_line >= _INTERVAL:
+                        self._print(now)
+                    wait = _INTERVAL - (now - self._last_line)
+
+        thread = threading.Thread(target=keep_up, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _print(self, now: float) -> None:
+        """Print a line about the stage that was reported last."""
+        self._last_line = now
+        if self._stage is None:
+            print(f"working, {_minutes(now - self._start)} so far", file=sys.stderr, flush=True)
             return
+        stage, done, left = self._stage, self._done[self._stage], ""
         self._printed[stage] = now
-        left = ""
         if 0 < done < 1 - _ROUNDING:
             left = f", {_minutes((now - self._begun[stage]) * (1 - done) / done)} left"
         print(f"{stage}: {100 * done:.0f} %{left}", file=sys.stderr, flush=True)

@@ -53,10 +53,11 @@ def torch_model(model: str, variant: str) -> Any:
     """
     import torch
 
-    from neuronmm.models import CompressionSpec, patch
+    from neuronmm.models import CompressionSpec
     from neuronmm.models.families import LAYERS, TARGETS
     from neuronmm.models.load import load_pretrained
     from neuronmm.models.low_bits import WeightDtype, quantise_weights
+    from neuronmm.models.patch import patch
     from neuronmm.models.source import resolve
 
     dense = load_pretrained(resolve(model), torch.bfloat16, "cpu")

@@ -105,6 +105,8 @@ MISSING = {
     "generate": ["generate", "./nowhere", "--prompt", "Hi"],
     "benchmark": ["benchmark", "./nowhere"],
     "evaluate": ["evaluate", "./nowhere", "--text", "nowhere.txt"],
+    "inspect": ["inspect", "./nowhere"],
+    "report": ["report", "./nowhere"],
 }
 
 
@@ -151,6 +153,10 @@ BAD_INPUT = [
     ["benchmark", "{model}", "--baseline", "{other}"],
     ["evaluate", "{model}", "--text", "nowhere.txt"],
     ["evaluate", "{other}", "--text", "nowhere.txt"],
+    ["inspect", "{other}"],
+    ["report", "{model}"],
+    ["report", "{other}"],
+    ["report", "{model}", "-o", "{model}/page.html"],
     ["compress", "{model}", "-o", "{out}", "--align", "\N{SUPERSCRIPT TWO}"],
     ["compress", "{model}", "-o", "~nouser/x"],
     ["recover", "{model}", "-o", "~nouser/x"],

@@ -18,8 +18,8 @@ from fuzzing import check_seeds, damage_bytes, damage_json, ends_well, time_limi
 from neuronmm.commands import tiling
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.models import UserError
+from neuronmm.models.contents import inspect
 from neuronmm.models.families import TARGETS
-from neuronmm.models.load import inspect
 from neuronmm.models.source import resolve
 from tiny_gguf import header_length, write_gguf
 from tiny_models import fill_tiny, layer_ranks, load_plain, make_spec, make_tiny, pivoted_spec, write_checkpoint

@@ -63,10 +63,13 @@ def wheel_names(wheel: Path) -> set[str]:
 
 def test_the_wheel_holds_every_module_recipe_and_the_type_marker(dists: tuple[Path, Path]) -> None:
     names = wheel_names(dists[1])
-    expected = installed_names((".py", ".yaml"))
-    assert {"neuronmm/py.typed", "neuronmm/models/patch.py", "neuronmm/kernels/ops.py"} <= expected | {
-        "neuronmm/py.typed"
-    }
+    expected = installed_names((".py", ".yaml", ".jinja"))
+    assert {
+        "neuronmm/py.typed",
+        "neuronmm/measure/page.html.jinja",
+        "neuronmm/models/patch.py",
+        "neuronmm/kernels/ops.py",
+    } <= expected | {"neuronmm/py.typed"}
     assert expected | {"neuronmm/py.typed"} <= names
 
 
@@ -83,7 +86,10 @@ def test_the_wheel_carries_the_licence(dists: tuple[Path, Path]) -> None:
 def test_the_sdist_holds_all_sources(dists: tuple[Path, Path]) -> None:
     with tarfile.open(dists[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    missing = tracked(".py", ".yaml", ".cpp", ".h", ".md", ".sh", ".toml", "LICENSE", "Makefile", "py.typed") - names
+    missing = (
+        tracked(".py", ".yaml", ".jinja", ".cpp", ".h", ".md", ".sh", ".toml", "LICENSE", "Makefile", "py.typed")
+        - names
+    )
     assert not missing
 
 

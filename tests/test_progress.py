@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from neuronmm import progress as drawing
 from neuronmm.progress import StageLines, stage_progress
+from tiny_gguf import write_gguf
 
 
 class Terminal(io.StringIO):
@@ -51,6 +58,64 @@ def test_every_stage_has_a_line(clock: list[float], capsys: pytest.CaptureFixtur
         "batch 1, prompt 32: 25 %, 3:20:00 left",
         "measuring: 100 %",
     ]
+
+
+def test_a_line_per_minute_is_printed_without_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drawing, "_INTERVAL", 0.02)
+    lines: list[str] = []
+
+    def wait_for(start: str) -> None:
+        for _ in range(2000):  # twenty seconds on a busy machine
+            lines.extend(capsys.readouterr().err.splitlines())
+            if sum(line.startswith(start) for line in lines) >= 2:
+                return
+            time.sleep(0.01)
+        raise AssertionError(lines)
+
+    threads = threading.active_count()
+    with stage_progress() as progress:
+        wait_for("working, 0:00:0")
+        progress("compressing", 0.25)
+        wait_for("compressing: 25 %, ")
+    assert threading.active_count() == threads
+
+
+def test_nothing_runs_beside_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = threading.active_count()
+    with stage_progress(live=False) as progress:
+        progress("batch 1, prompt 32", 1.0)
+        assert threading.active_count() == threads
+    assert capsys.readouterr().err == "batch 1, prompt 32: 100 %\n"
+
+
+RECIPE = "calibration_rows: 8\ncalibration_length: 16\nalign: 2\nratio: 0.3\n"
+LINE = re.compile(r"[a-z][\w ,:]*: \d+ %(, \d+:\d\d:\d\d left)?|neuronmm: warning: .*")
+
+
+def test_only_our_lines_are_printed_where_there_is_no_terminal(tmp_path: Path) -> None:
+    """From a GGUF file, through compression and a sweep: no bar and no notice of another library."""
+    write_gguf(tmp_path / "tiny.gguf", family="llama", kind=GGMLQuantizationType.F16)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "text.txt").write_text("!\"#$%&'()*" * 40)
+    common = ["tiny.gguf", "--recipe", "recipe.yaml"]
+    for words, stages in (
+        (["compress", *common, "-o", "low"], {"dequantising", "sampling text", "measuring gradients", "compressing"}),
+        (["sweep", *common, "-o", "sweep", "--text", "text.txt", "--ratios", "0.3"], {"measuring", "compressing"}),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "neuronmm", *words, "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "NEURONMM_CACHE": str(tmp_path / "cache")},
+        )
+        lines = done.stderr.splitlines()
+        assert done.returncode == 0, done.stderr
+        assert [line for line in lines if not LINE.fullmatch(line)] == []
+        assert stages <= {line.partition(": ")[0] for line in lines}
 
 
 def test_lines_are_printed_where_stderr_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

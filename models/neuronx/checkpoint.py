@@ -11,9 +11,9 @@ from torch import Tensor
 from neuronmm.kernels import Form
 from neuronmm.kernels.factors import expand_a, expand_b
 from neuronmm.kernels.low_bits import Int8
+from neuronmm.models.contents import inspect
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
-from neuronmm.models.load import inspect
 from neuronmm.models.neuronx.architecture import Architecture
 from neuronmm.models.spec import PivotedForm, bias_name
 from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_finite, check_pivots

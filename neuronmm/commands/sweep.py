@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     from rich.table import Table
 
     from neuronmm.compression.config import BARE, CompressionConfig
-    from neuronmm.measure.report import wide_console
+    from neuronmm.measure.console import wide_console
     from neuronmm.measure.sweep import sweep
     from neuronmm.measure.sweep_config import SweepConfig
     from neuronmm.measure.sweep_table import notes, tables

@@ -20,7 +20,8 @@ from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
 from neuronmm.kernels import Form
 from neuronmm.models import LowRankLinear, UserError
-from neuronmm.models.load import inspect, load_pretrained
+from neuronmm.models.contents import inspect
+from neuronmm.models.load import load_pretrained
 from tiny_models import load_plain, make_tokens
 
 FAMILIES = ("llama", "qwen2", "qwen3")

@@ -13,9 +13,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 import neuronmm
 from neuronmm.kernels import Form
 from neuronmm.kernels.low_bits import dense, quantise
-from neuronmm.models import CompressionSpec, Int8Linear, LowRankLinear, patch
+from neuronmm.models import CompressionSpec, Int8Linear, LowRankLinear
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import DTYPE
+from neuronmm.models.patch import patch
 
 LAYER_COUNT = 2
 RANKS = {"mlp.gate_proj": 12, "mlp.up_proj": 16, "mlp.down_proj": 8, "self_attn.q_proj": 8, "self_attn.k_proj": 4}

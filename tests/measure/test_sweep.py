@@ -316,7 +316,7 @@ def test_targets_share_a_methods_colour_and_differ_in_the_marker(finished: tuple
     other.update(name="svd+all", targets="all")
     result.points.append(other)
     axes = Figure().subplots()
-    pareto._panel(axes, result.points, "text1", "bytes")
+    pareto.panel(axes, result.points, "text1", "bytes")
     drawn = {handle.get_label(): handle.lines[0] for handle in axes.containers}
     assert list(drawn) == ["dense", "svd, mlp", "whitened, mlp", "svd, all"]
     colours = {label: line.get_color() for label, line in drawn.items()}

@@ -14,7 +14,8 @@ from transformers.utils import logging
 
 from neuronmm.models import LowRankSwiGLU, UserError
 from neuronmm.models import load as load_module
-from neuronmm.models.load import load_pretrained, load_tokenizer, quiet, weight_files
+from neuronmm.models.contents import weight_files
+from neuronmm.models.load import load_pretrained, load_tokenizer, quiet
 from tiny_models import compress_tiny, layer_ranks, make_tiny, make_tokens, tiny_checkpoint, write_checkpoint
 
 

@@ -10,8 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from neuronmm.models import FAMILIES, LowRankLinear, LowRankSwiGLU, UserError, fuse, patch
+from neuronmm.models import FAMILIES, LowRankLinear, LowRankSwiGLU, UserError, fuse
 from neuronmm.models.families import TARGETS
+from neuronmm.models.patch import patch
 from tiny_models import compress_tiny, layer_ranks, make_spec, make_tiny, make_tokens
 
 

@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 
 from compression_runs import edit_tensors
 from neuronmm.kernels import Form
-from neuronmm.models import FAMILIES, Int8Linear, LowRankLinear, LowRankSwiGLU, UserError, fuse, patch
-from neuronmm.models.load import inspect, load_pretrained
+from neuronmm.models import FAMILIES, Int8Linear, LowRankLinear, LowRankSwiGLU, UserError, fuse
+from neuronmm.models.contents import inspect
+from neuronmm.models.load import load_pretrained
+from neuronmm.models.patch import patch
 from tiny_models import (
     fill_tiny,
     load_plain,

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compression_runs import edit_tensors
-from neuronmm.models import FAMILIES, UserError, fuse, patch
+from neuronmm.models import FAMILIES, UserError, fuse
 from neuronmm.models.load import load_pretrained
+from neuronmm.models.patch import patch
 from tiny_models import fill_tiny, load_plain, make_spec, make_tiny, make_tokens, shared_spec, write_checkpoint
 
 SPEC = shared_spec()

@@ -1,0 +1,212 @@
+"""The report page of a compressed checkpoint: one HTML file without script and without any address outside it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from neuronmm.compression import report as compression_report
+from neuronmm.compression.report import REPORT, loss_kind, summary, warnings
+from neuronmm.emulator.timing.measured import CAVEAT
+from neuronmm.measure import page_charts as charts
+from neuronmm.measure.benchmark_result import BenchmarkResult
+from neuronmm.measure.config import PredictionConfig
+from neuronmm.measure.inspection import Inspection, inspect
+from neuronmm.measure.page_inputs import EvaluationDocument, read_benchmark, read_evaluation, read_sweep
+from neuronmm.measure.prediction import PredictionResult, run_prediction
+from neuronmm.measure.statistics import with_error
+from neuronmm.models.errors import UserError
+from neuronmm.models.families import LAYERS, LINEARS
+from neuronmm.models.source import expanded
+
+NEW_TOKENS = 64
+"""Tokens of the predicted answer to a prompt of 128 tokens."""
+
+_DEVICES = ("trn1", "trn2", "trn3")
+_OPTIONS = ("targets", "method", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "align")
+
+
+@dataclass(frozen=True)
+class PageConfig:
+    """What a page shows: the compressed checkpoint ``out`` and, where given, the dense model and measurements."""
+
+    out: str
+    baseline: str | None = None
+    evaluations: Sequence[Path] = ()
+    benchmark: Path | None = None
+    sweep: Path | None = None
+
+    @property
+    def inputs(self) -> list[str | Path | None]:
+        """Everything that the page is made from."""
+        return [self.out, self.baseline, *self.evaluations, self.benchmark, self.sweep]
+
+
+def render(config: PageConfig, command: str) -> str:
+    """Return the HTML of the page. ``command`` is the command line that made it.
+
+    Raises:
+        UserError: ``out`` is not a compressed checkpoint, or an input is not what it has to be.
+    """
+    folder = expanded(config.out)
+    if not folder.is_dir():
+        raise UserError(f"{config.out}: no such folder; give the folder of a compressed checkpoint")
+    model = inspect(folder)
+    if model.spec is None:
+        raise UserError(f"{config.out}: is not compressed; give a folder that compress wrote")
+    report = compression_report.read(folder) if (folder / REPORT).exists() else None
+    baseline = None if config.baseline is None else inspect(config.baseline)
+    evaluations = [read_evaluation(file) for file in config.evaluations]
+    benchmark = None if config.benchmark is None else read_benchmark(config.benchmark)
+    predictions = [run_prediction(PredictionConfig(folder, device=device)) for device in _DEVICES]
+    layers = model.config.num_hidden_layers
+    losses = {} if report is None else _losses(report, layers)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("page.html.jinja").render(
+        name=folder.resolve().name,
+        facts=_facts(model, report),
+        warnings=[] if report is None else warnings(report),
+        sizes=_sizes(model, baseline),
+        ratios=Markup(charts.ratio_map(_removed(model), layers)),
+        losses=Markup(charts.loss_lines(losses, "relative loss")) if losses else None,
+        loss_of="" if report is None else loss_kind(report),
+        matrices=[] if report is None else report["matrices"],
+        report_name=REPORT,
+        samples=[] if report is None else (report.get("fidelity") or {}).get("samples", []),
+        evaluations=[_evaluation(document) for document in evaluations],
+        benchmark=benchmark,
+        benchmark_charts=[] if benchmark is None else list(map(Markup, charts.benchmark_bars(benchmark))),
+        sweep=config.sweep,
+        sweep_charts=[] if config.sweep is None else list(map(Markup, charts.sweep_panels(*read_sweep(config.sweep)))),
+        timeline=Markup(charts.prediction_timeline(predictions, NEW_TOKENS)),
+        timeline_rows=[_prediction(prediction) for prediction in predictions],
+        new_tokens=NEW_TOKENS,
+        caveat=CAVEAT,
+        commands=[*_commands(config, report, evaluations, benchmark), command],
+    )
+
+
+def _facts(model: Inspection, report: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the facts of the model as (name, value)."""
+    config, spec = model.config, model.spec
+    assert spec is not None
+    architecture = (
+        f"{config.model_type}, {config.num_hidden_layers} layers, hidden size {config.hidden_size}, MLP "
+        f"{config.intermediate_size}, {config.num_attention_heads} heads of {config.head} ({config.kv_heads} KV), "
+        f"vocabulary {config.vocab_size:,}"
+    )
+    rows = [("architecture", architecture)]
+    if report is not None:
+        return [*rows, *summary(report)]
+    return [
+        *rows,
+        ("method, targets", f"{spec.method}, {spec.targets}"),
+        ("ratio asked, realised", f"{spec.asked_ratio:.2%}, {spec.realised_ratio:.2%} of the targeted weights"),
+    ]
+
+
+def _sizes(model: Inspection, baseline: Inspection | None) -> list[tuple[str, str, str]]:
+    """Return (what, of the dense model, of the compressed one); the first is empty if it is not known."""
+
+    def count(inspection: Inspection | None, kind: str) -> str:
+        if inspection is None:
+            return ""
+        number = inspection.parameters[kind]
+        return f"{number:,}" if number or kind != "head" else "tied to the embedding"
+
+    rows = [(f"{kind}, parameters", count(baseline, kind), count(model, kind)) for kind in model.parameters]
+    dense = model.dense_parameters if baseline is None else sum(baseline.parameters.values())
+    rows.append(("all parameters", f"{dense:,}", f"{sum(model.parameters.values()):,}"))
+    return [*rows, ("stored as", "" if baseline is None else _stored(baseline), _stored(model))]
+
+
+def _stored(inspection: Inspection) -> str:
+    return ", ".join(f"{size / 1e6:,.1f} MB {dtype}" for dtype, size in inspection.bytes.items())
+
+
+def _removed(model: Inspection) -> dict[tuple[int, str], float]:
+    """Return the fraction removed from every factorised linear; linears that share an A have that of all of them."""
+    kept: dict[tuple[int, str], int] = {}
+    dense: dict[tuple[int, str], int] = {}
+    for linear in model.linears:
+        group = linear.layer, linear.shares_a_of or linear.linear
+        kept[group] = kept.get(group, 0) + linear.parameters
+        dense[group] = dense.get(group, 0) + linear.dense_parameters
+    groups = {(row.layer, row.linear): (row.layer, row.shares_a_of or row.linear) for row in model.linears}
+    return {place: 1 - kept[group] / dense[group] for place, group in groups.items()}
+
+
+def _losses(report: dict[str, Any], layers: int) -> dict[tuple[int, str], float]:
+    """Return the recorded loss of every factorised linear; those that share an A have one loss.
+
+    A loss of a million would be false, and no other could be seen beside it.
+    """
+    places = {f"{LAYERS}.{n}.{path}": (n, short) for n in range(layers) for short, path in LINEARS.items()}
+    return {
+        places[name]: float(matrix["relative_error"])
+        for matrix in report["matrices"]
+        if matrix["rank"] is not None and 0 <= matrix["relative_error"] < 1e6
+        for name in (matrix["name"], *matrix["sharing"])
+        if name in places
+    }
+
+
+def _evaluation(document: EvaluationDocument) -> dict[str, Any]:
+    """Return the heading, the columns, the rows and the notes of one evaluation."""
+    names = list(document.models)
+    paired = len(names) > 1
+    rows = []
+    for measure in document.results:
+        cells = [with_error(measure.models[name].model_dump()) for name in names]
+        difference = measure.difference and with_error(measure.difference.model_dump(), sign="+")
+        rows.append([measure.measure, *cells, *([difference or ""] if paired else [])])
+    models = [f"{name}: {document.models[name].path}, {document.models[name].dtype}" for name in names]
+    text = [f"text: {document.text['file']}"] if document.text and "file" in document.text else []
+    columns = ["measure", *names, *(["paired difference"] if paired else [])]
+    return {"columns": columns, "rows": rows, "notes": [*models, *text, *document.notes]}
+
+
+def _prediction(result: PredictionResult) -> list[str]:
+    dense, compressed = result.dense.times, result.compressed.times
+    times = [f"{value * 1e3:.2f}" for value in (dense.ttft, compressed.ttft, dense.tpot, compressed.tpot)]
+    return [result.config.device, *times, f"{dense.tpot / compressed.tpot:.2f}x"]
+
+
+def _commands(
+    config: PageConfig,
+    report: dict[str, Any] | None,
+    evaluations: list[EvaluationDocument],
+    benchmark: BenchmarkResult | None,
+) -> list[str]:
+    """Return the command lines that repeat what the page shows, in order."""
+    lines: list[list[Any]] = []
+    if report is not None:
+        budget = report.get("budget")
+        size = ["--ratio", report["asked_ratio"]] if budget is None else ["--budget", budget]
+        words = ["compress", report["model"], "-o", config.out, *size]
+        for option in _OPTIONS:
+            if option in report:
+                words += [f"--{option.replace('_', '-')}", report[option]]
+        sources = (report["calibration"] or {}).get("source", [])
+        for source in sources if isinstance(sources, list) else [sources]:
+            words += ["--calibration", source]
+        lines.append(words)
+    for document in evaluations:
+        words = ["evaluate", document.models["model"].path] if "model" in document.models else ["evaluate"]
+        if "baseline" in document.models:
+            words += ["--baseline", document.models["baseline"].path]
+        if document.text and "file" in document.text:
+            words += ["--text", document.text["file"]]
+        lines.append([*words, "--json"])
+    if benchmark is not None:
+        baseline = [] if benchmark.baseline is None else ["--baseline", benchmark.baseline]
+        lines.append(["benchmark", benchmark.model, *baseline, "--runs", benchmark.runs, "--json"])
+    return [shlex.join(["neuronmm", *map(str, words)]) for words in lines]

@@ -1,0 +1,81 @@
+"""Read what a checkpoint folder contains from config.json and the headers of its shards, without torch or a weight."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from neuronmm.models.documents import read_object
+from neuronmm.models.errors import UserError
+from neuronmm.models.model_config import ModelConfig
+from neuronmm.models.source import read_config
+from neuronmm.models.spec import CompressionSpec
+from neuronmm.models.tensors import check_tensors
+
+_PLAIN_NAME = re.compile(r"[\w .-]{1,200}\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a checkpoint folder whose config.json and shards agree.
+
+    ``settings`` is all of config.json and ``config`` the part that this project reads. ``spec`` is the
+    ``quantization_config``, None for a dense checkpoint. ``files`` maps each tensor name to its shard.
+    """
+
+    settings: dict[str, Any]
+    config: ModelConfig
+    spec: CompressionSpec | None
+    files: dict[str, Path]
+
+
+def inspect(folder: Path) -> Contents:
+    """Return the contents of a checkpoint folder from config.json and the shard headers, without reading a weight.
+
+    Raises:
+        UserError: unsupported architecture, corrupt shard, or a config.json that disagrees with the weights.
+    """
+    where = str(folder / "config.json")
+    settings = read_config(folder)
+    config = ModelConfig.parse(settings, where)
+    block = settings.get("quantization_config")
+    spec = None if "quantization_config" not in settings else CompressionSpec.parse(block, where)
+    files = weight_files(folder)
+    check_tensors(folder, files, config, spec)
+    return Contents(settings, config, spec, files)
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Map each tensor name to its file. As in transformers, model.safetensors takes precedence over an index.
+
+    Raises:
+        UserError: the index is malformed or names a file that is missing or outside the folder, or a file is corrupt.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    names: dict[str, Path] = {}
+    if index.is_file() and not single.is_file():
+        entries = read_object(index).get("weight_map")
+        if not isinstance(entries, dict) or not all(isinstance(file, str) for file in entries.values()):
+            raise UserError(f"{index}: not a safetensors index; download the checkpoint again")
+        for name, file in entries.items():
+            if not _PLAIN_NAME.fullmatch(file):
+                raise UserError(f"{index}: {file!r} is not the name of a .safetensors file in the folder; fix it")
+            names[name] = folder / file
+    files = [single] if single.is_file() else sorted(set(names.values())) or sorted(folder.glob("*.safetensors"))
+    stored: dict[str, Path] = {}
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file}: named in {index.name} but missing; download the checkpoint again")
+        try:
+            with safe_open(file, framework="np") as tensors:
+                stored.update(dict.fromkeys(tensors.keys(), file))
+        except SafetensorError as error:
+            raise UserError(f"{file}: corrupt shard ({error}); download or compress again") from None
+    missing = [name for name in names if name not in stored]
+    if missing:
+        raise UserError(f"{folder}: tensor {missing[0]} is in the index but in no shard; download the checkpoint again")
+    return stored
