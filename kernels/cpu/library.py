@@ -119,7 +119,7 @@ def _matches(library: ctypes.CDLL) -> bool:
     sizes = (ctypes.c_int64 * len(structs))()
     try:
         library.neuronmm_struct_sizes(sizes)
-        _ = library.neuronmm_verify  # the newest one
+        _ = library.neuronmm_linears  # the newest one
     except AttributeError:  # built before the function existed
         return False
     return list(sizes) == [ctypes.sizeof(struct) for struct in structs]

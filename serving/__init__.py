@@ -1,0 +1,1 @@
+"""Serving: the vLLM plugin and the OpenAI-compatible server."""
