@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from neuronmm.models import CompressionSpec
+from neuronmm.kernels.int8 import dense
+from neuronmm.models import CompressionSpec, LowRankLinear
 from tiny_models import (
     RANKS,
     fill_tiny,
@@ -28,6 +31,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
+    "initializer_range": 0.1,
 }
 KINDS: dict[str, Callable[[], CompressionSpec]] = {
     "two": lambda: make_spec(layer_ranks(tuple(RANKS))),  # v and o are dense
@@ -39,38 +43,58 @@ KINDS: dict[str, Callable[[], CompressionSpec]] = {
 }
 """Every form: two factors, ragged ranks and dense linears; a shared A; pivots by range and index; and int8."""
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""vLLM's settings for tests: no network, a small cache, and no thread pinned to a core that others use."""
+class Served(NamedTuple):
+    """A compressed checkpoint, and the same matrices in a dense one, which vLLM serves without the plugin."""
 
-Make = Callable[..., Path]
+    compressed: Path
+    dense: Path
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Create a compressed checkpoint folder with a tokenizer: ``served("qwen2", "pivoted", torch.bfloat16)``."""
-    made: dict[tuple[str, str, torch.dtype], Path] = {}
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
+    """Create checkpoint folders with a tokenizer: ``served("qwen2", "pivoted", torch.bfloat16)``."""
 
-    def make(model_type: str = "llama", kind: str = "two", dtype: torch.dtype = torch.float32) -> Path:
-        if (model_type, kind, dtype) not in made:
-            torch.manual_seed(0)
-            model = vary_norms(make_tiny(model_type, dtype=dtype, **SHAPE))
-            folder = tmp_path_factory.mktemp(f"{model_type}-{kind}")
-            write_checkpoint(model, fill_tiny(model, KINDS[kind]()), folder)
+    @cache
+    def make(model_type: str = "llama", kind: str = "two", dtype: torch.dtype = torch.float32) -> Served:
+        folders = Served(*(tmp_path_factory.mktemp(f"{model_type}-{kind}") for _ in range(2)))
+        torch.manual_seed(0)
+        model = vary_norms(make_tiny(model_type, dtype=dtype, **SHAPE))
+        write_checkpoint(model, fill_tiny(model, KINDS[kind]()), folders.compressed)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, LowRankLinear):
+                model.set_submodule(name, dense_linear(module, dtype))
+        model.save_pretrained(folders.dense)
+        for folder in folders:
             word_tokenizer().save_pretrained(folder)
-            made[model_type, kind, dtype] = folder
-        return made[model_type, kind, dtype]
+        return folders
 
     return make
 
 
+def dense_linear(module: LowRankLinear, dtype: torch.dtype) -> torch.nn.Linear:
+    """The linear of rank r as a dense one."""
+    factors = module.factors.expanded()
+    weight = dense(factors.B, torch.float32).float() @ dense(factors.A, torch.float32).float()
+    linear = torch.nn.Linear(module.in_features, module.out_features, factors.bias is not None)
+    linear.weight = torch.nn.Parameter(weight.to(dtype))
+    if factors.bias is not None:
+        linear.bias = torch.nn.Parameter(factors.bias.detach().to(dtype))
+    return linear
+
+
+@pytest.fixture(scope="session")
+def settings() -> dict[str, str]:
+    """The environment variables of a vLLM process: no network, a small cache, and no thread pinned to a core."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Set ``ENVIRONMENT``, and return it."""
-    for name, value in ENVIRONMENT.items():
+def environment(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set these variables for the test."""
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    yield ENVIRONMENT
