@@ -43,6 +43,7 @@ KINDS: dict[str, Callable[[], CompressionSpec]] = {
 }
 """Every form: two factors, ragged ranks and dense linears; a shared A; pivots by range and index; and int8."""
 
+
 class Served(NamedTuple):
     """A compressed checkpoint, and the same matrices in a dense one, which vLLM serves without the plugin."""
 

