@@ -4,6 +4,7 @@ After that vLLM serves a compressed checkpoint as it is: its config.json names t
 imports vLLM only inside ``register``, so that neuronmm installs and imports without it.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 

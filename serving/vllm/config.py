@@ -4,6 +4,7 @@ The checks run in the process that the user started, before vLLM starts its work
 one line, not with the traceback of another process.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from pathlib import Path

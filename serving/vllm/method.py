@@ -5,6 +5,7 @@ tensors under the names of the checkpoint. When the last tensor of a layer has a
 tensor-parallel rank computes of it (``parts.py``).
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator

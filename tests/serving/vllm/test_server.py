@@ -109,7 +109,7 @@ def test_it_ends_at_a_stop_string(client: Any, expected: str) -> None:
 
 def test_logprobs_of_the_best_tokens(client: Any, expected: str) -> None:
     found = client.completions.create(prompt=PROMPT, logprobs=3, **GREEDY).choices[0].logprobs
-    assert words(" ".join(found.tokens)) == words(expected)
+    assert [token for token in found.tokens if not token.startswith("<")] == words(expected)  # "<s>" is no text
     for chosen, best in zip(found.token_logprobs, found.top_logprobs, strict=True):
         assert chosen == max(best.values()) <= 0
 
