@@ -97,11 +97,10 @@ class TestRule:
 
 @torch.inference_mode()
 def test_a_bias_is_added_to_every_form() -> None:
-    x = torch.randn(3, 40)
+    x, ones = torch.randn(3, 40), LinearWeights(torch.ones(2, 40), bias=torch.ones(2))
     for layout in LAYOUTS:
         factors = make_factors(24, 40, 8, True, torch.float32, layout)
-        described = describe([LinearWeights(*factors), LinearWeights(torch.ones(2, 40), bias=torch.ones(2))])
-        y = torch.ops.neuronmm.linears(x, described, 26)
+        y = torch.ops.neuronmm.linears(x, describe([LinearWeights(*factors), ones]), 26)
         expected = torch.cat([linears(x, [factors]), x.sum(1, keepdim=True).expand(3, 2) + 1], 1)
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
