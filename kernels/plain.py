@@ -9,7 +9,7 @@ without a second copy of the weights), and evaluates SwiGLU in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -77,6 +77,24 @@ def _apply_b(h: Tensor, factors: LowRank, matmul: Matmul) -> Tensor:
 
 def _linear(x: Tensor, factors: LowRank, matmul: Matmul) -> Tensor:
     return _apply_b(_apply_a(x, factors, matmul), factors, matmul)
+
+
+def linears(x: Tensor, group: Sequence[LowRank | Tensor]) -> Tensor:
+    """Return the results of several linears of one input, side by side; a shared A is applied once.
+
+    Dimensions: ``x`` [..., in], result [..., sum of the outputs]; a tensor [out, in] is a dense linear without bias.
+    """
+    results, hidden = [], list[tuple[LowRank, Tensor]]()
+    for part in group:
+        if isinstance(part, Tensor):
+            results.append(linear(x, part))
+            continue
+        h = next((h for other, h in hidden if part.shares_a(other)), None)
+        if h is None:
+            h = _apply_a(x, part, _matmul_then_scale)
+            hidden.append((part, h))
+        results.append(_apply_b(h, part, _matmul_then_scale))
+    return results[0] if len(results) == 1 else torch.cat(results, -1)
 
 
 def _apply_gate_up_a(x: Tensor, gate: LowRank, up: LowRank, matmul: Matmul) -> tuple[Tensor, Tensor]:

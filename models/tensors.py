@@ -62,13 +62,13 @@ def promised(config: ModelConfig, spec: CompressionSpec | None) -> Iterator[tupl
         for norm in ("q_norm", "k_norm"):
             yield f"{layer}.self_attn.{norm}.weight", Promise((head,), required=False)
         for short, inside in LINEARS.items():
-            yield from _linear(f"{layer}.{inside}", *sizes[short], spec)
+            yield from linear_tensors(f"{layer}.{inside}", *sizes[short], spec)
 
 
-def _linear(
+def linear_tensors(
     name: str, out_features: int, in_features: int, spec: CompressionSpec | None
 ) -> Iterator[tuple[str, Promise]]:
-    """Yield the tensors of one linear, dense or factorised."""
+    """Yield the full names of the tensors of one linear, dense or factorised, with their promises."""
     if spec is None or name not in spec.ranks:
         yield f"{name}.weight", Promise((out_features, in_features))
         yield f"{name}.bias", Promise((out_features,), required=False)

@@ -15,8 +15,8 @@ import pytest
 import house_rules
 
 ROOT = Path(__file__).parent.parent
-DEVICE_SDK = {"neuronxcc", "nki", "optimum", "transformers_neuronx"}
-"""Packages of machines with a Neuron device. Modules that need them are not imported here."""
+DEVICE_SDK = {"neuronxcc", "nki", "optimum", "transformers_neuronx", "vllm"}
+"""Packages of machines with a Neuron device, and vLLM. Modules that need them are not imported here."""
 PACKAGES = set(house_rules.packages(ROOT)) - {"neuronmm"}
 
 

@@ -11,6 +11,7 @@ namespace neuronmm {
 namespace {
 
 constexpr int64_t kBlock = 16 << 10;  // bytes of weights that a worker pops at a time
+constexpr int64_t kManyBlock = 256 << 10;  // the same for more than kMaxBatch rows: it stays in the cache between them
 constexpr int kSwigluRows = 64;       // outputs of gate and up that a prefill computes before it evaluates SwiGLU
 constexpr int kVector = 16;           // most outputs that a GEMM computes in one vector
 constexpr int kSwigluCost = 64;       // bytes of weights that a prefill multiplies in about the time of one SwiGLU
@@ -110,7 +111,8 @@ static void run(const Worker& worker, const Phase& phase, int batch) {
             multiplier.pivots(phase.matmuls[i], worker.begin(linear->a.rows), worker.end(linear->a.rows));
     const int first = phase.row_at(phase.bytes * worker.id / worker.count);
     const int last = phase.row_at(phase.bytes * (worker.id + 1) / worker.count);
-    const int64_t block = phase.matmuls[0].x.rounded ? last - first : kBlock / phase.widest;
+    const int64_t bytes = batch > kMaxBatch ? kManyBlock : kBlock;
+    const int64_t block = phase.matmuls[0].x.rounded ? last - first : bytes / phase.widest;
     worker.each(first, last, static_cast<int>(std::max<int64_t>(block, 1)), [&](int begin, int end) {
         for (int i = 0; i < phase.count; i++) {
             const Matrix& m = *phase.matmuls[i].m;

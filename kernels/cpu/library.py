@@ -150,7 +150,7 @@ def _matches(library: ctypes.CDLL) -> bool:
     sizes = (ctypes.c_int64 * len(structs))()
     try:
         library.neuronmm_struct_sizes(sizes)
-        types = library.neuronmm_types()  # the newest one
+        types, _ = library.neuronmm_types(), library.neuronmm_linears  # the newest ones
     except AttributeError:  # built before the function existed
         return False
     return types == INT4 + 1 and list(sizes) == [ctypes.sizeof(struct) for struct in structs]

@@ -28,6 +28,15 @@ void Multiplier::multiply(const MatMul& p, const Matrix& m, int begin, int end, 
         kernels_.gemm_nt(m, begin, end, p.x.rounded, p.x.stride, batch_, y, ldy, bias, addend);
         return;
     }
+    if (batch_ > kMaxBatch) {  // the weights of this call are read again from the cache
+        for (int b = 0; b < batch_; b += kMaxBatch) {
+            const int n = std::min(kMaxBatch, batch_ - b);
+            const Inputs x = kernels_.prepare(p.x.row(b), p.x.stride, m.cols, n, m.type);
+            const Strided added{addend.data ? addend.data + b * addend.stride : nullptr, addend.stride};
+            kernels_.gemv(m, begin, end, x, n, y + b * ldy, ldy, bias, added);
+        }
+        return;
+    }
     if (!prepared_ || prepared_->x.data != p.x.data || prepared_->m->type != m.type || prepared_->m->cols != m.cols)
         inputs_ = kernels_.prepare(p.x.data, p.x.stride, m.cols, batch_, m.type);
     prepared_ = &p;

@@ -5,8 +5,9 @@
 
 namespace neuronmm {
 
-// fp32 activations [batch, n] that one phase writes and the next one reads; row b begins at data + b * stride. If there
-// are more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride, which the GEMMs read.
+// fp32 activations [batch, n] that one phase writes and the next one reads; row b begins at data + b * stride. For GEMMs,
+// of more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride. Without it a GEMV takes kMaxBatch rows
+// at a time.
 struct Rows {
     float* data;
     size_t stride;

@@ -1,0 +1,83 @@
+"""Several linears of one input as one torch op, for hosts that compile or thread a model themselves.
+
+``describe`` writes the C structs of the linears into a tensor, once. ``torch.ops.neuronmm.linears`` hands that tensor
+to the core: a call converts nothing and sees no Python object of a weight, so ``torch.compile`` can put it into a
+graph. The structs hold addresses: whoever describes weights keeps them alive and where they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, core
+from neuronmm.kernels.cpu.step import LinearWeights
+from neuronmm.kernels.int8 import Int8
+from neuronmm.kernels.ops import KernelError, width_after
+
+MAX_LINEARS = 3
+"""Most linears of one call."""
+
+
+def describe(linears: Sequence[LinearWeights]) -> Tensor:
+    """Return a uint8 tensor that describes one to three linears of one input to ``torch.ops.neuronmm.linears``.
+
+    Biases are float32. The caller keeps all tensors alive and where they are.
+
+    Raises:
+        KernelError: the linears do not fit together, or the core does not support a tensor.
+    """
+    if not 1 <= len(linears) <= MAX_LINEARS:
+        raise KernelError(f"one call takes 1 to {MAX_LINEARS} linears, not {len(linears)}")
+    structs = (Linear * len(linears))(*map(_struct, linears))
+    widths = sorted({linear.A.shape[1] if (f := linear.factors) is None else f.in_features for linear in linears})
+    if len(widths) > 1:
+        raise KernelError(f"linears of one input differ in its width: {widths[0]} and {widths[-1]}")
+    return torch.frombuffer(bytearray(structs), dtype=torch.uint8)
+
+
+def _struct(linear: LinearWeights) -> Linear:
+    factors, bias = linear.factors, linear.bias
+    _check(linear.A)
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (linear.out_features,)):
+        raise KernelError(f"a bias {list(bias.shape)} of {bias.dtype}, not [{linear.out_features}] of torch.float32")
+    address = None if bias is None else bias.data_ptr()
+    if factors is None:
+        return Linear(Matrix.of(linear.A), Matrix(), address)
+    _check(factors.B)
+    width_after(factors.in_features, factors)
+    return Linear.of(factors, address)
+
+
+def _check(weight: Tensor | Int8) -> None:
+    values, scales = weight if isinstance(weight, Int8) else (weight, None)
+    if values.dtype not in TYPES or (values.dtype == torch.int8) != (scales is not None):
+        raise KernelError(f"a weight of {values.dtype}: the core takes float32, bfloat16 or Int8")
+    if any(t.device.type != "cpu" or not t.is_contiguous() for t in (values, scales) if t is not None):
+        raise KernelError("a weight is not contiguous, or not in main memory")
+
+
+def _linears(x: Tensor, described: Tensor, out_features: int) -> Tensor:
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], out_features)
+    count, rows = described.numel() // ctypes.sizeof(Linear), x.numel() // x.shape[-1]
+    at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (described, x, y))
+    linears, x_at, y_at = at
+    library = core()
+    assert library is not None  # `describe` needs it, too
+    library.neuronmm_linears(linears, count, x_at, TYPES[x.dtype], rows, y_at, torch.get_num_threads())
+    return y
+
+
+def _shape_of_linears(x: Tensor, described: Tensor, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+# y [..., out_features]: the results of the described linears for x [..., in], side by side; float32 or bfloat16.
+_library = torch.library.Library("neuronmm", "DEF")
+_library.define("linears(Tensor x, Tensor described, int out_features) -> Tensor")
+_library.impl("linears", _linears, "CPU")
+torch.library.register_fake("neuronmm::linears", _shape_of_linears, lib=_library)

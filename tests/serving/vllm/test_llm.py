@@ -1,0 +1,146 @@
+"""vLLM with the plugin computes what this project's engine computes, for every family, form and dtype.
+
+vLLM's attention on a CPU errs by more than float32's rounding, so that a token may differ where two are almost equally
+likely. The yardstick is vLLM itself: the same matrices in a dense checkpoint, which it serves without the plugin.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import neuronmm
+from error_rule import assert_twice_plain
+from neuronmm.engine.sampling import SamplingParams
+from neuronmm.models import UserError
+from tiny_models import load_plain
+from word_tokenizer import word_tokenizer
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment for it")
+
+LENGTHS = (3, 9, 17, 40, 100)
+"""Of the prompts; vLLM reads them together, which is more rows than the core multiplies one by one."""
+NEW = 12
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it
+
+
+class Scores(NamedTuple):
+    """For each token of a text but the first: its log-probability, and how far it is below the best one."""
+
+    logprobs: torch.Tensor
+    behind: torch.Tensor
+
+
+def texts(folder: Path) -> list[list[int]]:
+    """Random prompts, each with the greedy tokens of our engine."""
+    engine = neuronmm.load(folder, backend="cpu")
+    engine.tokenizer = word_tokenizer()  # transformers replaces that of a qwen2 folder by its own
+    greedy = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
+    prompts = [torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
+    results = engine.generate([" ".join(f"w{token}" for token in prompt) for prompt in prompts], greedy)
+    return [prompt.tolist() + result.token_ids for prompt, result in zip(prompts, results, strict=True)]
+
+
+def scores(folder: Path, tokens: list[list[int]], **options: Any) -> list[Scores]:
+    """Let vLLM read the texts, and generate a token after each."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = vllm.LLM(str(folder), **{"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, **options})
+    only = vllm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    results = llm.generate([{"prompt_token_ids": text} for text in tokens], only, use_tqdm=False)
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    found = []
+    for result, text in zip(results, tokens, strict=True):
+        own = [at[token].logprob for at, token in zip(result.prompt_logprobs[1:], text[1:], strict=True)]
+        best = [max(entry.logprob for entry in at.values()) for at in result.prompt_logprobs[1:]]
+        found.append(Scores(torch.tensor(own), torch.tensor(best) - torch.tensor(own)))
+    return found
+
+
+def exact(folder: Path, text: list[int]) -> torch.Tensor:
+    """The log-probabilities in float64, from transformers."""
+    tokens = torch.tensor([text])
+    with torch.inference_mode():
+        logits = load_plain(folder, torch.float64)(tokens).logits
+    return logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].float()
+
+
+def check(folders: Any, **options: Any) -> None:
+    """Compare the plugin's errors with those of vLLM's dense model, and the best tokens with our engine's."""
+    tokens = texts(folders.compressed)
+    ours, dense = scores(folders.compressed, tokens, **options), scores(folders.dense, tokens)
+    right = [exact(folders.compressed, text) for text in tokens]
+    errors = [score.logprobs - exact(folders.dense, text) for score, text in zip(dense, tokens, strict=True)]
+    assert_twice_plain(
+        range(len(tokens)), lambda i: ours[i].logprobs, lambda i: right[i] + errors[i], lambda i: right[i]
+    )
+    largest = max(float(error.abs().max()) for error in errors)
+    assert all((score.behind[-NEW:] <= 2 * largest).all() for score in ours)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "dtype"),
+    [
+        ("llama", "two", torch.float32),
+        ("qwen2", "shared", torch.float32),
+        ("llama", "pivoted", torch.float32),
+        ("qwen3", "pivoted-shared", torch.float32),
+        ("qwen2", "pivoted-int8", torch.float32),
+        ("qwen3", "two", torch.bfloat16),
+        ("llama", "shared", torch.bfloat16),
+        ("qwen2", "pivoted", torch.bfloat16),
+        ("llama", "pivoted-shared", torch.bfloat16),
+        ("qwen3", "int8", torch.bfloat16),
+        ("qwen2", "pivoted-shared", torch.float16),  # not a dtype of the core: plain torch, as on a GPU
+        ("llama", "int8", torch.float16),
+    ],
+    ids=str,
+)
+def test_every_form_family_and_dtype(
+    model_type: str, kind: str, dtype: torch.dtype, served: Callable[..., Any]
+) -> None:
+    check(served(model_type, kind, dtype))
+
+
+@pytest.mark.parametrize("kind", ["pivoted", "int8"])
+def test_two_tensor_parallel_ranks(kind: str, served: Callable[..., Any]) -> None:
+    check(served("qwen2", kind), tensor_parallel_size=2, distributed_executor_backend="mp")
+
+
+def test_a_compiled_model(served: Callable[..., Any]) -> None:
+    check(served("llama", "pivoted"), enforce_eager=False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"method": 3}, "quantization_config.method"),
+        ({"format": 9}, "checkpoint format 9"),
+        ({"factors": "int8"}, "is stored as F32, not as I8"),
+        ({"ranks": {"model.layers.0.mlp.down_proj": 3}}, "config.json and weights disagree"),
+    ],
+)
+def test_a_broken_folder_ends_with_one_line(
+    changed: dict[str, Any], message: str, served: Callable[..., Any], tmp_path: Path
+) -> None:
+    for file in served().compressed.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"].update(changed)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message) as raised:
+        scores(tmp_path, [[3, 4]])
+    assert "\n" not in str(raised.value)
