@@ -13,50 +13,51 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, core
+from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, core, malformed
 from neuronmm.kernels.cpu.step import LinearWeights
-from neuronmm.kernels.int8 import Int8
+from neuronmm.kernels.low_bits import Weight
 from neuronmm.kernels.ops import KernelError, width_after
 
 MAX_LINEARS = 3
 """Most linears of one call."""
 
 
-def describe(linears: Sequence[LinearWeights]) -> Tensor:
+def describe(linears: Sequence[LinearWeights], dtype: torch.dtype) -> Tensor:
     """Return a uint8 tensor that describes one to three linears of one input to ``torch.ops.neuronmm.linears``.
 
-    Biases are float32. The caller keeps all tensors alive and where they are.
+    ``dtype`` is that of the input. Biases are float32. The caller keeps all tensors alive and where they are.
 
     Raises:
         KernelError: the linears do not fit together, or the core does not support a tensor.
     """
     if not 1 <= len(linears) <= MAX_LINEARS:
         raise KernelError(f"one call takes 1 to {MAX_LINEARS} linears, not {len(linears)}")
-    structs = (Linear * len(linears))(*map(_struct, linears))
+    structs = (Linear * len(linears))(*(_struct(linear, dtype) for linear in linears))
     widths = sorted({linear.A.shape[1] if (f := linear.factors) is None else f.in_features for linear in linears})
     if len(widths) > 1:
         raise KernelError(f"linears of one input differ in its width: {widths[0]} and {widths[-1]}")
     return torch.frombuffer(bytearray(structs), dtype=torch.uint8)
 
 
-def _struct(linear: LinearWeights) -> Linear:
+def _struct(linear: LinearWeights, dtype: torch.dtype) -> Linear:
     factors, bias = linear.factors, linear.bias
     _check(linear.A)
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (linear.out_features,)):
         raise KernelError(f"a bias {list(bias.shape)} of {bias.dtype}, not [{linear.out_features}] of torch.float32")
     address = None if bias is None else bias.data_ptr()
     if factors is None:
-        return Linear(Matrix.of(linear.A), Matrix(), address)
+        return Linear(Matrix.of(linear.A, dtype), Matrix(), address)
     _check(factors.B)
     width_after(factors.in_features, factors)
-    return Linear.of(factors, address)
+    return Linear.of(factors, address, dtype)
 
 
-def _check(weight: Tensor | Int8) -> None:
-    values, scales = weight if isinstance(weight, Int8) else (weight, None)
-    if values.dtype not in TYPES or (values.dtype == torch.int8) != (scales is not None):
-        raise KernelError(f"a weight of {values.dtype}: the core takes float32, bfloat16 or Int8")
-    if any(t.device.type != "cpu" or not t.is_contiguous() for t in (values, scales) if t is not None):
+def _check(weight: Weight) -> None:
+    reason = malformed(weight)
+    if reason is not None:
+        raise KernelError(f"a weight: {reason}")
+    tensors = (weight,) if isinstance(weight, Tensor) else weight[:2]
+    if any(t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
         raise KernelError("a weight is not contiguous, or not in main memory")
 
 

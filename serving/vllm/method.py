@@ -112,7 +112,8 @@ class LowRankMethod(LinearMethodBase):
         else:
             layer.wide_bias = layer.bias.data.float()
             biases = layer.wide_bias.split(layer.part_sizes)
-        layer.described = describe([_weights(part, bias) for part, bias in zip(layer.parts, biases, strict=True)])
+        weights = [_weights(part, bias) for part, bias in zip(layer.parts, biases, strict=True)]
+        layer.described = describe(weights, layer.params_dtype)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return y [tokens, sum of the parts' outputs] for x [tokens, in]."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.kernels import Form, Int8, LowRank
-from neuronmm.kernels.int8 import Weight
+from neuronmm.kernels.low_bits import Weight
 from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.tensors import check_pivots, linear_tensors
 

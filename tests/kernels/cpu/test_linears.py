@@ -52,7 +52,7 @@ def width(group: Group) -> int:
 
 
 def run(x: Tensor, group: Group) -> Tensor:
-    return torch.ops.neuronmm.linears(x, describe(weights(group)), width(group))
+    return torch.ops.neuronmm.linears(x, describe(weights(group), x.dtype), width(group))
 
 
 def exact(x: Tensor, group: Group) -> Tensor:
@@ -100,7 +100,7 @@ def test_a_bias_is_added_to_every_form() -> None:
     x, ones = torch.randn(3, 40), LinearWeights(torch.ones(2, 40), bias=torch.ones(2))
     for layout in LAYOUTS:
         factors = make_factors(24, 40, 8, True, torch.float32, layout)
-        y = torch.ops.neuronmm.linears(x, describe([LinearWeights(*factors), ones]), 26)
+        y = torch.ops.neuronmm.linears(x, describe([LinearWeights(*factors), ones], x.dtype), 26)
         expected = torch.cat([linears(x, [factors]), x.sum(1, keepdim=True).expand(3, 2) + 1], 1)
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
@@ -116,7 +116,7 @@ def test_leading_dimensions_strided_and_empty_input() -> None:
 @torch.inference_mode()
 def test_it_compiles_into_one_graph_of_any_batch() -> None:
     group = make_group(16, [(24, 4, "two"), (24, 4, "index")], torch.float32, False, False)
-    described = describe(weights(group))
+    described = describe(weights(group), torch.float32)
 
     def doubled_result(x: Tensor) -> Tensor:
         return torch.ops.neuronmm.linears(x * 2, described, 48) * 2
@@ -129,13 +129,13 @@ def test_it_compiles_into_one_graph_of_any_batch() -> None:
 
 def test_the_op_follows_the_rules_of_torch() -> None:
     group = make_group(16, [(24, 4, "two")], torch.float32, False, False)
-    arguments = (torch.randn(3, 16), describe(weights(group)), 24)
+    arguments = (torch.randn(3, 16), describe(weights(group), torch.float32), 24)
     torch.library.opcheck(torch.ops.neuronmm.linears.default, arguments)
 
 
 def test_several_threads_call_it_at_once() -> None:
     group = make_group(64, [(96, 32, "rows"), (96, 32, "two")], torch.bfloat16, False, True)
-    described, x = describe(weights(group)), torch.randn(8, 12, 64).bfloat16()
+    described, x = describe(weights(group), torch.bfloat16), torch.randn(8, 12, 64).bfloat16()
 
     def one(rows: Tensor) -> Tensor:
         return torch.ops.neuronmm.linears(rows, described, 192)
@@ -161,4 +161,4 @@ def test_several_threads_call_it_at_once() -> None:
 )
 def test_it_says_what_it_cannot_describe(reason: str, changed: list[LinearWeights]) -> None:
     with pytest.raises(KernelError, match=reason):
-        describe(changed)
+        describe(changed, torch.float32)

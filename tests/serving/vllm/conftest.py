@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from neuronmm.kernels.int8 import dense
+from neuronmm.kernels.low_bits import dense
 from neuronmm.models import CompressionSpec, LowRankLinear
 from tiny_models import (
     RANKS,
