@@ -21,6 +21,8 @@ from neuronmm.models.errors import UserError
 MIN_DIVISOR = 1e-4
 """Smallest temperature above 0 and smallest penalty; a logit divided by much less is infinite in float32."""
 
+NOT_FINITE = "the model's logits hold NaN or infinity: its weights overflow; try --dtype fp32"
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -84,6 +86,8 @@ class Sampler:
             if params.top_p < 1:
                 self._process.append(TopPLogitsWarper(params.top_p))
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.plain = self._greedy and not self._process
+        """Whether the choice always is the largest logit, whatever the tokens so far."""
 
     @torch.inference_mode()
     def __call__(self, seen: Tensor, logits: Tensor) -> Tensor:
@@ -96,7 +100,7 @@ class Sampler:
         """
         largest, likeliest = logits.max(-1)
         if not torch.isfinite(largest).all():
-            raise UserError("the model's logits hold NaN or infinity: its weights overflow; try --dtype fp32")
+            raise UserError(NOT_FINITE)
         if self._process:
             logits = self._process(seen, logits.float())
             likeliest = logits.argmax(-1)

@@ -17,7 +17,7 @@ from neuronmm.kernels.int8 import Int8, Weight
 from neuronmm.kernels.ops import KernelError
 
 MAX_BATCH = 8
-"""Most rows of one call."""
+"""Most rows of one call; a cache may have more."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Element type numbers of the core."""
@@ -119,7 +119,7 @@ def _matches(library: ctypes.CDLL) -> bool:
     sizes = (ctypes.c_int64 * len(structs))()
     try:
         library.neuronmm_struct_sizes(sizes)
-        _ = library.neuronmm_verify  # the newest one
+        _ = library.neuronmm_step_lanes  # the newest one
     except AttributeError:  # built before the function existed
         return False
     return list(sizes) == [ctypes.sizeof(struct) for struct in structs]
