@@ -13,7 +13,18 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-COMMANDS = ("compress", "recover", "convert", "generate", "serve", "benchmark", "evaluate", "sweep", "predict", "tiling")
+COMMANDS = (
+    "compress",
+    "recover",
+    "convert",
+    "generate",
+    "serve",
+    "benchmark",
+    "evaluate",
+    "sweep",
+    "predict",
+    "tiling",
+)
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.serving.errors import ApiError
@@ -38,7 +38,21 @@ STOP_STRINGS = 16
 COMPLETION_TOKENS = 16
 """Length of a completion without ``max_tokens``, which is OpenAI's."""
 
-_Stop = Annotated[str, Field(min_length=1)]
+_WHAT = {
+    "prompt": "has to be a text, a list of token ids, or a list of either",
+    "stop": f"has to be a text that is not empty, or a list of at most {STOP_STRINGS} of them",
+}
+"""What is said of a field whose types have no simple message."""
+
+
+def _encodable(text: str) -> str:
+    """Refuse half of a surrogate pair, which JSON can express but no tokenizer takes."""
+    text.encode()
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_encodable)]
+_Stop = Annotated[_Text, Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):
@@ -91,7 +105,7 @@ class Request(BaseModel):
 class CompletionRequest(Request):
     """A request to /v1/completions. A prompt is a text or its token ids; there may be several."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: _Text | list[int] | list[_Text] | list[list[int]]
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -107,7 +121,7 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
-    text: str
+    text: _Text
 
 
 class Message(BaseModel):
@@ -116,7 +130,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: _Text | list[Part]
 
     def plain(self) -> dict[str, str]:
         """Return role and text, as chat templates take them; ``developer`` is a newer name of ``system``."""
@@ -151,7 +165,7 @@ def parse(kind: type[R], body: bytes) -> R:
         data["messages"] = [_without_nulls(m) if isinstance(m, dict) else m for m in data["messages"]]
     for name in data.keys() & NEUTRAL.keys():
         value = data.pop(name)
-        if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
+        if (value, isinstance(value, bool)) not in [(neutral, isinstance(neutral, bool)) for neutral in NEUTRAL[name]]:
             raise ApiError(400, f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")
     for name in data.keys() & IGNORED:
         del data[name]
@@ -159,10 +173,10 @@ def parse(kind: type[R], body: bytes) -> R:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
         name = str(first["loc"][0])
-        what = "is not a parameter of this server" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ApiError(400, f"{path}: {what}", name, "invalid_parameter") from None
+        path = name if name in _WHAT else ".".join(str(part) for part in first["loc"])
+        unknown = "is not a parameter of this server" if first["type"] == "extra_forbidden" else None
+        raise ApiError(400, f"{path}: {unknown or _WHAT.get(name, first['msg'])}", name, "invalid_parameter") from None
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:

@@ -178,10 +178,10 @@ class DecodeStep:
         Raises:
             KernelError: an argument has a wrong dtype or shape, or does not fit the cache or the vocabulary.
         """
-        count = len(token_ids)
-        dtypes = (token_ids.dtype, lanes.dtype, slots.dtype)
-        if dtypes != (torch.int64, torch.int32, torch.int32) or not token_ids.shape == lanes.shape == slots.shape:
-            raise KernelError(f"tokens, lanes and slots are {dtypes}, not one int64 and two int32 of one shape [n]")
+        kinds = [(tensor.dtype, tensor.shape) for tensor in (token_ids, lanes, slots)]
+        count = token_ids.numel()
+        if kinds != [(dtype, (count,)) for dtype in (torch.int64, torch.int32, torch.int32)]:
+            raise KernelError(f"tokens, lanes and slots are {kinds}, not int64, int32 and int32 [n]")
         logits = torch.empty(count, self._vocab)
         token_ids, lanes, slots = (tensor.contiguous() for tensor in (token_ids, lanes, slots))
         tokens_at, lanes_at, slots_at, logits_at = (
@@ -190,8 +190,8 @@ class DecodeStep:
         step, model = self._library.neuronmm_step_lanes, ctypes.byref(self._model)
         if step(model, tokens_at, count, lanes_at, slots_at, logits_at, torch.get_num_threads()):
             raise KernelError(
-                f"the lanes {lanes.tolist()} at the slots {slots.tolist()} do not fit a cache of {self._batch} lanes of "
-                f"{self._model.max_len} slots, or are more than {MAX_BATCH}, or a token is outside the vocabulary"
+                f"the lanes {lanes.tolist()} at the slots {slots.tolist()} do not fit a cache of {self._batch} lanes "
+                f"of {self._model.max_len} slots, or are more than {MAX_BATCH}, or a token is outside the vocabulary"
             )
         return logits
 

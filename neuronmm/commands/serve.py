@@ -35,7 +35,9 @@ _PACKAGES = ("prometheus_client", "starlette", "uvicorn")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("model", metavar="OUT", help="a model folder (compressed or dense), a GGUF file or a hub id")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine only")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine only"
+    )
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one and prints it")
     parser.add_argument("--max-batch", type=int, default=8, metavar="N", help="rows that run at once; default 8")
     parser.add_argument("--max-queue", type=int, default=64, metavar="N", help="rows that may wait; default 64")
@@ -45,9 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help=f"prompt and answer together; default {CONTEXT}, or the model's"
     )
-    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds for the last requests; default 30")
     parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help=f"require the key in FILE (or in ${KEY_VARIABLE}) from clients"
+        "--grace", type=float, default=30.0, metavar="S", help="seconds for the last requests; default 30"
+    )
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"require the key in FILE (or in ${KEY_VARIABLE}) from clients",
     )
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
@@ -90,7 +97,9 @@ def run(args: argparse.Namespace) -> None:
         limits = Limits(args.max_batch, args.max_queue, args.max_tokens or engine.context, engine.context)
         name, address = Path(args.model).name, url(reserved)
         runner = engine.runner
-        print(f"backend {runner.backend}, {runner.dtype}, kernels: {runner.path}".replace("torch.", ""), file=sys.stderr)
+        print(
+            f"backend {runner.backend}, {runner.dtype}, kernels: {runner.path}".replace("torch.", ""), file=sys.stderr
+        )
 
         def ready() -> None:
             line = {"url": address, "model": name, "max_batch": limits.max_batch, "context": limits.context}
