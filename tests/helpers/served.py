@@ -24,7 +24,11 @@ class Server:
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        try:
+            line = self.process.stdout.readline()
+        except BaseException:  # an interrupted test
+            self.process.kill()
+            raise
         if not line:
             raise RuntimeError(f"the server did not start: {self.process.communicate()[1]}")
         self.ready: dict[str, Any] = json.loads(line)
