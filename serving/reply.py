@@ -24,7 +24,7 @@ class Reply(Response):
     """
 
     def __init__(
-        self, generate: Callable[[], AsyncGenerator[tuple[int, str]]], answer: Answer, usage: bool | None
+        self, generate: Callable[[], AsyncGenerator[tuple[int, str], None]], answer: Answer, usage: bool | None
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._generate, self._answer, self._usage = generate, answer, usage

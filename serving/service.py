@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from neuronmm.engine.engine import Engine
@@ -47,7 +47,7 @@ class Service:
         self.stopping = False
         self.scheduler.start()
 
-    async def generate(self, rows: list[Row], params: SamplingParams) -> AsyncIterator[tuple[int, str]]:
+    async def generate(self, rows: list[Row], params: SamplingParams) -> AsyncGenerator[tuple[int, str], None]:
         """Run the rows of a request, and yield the index of a row with its next text; a row may end with no text.
 
         Close the iterator to cancel the rows. The rows' results are complete when it is exhausted.
