@@ -29,6 +29,15 @@ CONTEXT = 2048
 """Default context, unless the model's is shorter: the cache of all slots is allocated at the start."""
 
 KEY_VARIABLE = "NEURONMM_API_KEY"
+_MANY = 10**6
+_RANGES = {
+    "port": (0, 65535),
+    "max_batch": (1, 1024),
+    "max_queue": (0, _MANY),
+    "max_tokens": (1, _MANY),
+    "context": (2, _MANY),
+    "grace": (0, _MANY),
+}
 _PACKAGES = ("prometheus_client", "starlette", "uvicorn")
 
 
@@ -74,10 +83,10 @@ def run(args: argparse.Namespace) -> None:
     from neuronmm.serving.server import bind, is_local, serve, url
     from neuronmm.serving.service import Limits
 
-    for name, least in (("max_batch", 1), ("max_queue", 0), ("max_tokens", 1), ("context", 2), ("grace", 0)):
+    for name, (least, most) in _RANGES.items():
         value = getattr(args, name)
-        if value is not None and not least <= value < 10**9:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it has to be at least {least}")
+        if value is not None and not least <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it has to be {least} to {most}")
     key = read_key(args.api_key_file)
     with bind(args.host, args.port) as reserved:
         if key is None and not is_local(reserved):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import urllib.error
 import urllib.request
 from importlib import util
 from pathlib import Path
@@ -30,7 +29,7 @@ def stream(client: openai.OpenAI, tokens: int) -> Any:
 
 
 def assert_refuses_connections(server: Server) -> None:
-    with pytest.raises(urllib.error.URLError):
+    with pytest.raises(OSError):  # refused, or reset if the server was just closing
         while True:
             urllib.request.urlopen(f"{server.url}/health", timeout=10)
 
@@ -71,7 +70,7 @@ def test_an_address_in_use_is_one_line(folder: Path, capsys: Capture) -> None:
         (["--max-queue", "-1"], "--max-queue is -1"),
         (["--context", "99999"], "--context is 99999, but the model has 16384"),
         (["--grace", "nan"], "--grace is nan"),
-        (["--port", "99999"], "cannot listen"),
+        (["--port", "99999"], "--port is 99999"),
         (["--host", "no.such.host.invalid"], "cannot listen"),
     ],
 )
