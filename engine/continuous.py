@@ -39,11 +39,10 @@ class _Sequence:
     sampler: Sampler
     seen: list[int]
 
-    def choose(self, logits: Tensor, likeliest: int, finite: bool) -> int | UserError:
-        """Return the next token after ``logits`` [1, vocab], or why there is none."""
+    def choose(self, logits: Tensor, token: int, finite: bool) -> int | UserError:
+        """Return the next token after ``logits`` [1, vocab], whose likeliest is ``token``, or why there is none."""
         if not finite:
             return UserError(NOT_FINITE)
-        token = likeliest
         if not self.sampler.plain:
             token = int(self.sampler(torch.tensor([self.seen], device=logits.device), logits)[0])
         self.seen.append(token)
@@ -93,8 +92,11 @@ class Batch:
     def _choose(self, rows: list[Row], logits: Tensor) -> list[int | UserError]:
         """Choose the next tokens, the likeliest of all rows at once: logits [n, vocab]."""
         largest, likeliest = logits.max(-1)
-        columns = zip(rows, logits.split(1), likeliest.tolist(), torch.isfinite(largest).tolist(), strict=True)
-        return [self._running[row].choose(*values) for row, *values in columns]
+        tokens, finite = likeliest.tolist(), torch.isfinite(largest).tolist()
+        return [
+            self._running[row].choose(logits[i : i + 1], token=tokens[i], finite=finite[i])
+            for i, row in enumerate(rows)
+        ]
 
 
 def run(

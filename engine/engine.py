@@ -83,7 +83,7 @@ class Engine:
             UserError: there is no token, they leave no room in the model's context, or one is outside the vocabulary.
         """
         if not ids and self.tokenizer.bos_token_id is not None:
-            ids = [self.tokenizer.bos_token_id]
+            ids = [cast(int, self.tokenizer.bos_token_id)]
         if not ids:
             raise UserError("the prompt is empty and the model has no beginning-of-sequence token; write a prompt")
         if len(ids) >= self.context:

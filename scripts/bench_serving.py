@@ -8,7 +8,7 @@ prompt each time, so that no cache of prompts helps. The clients are in this pro
     python scripts/bench_serving.py MODEL.gguf OUT --rounds 3 --streams 1 4 16 --results results.jsonl
     python scripts/bench_serving.py --report results.jsonl
 
-MODEL is a GGUF file, which llama.cpp reads in bf16 after a conversion. OUT are further models for our server alone,
+MODEL is a GGUF file, which is converted for llama.cpp to bf16 and to f16. OUT are further models for our server alone,
 compressed checkpoints for example. Results are appended as JSON lines. ``--report`` prints the tables.
 """
 
@@ -36,6 +36,8 @@ import cpu_peers
 LLAMA = cpu_peers.ENVIRONMENTS / "xllamacpp"
 LLAMA_PACKAGE = "xllamacpp==2026.10.11549"
 """Has a build of llama.cpp's own server."""
+PEERS = ["llama.cpp-BF16", "llama.cpp-F16"]
+"""llama.cpp with the model in these types."""
 TEXT = """
 the of and to in is that it was for on are as with they be at one have this from by hot word but what some we can out
 other were all there when up use your how said an each she which do their time if will way about many then them write
@@ -68,7 +70,7 @@ def serving(command: list[str], url: str) -> Iterator[str]:
         process.wait()
 
 
-def servers(models: list[str], engines: list[str], args: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
+def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     """Return each server's command and URL, by name."""
     commands: dict[str, tuple[list[str], str]] = {}
     rows, context = max(args.streams), args.prompt + args.new + 64
@@ -77,11 +79,11 @@ def servers(models: list[str], engines: list[str], args: argparse.Namespace) -> 
         ours = [sys.executable, "-m", "neuronmm", "serve", model, "--port", port, "--context", str(context)]
         name = "neuronmm" if not i else f"neuronmm {Path(model).name}"
         commands[name] = ([*ours, "--max-batch", str(rows), "--dtype", "bf16"], f"http://127.0.0.1:{port}")
-    if "llama.cpp" in engines:
-        port, script = str(args.port + len(models)), str(Path(__file__).with_name("llama_server.py"))
-        file = str(cpu_peers.write_gguf(models[0], "BF16"))
+    for i, engine in enumerate(args.engines):
+        port, script = str(args.port + len(models) + i), str(Path(__file__).with_name("llama_server.py"))
+        file = str(cpu_peers.write_gguf(models[0], engine.removeprefix("llama.cpp-")))
         command = [str(LLAMA / "bin" / "python"), script, file, port, str(rows), str(context), str(os.cpu_count())]
-        commands["llama.cpp"] = (command, f"http://127.0.0.1:{port}")
+        commands[engine] = (command, f"http://127.0.0.1:{port}")
     return commands
 
 
@@ -129,7 +131,7 @@ def measure(args: argparse.Namespace) -> None:
     """Run all rounds and append each measurement to the file."""
     draw = random.Random(args.first_round)
     with ExitStack() as stack:
-        commands = servers(args.models, args.engines, args)
+        commands = servers(args.models, args)
         urls = {name: stack.enter_context(serving(*command)) for name, command in commands.items()}
         for url in urls.values():
             asyncio.run(load(url, 1, 1, args, draw))
@@ -168,7 +170,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--report", type=Path, metavar="FILE")
-    parser.add_argument("--engines", nargs="+", default=["llama.cpp"], help="other servers; default llama.cpp")
+    parser.add_argument("--engines", nargs="*", default=PEERS, choices=PEERS, help="other servers; default all")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first-round", type=int, default=0)
