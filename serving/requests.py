@@ -51,6 +51,7 @@ def _encodable(text: str) -> str:
     return text
 
 
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Text = Annotated[str, AfterValidator(_encodable)]
 _Stop = Annotated[_Text, Field(min_length=1)]
 
@@ -75,7 +76,7 @@ class Request(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=2**31)
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     n: int = Field(1, ge=1)
@@ -105,7 +106,7 @@ class Request(BaseModel):
 class CompletionRequest(Request):
     """A request to /v1/completions. A prompt is a text or its token ids; there may be several."""
 
-    prompt: _Text | list[int] | list[_Text] | list[list[int]]
+    prompt: _Text | list[_Token] | list[_Text] | list[list[_Token]]
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
