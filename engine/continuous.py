@@ -1,4 +1,4 @@
-"""The generation loop for continuous batching: a sequence takes a free slot and releases it when it ends."""
+"""Continuous batching: a sequence takes a free slot, advances with the others, and releases the slot when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from neuronmm.engine.loop import Row, advance
-from neuronmm.engine.sampling import Sampler, SamplingParams
+from neuronmm.engine.sampling import NOT_FINITE, Sampler, SamplingParams
+from neuronmm.models.errors import UserError
 
 
 class Slots(Protocol):
@@ -34,14 +35,68 @@ class Slots(Protocol):
 
 @dataclass
 class _Sequence:
-    row: Row
+    slot: int
     sampler: Sampler
     seen: list[int]
 
-    def choose(self, logits: Tensor, device: torch.device) -> int:
-        token = int(self.sampler(torch.tensor([self.seen], device=device), logits[None])[0])
+    def choose(self, logits: Tensor, token: int, finite: bool) -> int | UserError:
+        """Return the next token after ``logits`` [1, vocab], whose likeliest is ``token``, or why there is none."""
+        if not finite:
+            return UserError(NOT_FINITE)
+        if not self.sampler.plain:
+            token = int(self.sampler(torch.tensor([self.seen], device=logits.device), logits)[0])
         self.seen.append(token)
         return token
+
+
+class Batch:
+    """The sequences in the slots of a backend. Each call returns the next token of a row, which keeps its slot.
+
+    The tokens of a row do not depend on the other rows. If its logits are not finite, there is an error instead of a
+    token, and the row has to leave.
+    """
+
+    def __init__(self, slots: Slots, device: torch.device) -> None:
+        self._slots, self._device = slots, device
+        self._running: dict[Row, _Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def free(self) -> int:
+        """The number of free slots."""
+        return self._slots.batch - len(self)
+
+    def join(self, row: Row, params: SamplingParams) -> int | UserError:
+        """Prefill the prompt of a row in the first free slot."""
+        slot = min(set(range(self._slots.batch)) - {sequence.slot for sequence in self._running.values()})
+        sampler = Sampler(params, [row.seed], self._device)
+        self._running[row] = _Sequence(slot, sampler, list(row.prompt_ids))
+        logits = self._slots.join(slot, torch.tensor(row.prompt_ids, device=self._device))
+        return self._choose([row], logits[None])[0]
+
+    def step(self) -> list[tuple[Row, int | UserError]]:
+        """Advance every row by one token; there has to be one."""
+        rows = list(self._running)
+        sequences = self._running.values()
+        last = torch.tensor([sequence.seen[-1] for sequence in sequences], device=self._device)
+        logits = self._slots.step([sequence.slot for sequence in sequences], last)
+        return list(zip(rows, self._choose(rows, logits), strict=True))
+
+    def leave(self, row: Row) -> None:
+        """Free the slot of a row."""
+        del self._running[row]
+
+    @torch.inference_mode()
+    def _choose(self, rows: list[Row], logits: Tensor) -> list[int | UserError]:
+        """Choose the next tokens, the likeliest of all rows at once: logits [n, vocab]."""
+        largest, likeliest = logits.max(-1)
+        tokens, finite = likeliest.tolist(), torch.isfinite(largest).tolist()
+        return [
+            self._running[row].choose(logits[i : i + 1], token=tokens[i], finite=finite[i])
+            for i, row in enumerate(rows)
+        ]
 
 
 def run(
@@ -53,23 +108,20 @@ def run(
     complete when the iterator is exhausted.
     """
     start = time.perf_counter()
-    waiting, running = deque(rows), dict[int, _Sequence]()
+    waiting, batch = deque(rows), Batch(slots, device)
 
-    def enter(slot: int, logits: Tensor) -> Iterator[tuple[Row, str]]:
-        """Sample the next token of a slot, and free the slot if the sequence has ended."""
-        sequence = running[slot]
-        token, row = sequence.choose(logits, device), sequence.row
+    def enter(row: Row, token: int | UserError) -> Iterator[tuple[Row, str]]:
+        """Add the next token of a row, which leaves if it has ended."""
+        if isinstance(token, UserError):
+            raise token
         yield from ((row, piece) for piece in advance(row, token, time.perf_counter() - start, eos) if piece)
         if row.result.finish_reason:
-            del running[slot]
+            batch.leave(row)
 
-    while waiting or running:
-        for slot in sorted(set(range(slots.batch)) - set(running))[: len(waiting)]:
+    while waiting or len(batch):
+        for _ in range(min(batch.free, len(waiting))):
             row = waiting.popleft()
-            running[slot] = _Sequence(row, Sampler(params, [row.seed], device), list(row.prompt_ids))
-            yield from enter(slot, slots.join(slot, torch.tensor(row.prompt_ids, device=device)))
-        if running:
-            now = list(running)
-            logits = slots.step(now, torch.tensor([running[slot].seen[-1] for slot in now], device=device))
-            for slot, line in zip(now, logits, strict=True):
-                yield from enter(slot, line)
+            yield from enter(row, batch.join(row, params))
+        if len(batch):
+            for row, token in batch.step():
+                yield from enter(row, token)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.engine.decoder import TorchDecoder
+from neuronmm.engine.kv_cache import KVCache
+from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, core
 from neuronmm.kernels.cpu.step import DecodeStep, LayerWeights, LinearWeights, ModelWeights
 from neuronmm.kernels.widened_linears import has_amx
@@ -26,14 +28,23 @@ class CpuDecoder(TorchDecoder):
     The logits of ``decode`` are float32.
 
     ``weights`` replace the model's own weights in the core's steps. They must describe the same model and at least
-    ``max_len`` positions.
+    ``max_len`` positions. ``cache`` is used instead of a new one.
 
     Raises:
         KernelError: the core does not support the model; :func:`refuses` tells so beforehand.
     """
 
-    def __init__(self, model: Any, batch: int, max_len: int, weights: ModelWeights | None = None) -> None:
-        super().__init__(model, batch, max_len)
+    def __init__(
+        self,
+        model: Any,
+        batch: int,
+        max_len: int,
+        weights: ModelWeights | None = None,
+        cache: KVCache | None = None,
+    ) -> None:
+        super().__init__(model, batch, max_len, cache)
+        if batch > MAX_BATCH:
+            raise KernelError(f"the core takes batch 1 to {MAX_BATCH}, not batch {batch}")
         self._core_step = DecodeStep(weights or describe(model, max_len), self.cache.keys, self.cache.values)
         self._starts = torch.zeros(batch, dtype=torch.int32)
 

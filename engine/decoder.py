@@ -41,11 +41,13 @@ class Decoder(Protocol):
 class TorchDecoder:
     """The torch decoder, for any device. It can be reused: every ``prefill`` resets the cache.
 
+    ``cache`` [batch, ..., max_len, ...] is used instead of a new one.
+
     Raises:
         ValueError: a call needs more than ``max_len`` positions or another number of rows.
     """
 
-    def __init__(self, model: Any, batch: int, max_len: int) -> None:
+    def __init__(self, model: Any, batch: int, max_len: int, cache: KVCache | None = None) -> None:
         config, attention = model.config, model.model.layers[0].self_attn
         self.batch, self.max_len = batch, max_len
         self._model, self._layers = model.model, list(model.model.layers)
@@ -54,10 +56,9 @@ class TorchDecoder:
         self._kv_heads: int = config.num_key_value_heads
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._qk_norm = hasattr(attention, "q_norm")
-        norm = model.model.norm.weight  # a float in every model
-        self.cache = KVCache(len(self._layers), batch, self._kv_heads, max_len, self._head_dim, norm.dtype, norm.device)
+        self.cache = cache or new_cache(model, batch, max_len)
         self.state_bytes = self.cache.nbytes
-        self._positions = torch.zeros(batch, dtype=torch.long, device=norm.device)
+        self._positions = torch.zeros(batch, dtype=torch.long, device=self.cache.valid.device)
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -133,6 +134,13 @@ class TorchDecoder:
             k, v = (t[:, :, None].expand(-1, -1, self._groups, -1, -1).flatten(1, 2) for t in (k, v))
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return out.transpose(1, 2).reshape(batch, n, -1)
+
+
+def new_cache(model: Any, batch: int, max_len: int) -> KVCache:
+    """Allocate an empty cache for ``batch`` sequences of a transformers model."""
+    layers, config, norm = model.model.layers, model.config, model.model.norm.weight  # a float in every model
+    head_dim = layers[0].self_attn.head_dim
+    return KVCache(len(layers), batch, config.num_key_value_heads, max_len, head_dim, norm.dtype, norm.device)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

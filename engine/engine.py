@@ -61,16 +61,29 @@ class Engine:
                 has a token outside the vocabulary.
         """
         if chat:
-            if not self.tokenizer.chat_template:
-                raise UserError("this model's tokenizer has no chat template; leave out --chat")
-            message = [{"role": "user", "content": prompt}]
-            with reading("the chat template of this model's tokenizer fails; leave out --chat"):
-                text = str(self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-            ids: Any = self.tokenizer(text, add_special_tokens=False).input_ids
-        else:
-            ids = self.tokenizer(prompt).input_ids
+            return self.encode_chat([{"role": "user", "content": prompt}])
+        return self.check_prompt(list(cast(Any, self.tokenizer(prompt).input_ids)))
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the token ids of a conversation, each message with a ``role`` and its ``content``.
+
+        Raises:
+            UserError: as :meth:`encode`.
+        """
+        if not self.tokenizer.chat_template:
+            raise UserError("this model's tokenizer has no chat template; give a plain prompt instead of a chat")
+        with reading("the chat template of this model's tokenizer fails on this chat; give a plain prompt"):
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return self.check_prompt(list(cast(Any, self.tokenizer(text, add_special_tokens=False).input_ids)))
+
+    def check_prompt(self, ids: list[int]) -> list[int]:
+        """Return the token ids of a prompt, or the beginning-of-sequence token if there are none.
+
+        Raises:
+            UserError: there is no token, they leave no room in the model's context, or one is outside the vocabulary.
+        """
         if not ids and self.tokenizer.bos_token_id is not None:
-            ids = [self.tokenizer.bos_token_id]
+            ids = [cast(int, self.tokenizer.bos_token_id)]
         if not ids:
             raise UserError("the prompt is empty and the model has no beginning-of-sequence token; write a prompt")
         if len(ids) >= self.context:
@@ -79,7 +92,7 @@ class Engine:
                 f"{self.context} tokens; shorten the prompt"
             )
         check_tokens(torch.tensor(ids), self.vocabulary)
-        return list(ids)
+        return ids
 
     def generate(
         self, prompts: Sequence[str], params: SamplingParams | None = None, *, chat: bool = False
@@ -119,18 +132,21 @@ class Engine:
         seed = secrets.randbits(32) if params.seed is None else params.seed
         rows = []
         for index, prompt in enumerate(prompts):
-            ids = self.encode(prompt, chat)
-            room = self.context - len(ids)
-            limit, reason = min((params.max_new_tokens, "length"), (room, "context"))
-            stream = TextStream(self.tokenizer, ids, params.stop)
-            rows.append(Row(ids, limit, reason, seed + index, stream, Generation(prompt, len(ids))))
+            rows.append(self.row(self.encode(prompt, chat), params, seed + index, prompt))
         return rows
+
+    def row(self, prompt_ids: list[int], params: SamplingParams, seed: int, prompt: str = "") -> Row:
+        """Prepare the generation of one sequence after the tokens of a prompt."""
+        room = self.context - len(prompt_ids)
+        limit, reason = min((params.max_new_tokens, "length"), (room, "context"))
+        stream = TextStream(self.tokenizer, prompt_ids, params.stop)
+        return Row(prompt_ids, limit, reason, seed, stream, Generation(prompt, len(prompt_ids)))
 
     def _run(self, rows: list[Row], params: SamplingParams) -> Iterator[tuple[Row, str]]:
         eos = frozenset() if params.ignore_eos else self.eos
         if self.runner.continuous:
             longest = max(len(row.prompt_ids) + row.limit for row in rows)
-            slots = cast(continuous.Slots, self.runner.decoder(min(len(rows), self.runner.max_batch), longest))
+            slots = self.runner.slots(min(len(rows), self.runner.max_batch), longest)
             return continuous.run(slots, rows, params, eos, self.runner.device)
         longest = max(len(row.prompt_ids) for row in rows)
         decoder = self.runner.decoder(len(rows), longest + max(row.limit for row in rows))

@@ -6,6 +6,8 @@ memory through plain pointers.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,14 @@ class KVCache:
         self.valid.fill_(True)
         self.valid[:, : attention_mask.shape[1]] = attention_mask.bool()
         self.padded = not bool(attention_mask.all())
+
+    def row(self, index: int) -> KVCache:
+        """Return an empty cache of one sequence in the memory of row ``index``, with a length of its own."""
+        row = copy.copy(self)
+        row.keys, row.values = ([t[index : index + 1] for t in tensors] for tensors in (self.keys, self.values))
+        row.valid = self.valid[index : index + 1]
+        row.length, row.padded = 0, False
+        return row
 
     @property
     def nbytes(self) -> int:

@@ -54,7 +54,7 @@ class Generation:
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """The state of one sequence of a batch."""
 

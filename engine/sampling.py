@@ -13,13 +13,17 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from neuronmm.models.errors import UserError
 
 MIN_DIVISOR = 1e-4
 """Smallest temperature above 0 and smallest penalty; a logit divided by much less is infinite in float32."""
+
+_CANDIDATES = 512
+"""Tokens among which the nucleus is looked for first."""
+
+NOT_FINITE = "the model's logits hold NaN or infinity: its weights overflow; try --dtype fp32"
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,10 @@ class Sampler:
             if params.top_k:
                 self._process.append(TopKLogitsWarper(params.top_k))
             if params.top_p < 1:
-                self._process.append(TopPLogitsWarper(params.top_p))
+                self._process.append(TopP(params.top_p))
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.plain = self._greedy and not self._process
+        """Whether the choice always is the largest logit, whatever the tokens so far."""
 
     @torch.inference_mode()
     def __call__(self, seen: Tensor, logits: Tensor) -> Tensor:
@@ -96,12 +102,37 @@ class Sampler:
         """
         largest, likeliest = logits.max(-1)
         if not torch.isfinite(largest).all():
-            raise UserError("the model's logits hold NaN or infinity: its weights overflow; try --dtype fp32")
+            raise UserError(NOT_FINITE)
         if self._process:
             logits = self._process(seen, logits.float())
             likeliest = logits.argmax(-1)
         if self._greedy:
             return likeliest
-        probabilities = logits.float().softmax(-1)
-        rows = zip(probabilities, self._generators, strict=True)
-        return torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
+        cumulative = logits.float().softmax(-1).cumsum(-1)
+        drawn = [torch.rand(1, generator=generator, device=logits.device) for generator in self._generators]
+        # In (0, total], so that the first sum that reaches it belongs to a token with a probability above 0.
+        # One number per row is several times as fast as torch.multinomial, which draws one per token.
+        at = (1 - torch.stack(drawn)) * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, at)[:, 0]
+
+
+class TopP:
+    """Keep the likeliest tokens up to the first whose sum reaches ``top_p``, as transformers' filter does.
+
+    Nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751. Sorting a vocabulary takes as long as a decode step, so
+    the likeliest tokens are selected first, and all are sorted only if those do not reach ``top_p``.
+    """
+
+    def __init__(self, top_p: float) -> None:
+        self._top_p = top_p
+
+    def __call__(self, seen: Tensor, logits: Tensor) -> Tensor:
+        """Set the other logits to minus infinity. Dimensions: logits [batch, vocab] -> the same."""
+        probabilities = logits.softmax(-1)
+        for count in (min(_CANDIDATES, logits.shape[-1]), logits.shape[-1]):
+            likeliest, at = probabilities.topk(count)
+            likelier = likeliest.cumsum(-1) - likeliest
+            if (likelier[:, -1] >= self._top_p).all():
+                break
+        dropped = torch.ones_like(logits, dtype=torch.bool).scatter(-1, at, likelier >= self._top_p)
+        return logits.masked_fill(dropped, -torch.inf)

@@ -20,6 +20,7 @@ COMMANDS = (
     "recover",
     "convert",
     "generate",
+    "serve",
     "benchmark",
     "evaluate",
     "sweep",

@@ -10,6 +10,7 @@ import torch
 
 from neuronmm.engine.backends import cpu, neuron
 from neuronmm.engine.backends.torch_runner import load_cuda, missing_cuda
+from neuronmm.engine.continuous import Slots
 from neuronmm.engine.decoder import Decoder
 from neuronmm.models.errors import UserError
 
@@ -18,8 +19,8 @@ class Runner(Protocol):
     """A model loaded on a backend. It creates decoders.
 
     ``max_batch`` is the number of rows that can run at once. ``max_len`` is the largest number of positions of a
-    sequence, None if only the model limits it. ``continuous`` says whether its decoders also are
-    :class:`~neuronmm.engine.continuous.Slots`.
+    sequence, None if only the model limits it. ``continuous`` says whether several prompts run as a continuous batch
+    rather than as static ones.
     """
 
     backend: str
@@ -36,6 +37,10 @@ class Runner(Protocol):
 
     def decoder(self, batch: int, max_len: int) -> Decoder:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
+        ...
+
+    def slots(self, batch: int, max_len: int) -> Slots:
+        """Create a continuous batch of ``batch`` slots of at most ``max_len`` positions."""
         ...
 
 

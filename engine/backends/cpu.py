@@ -10,6 +10,7 @@ import torch
 from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.engine.decoder import Decoder, TorchDecoder
+from neuronmm.engine.slots import CpuSlots, RowSlots
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, isa
 from neuronmm.models.errors import UserError
@@ -39,6 +40,10 @@ class CpuRunner(TorchRunner):
     def decoder(self, batch: int, max_len: int) -> Decoder:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return (TorchDecoder if self._in_torch(batch) else CpuDecoder)(self.model, batch, max_len)
+
+    def slots(self, batch: int, max_len: int) -> RowSlots:
+        """Create a continuous batch of ``batch`` slots of at most ``max_len`` positions."""
+        return super().slots(batch, max_len) if self._in_torch(1) else CpuSlots(self.model, batch, max_len)
 
     def _in_torch(self, batch: int) -> bool:
         if self.impl not in ("auto", "cpu"):

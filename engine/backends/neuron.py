@@ -97,13 +97,27 @@ class NeuronRunner:
         Raises:
             UserError: the compiled graphs are smaller.
         """
+        self._check(batch, max_len)
+        return (NeuronSlots if self.continuous else NeuronDecoder)(self, batch, max_len)
+
+    def slots(self, batch: int, max_len: int) -> NeuronSlots:
+        """Create a continuous batch of ``batch`` slots of at most ``max_len`` positions.
+
+        Raises:
+            UserError: the compiled graphs are smaller, or their rows start together.
+        """
+        self._check(batch, max_len)
+        if not self.continuous:
+            raise UserError("the graphs of this model have no slots; load the model with continuous=True")
+        return NeuronSlots(self, batch, max_len)
+
+    def _check(self, batch: int, max_len: int) -> None:
         sizes = self.settings
         if batch > sizes.batch_size or max_len > sizes.n_positions:
             raise UserError(
                 f"{batch} rows of {max_len} positions do not fit graphs of batch_size {sizes.batch_size} and "
                 f"n_positions {sizes.n_positions}; load the model with larger ones"
             )
-        return (NeuronSlots if self.continuous else NeuronDecoder)(self, batch, max_len)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Call the host's ``generate``, with transformers' interface. Dimensions: both [batch, prompt], left-padded."""

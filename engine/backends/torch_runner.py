@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from neuronmm.engine.decoder import Decoder, TorchDecoder
+from neuronmm.engine.slots import RowSlots
 from neuronmm.kernels.ops import Op, choose, implementations
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_pretrained
@@ -60,6 +61,10 @@ class TorchRunner:
     def decoder(self, batch: int, max_len: int) -> Decoder:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return TorchDecoder(self.model, batch, max_len)
+
+    def slots(self, batch: int, max_len: int) -> RowSlots:
+        """Create a continuous batch of ``batch`` slots of at most ``max_len`` positions."""
+        return RowSlots([self.decoder(1, max_len) for _ in range(batch)])
 
     def sibling(self, impl: str) -> TorchRunner:
         """Return a runner with the same weights, not copied, and another implementation."""

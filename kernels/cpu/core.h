@@ -64,7 +64,7 @@ struct Layer {
     void *keys, *values;
 };
 
-// A decoder with its cache. cos and sin are tables [max_len, head_dim]; both halves of a row are equal.
+// A decoder with its cache of `batch` lanes (rows). cos and sin are tables [max_len, head_dim]; both halves of a row are equal.
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
     int32_t batch, max_len, cache_type;
@@ -125,3 +125,9 @@ NEURONMM_EXPORT int neuronmm_step(const neuronmm::Model* model, const int64_t* t
 // cache equal those of `count` steps of one token bit by bit. Every token's slot has to be at or after its row's start.
 NEURONMM_EXPORT int neuronmm_verify(const neuronmm::Model* model, const int64_t* tokens, int32_t count,
                                     const int32_t* starts, int32_t slot, float* logits, int32_t threads);
+
+// One decode step of `count` independent sequences, at most kMaxBatch: token i continues the sequence that fills the
+// cache slots [0, slots[i]) of lane lanes[i]. logits [count, vocab] equal those of each sequence alone bit by bit. The
+// cache may have more lanes than a step takes. Returns -1, as above, also if a lane is out of range or named twice.
+NEURONMM_EXPORT int neuronmm_step_lanes(const neuronmm::Model* model, const int64_t* tokens, int32_t count,
+                                        const int32_t* lanes, const int32_t* slots, float* logits, int32_t threads);

@@ -17,7 +17,7 @@ from neuronmm.kernels.low_bits import GROUP, TILE, Int4, Int8, Weight
 from neuronmm.kernels.ops import KernelError
 
 MAX_BATCH = 8
-"""Most rows of one call."""
+"""Most rows of one call; a cache may have more."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Type numbers of matrices of floats."""
@@ -150,7 +150,7 @@ def _matches(library: ctypes.CDLL) -> bool:
     sizes = (ctypes.c_int64 * len(structs))()
     try:
         library.neuronmm_struct_sizes(sizes)
-        types, _ = library.neuronmm_types(), library.neuronmm_linears  # the newest ones
+        types, _, _ = library.neuronmm_types(), library.neuronmm_linears, library.neuronmm_step_lanes  # the newest ones
     except AttributeError:  # built before the function existed
         return False
     return types == INT4 + 1 and list(sizes) == [ctypes.sizeof(struct) for struct in structs]

@@ -1,13 +1,14 @@
 // A step takes tokens from embedding to logits; only barriers run between the kernels. Each token is one row of the
-// same matmuls. A decode step has one token per row of the cache, or several whose logits are all wanted: at most
-// kMaxBatch tokens, each of which is computed as if it were alone. A prefill step has several tokens per row and returns
-// the logits of the last ones. One call of neuronmm_step runs one decode step, or as many prefill steps as the prompt
-// needs; neuronmm_verify runs one decode step.
+// same matmuls. A decode step has one token per sequence, or several whose logits are all wanted: at most kMaxBatch
+// tokens, each of which is computed as if it were alone. A prefill step has several tokens per sequence and returns the
+// logits of the last ones. One call of neuronmm_step runs one decode step, or as many prefill steps as the prompt
+// needs; neuronmm_verify and neuronmm_step_lanes run one decode step.
 //
 // The residual stream and all activations are fp32. In a decode step every worker normalises all rows itself, because
 // that costs less than a barrier. Weight matrices are split over the workers by rows, decode attention by query head,
 // prefill attention by blocks of positions.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "blocks.h"
@@ -32,17 +33,22 @@ struct WorkerBuffers {
     Rows queries; // [kPrefillQueries, head_dim]; prefill keeps the queries in `rounded` and their results in `data`
 };
 
+// The sequence of one lane (row) of the cache: its first slot that holds a token, and the slot of its next one.
+struct Sequence {
+    int lane, start, slot;
+};
+
 class Step {
 public:
-    // Process `count` tokens of every row and write them to the cache slots from `slot` on. The tokens of consecutive
-    // rows are `stride` apart. `decode` computes the logits of every token; a prefill those of the last ones, or none if
-    // `logits` is null.
-    Step(const Model& model, const int64_t* tokens, int stride, int count, bool decode, const int32_t* starts, int slot,
-         float* logits, int threads)
-        : m_(model), tokens_(tokens), stride_(stride), count_(count), decode_(decode), starts_(starts), slot_(slot),
+    // Process `count` tokens of every sequence and write them to its cache slots from `slot` on. The tokens of
+    // consecutive sequences are `stride` apart. `decode` computes the logits of every token; a prefill those of the
+    // last ones, or none if `logits` is null.
+    Step(const Model& model, const int64_t* tokens, int stride, int count, bool decode,
+         std::vector<Sequence> sequences, float* logits, int threads)
+        : m_(model), tokens_(tokens), stride_(stride), count_(count), decode_(decode), sequences_(std::move(sequences)),
           worker_buffers_(threads) {
         static thread_local Scratch scratch;
-        const int rows = m_.batch * count, q_size = m_.heads * m_.head_dim, kv_size = m_.kv_heads * m_.head_dim;
+        const int rows = this->rows(), q_size = m_.heads * m_.head_dim, kv_size = m_.kv_heads * m_.head_dim;
         int rank = max_rank({&m_.head});
         for (int i = 0; i < m_.layers; i++) {
             const Layer& l = m_.layer[i];
@@ -72,7 +78,7 @@ public:
 
     void run(const Worker& worker) const {
         const WorkerBuffers& local = worker_buffers_[worker.id];
-        const int rows = m_.batch * count_;
+        const int rows = this->rows();
         for (int i = worker.begin(rows); i < worker.end(rows); i++) embed(worker, i);
         worker.sync();
         for (int i = 0; i < m_.layers; i++) {
@@ -88,18 +94,26 @@ public:
     }
 
 private:
+    int rows() const { return static_cast<int>(sequences_.size()) * count_; }
+
+    const Sequence& sequence(int row) const { return sequences_[row / count_]; }
+
+    // The cache slot of the token in activation row `row`, and its position in its sequence.
+    int slot(int row) const { return sequence(row).slot + row % count_; }
+    int position(int row) const { return slot(row) - sequence(row).start; }
+
     void last_layer_and_head(const Worker& worker, const WorkerBuffers& local) const {
         attention_and_mlp(worker, m_.layer[m_.layers - 1], local);
-        const int rows = m_.batch * count_;
+        const int rows = this->rows();
         for (int i = 0; i < rows; i++)
             worker.kernels.rms_norm(buffers_.x.row(i), m_.final_norm, m_.eps, m_.hidden, local.normed.row(i));
         project(worker, {{m_.head, buffers_.ax[0], buffers_.logits}}, local.normed, rows);
     }
 
-    // The decode step of each row's last token, on the same buffers.
+    // The decode step of each sequence's last token, on the same buffers.
     Step last_token() const {
         Step last(*this);
-        last.slot_ += count_ - 1;
+        for (Sequence& sequence : last.sequences_) sequence.slot += count_ - 1;
         last.count_ = 1;
         last.decode_ = true;
         Buffers& s = last.buffers_;
@@ -114,9 +128,8 @@ private:
     // Compute queries, keys and values, and append keys and values to the cache.
     void append_kv(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
         const Buffers& s = buffers_;
-        const int rows = m_.batch * count_;
         const Rows normed = norm(worker, l.input_norm, local);
-        project(worker, {{l.q, s.ax[0], s.q}, {l.k, s.ax[1], s.k}, {l.v, s.ax[2], s.v}}, normed, rows);
+        project(worker, {{l.q, s.ax[0], s.q}, {l.k, s.ax[1], s.k}, {l.v, s.ax[2], s.v}}, normed, rows());
         worker.sync();
         write_cache(worker, l);
         worker.sync();
@@ -135,7 +148,7 @@ private:
         else
             prefill_attention(worker, l, local);
         worker.sync();
-        project(worker, {{l.o, s.ax[0], s.x}}, s.attended, m_.batch * count_, true);
+        project(worker, {{l.o, s.ax[0], s.x}}, s.attended, rows(), true);
         worker.sync();
     }
 
@@ -143,8 +156,8 @@ private:
     void mlp(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
         const Buffers& s = buffers_;
         const Rows normed = norm(worker, l.post_norm, local);
-        swiglu(worker, {l.gate, l.up, l.down, s.ax[0], s.ax[1], s.hidden, s.up, s.ax[0]}, normed, m_.batch * count_,
-               s.x, true);
+        swiglu(worker, {l.gate, l.up, l.down, s.ax[0], s.ax[1], s.hidden, s.up, s.ax[0]}, normed, rows(), s.x,
+               true);
         worker.sync();
     }
 
@@ -160,7 +173,7 @@ private:
     // Normalise the rows. Each worker normalises all of up to kMaxBatch rows into its own buffer; more rows are split
     // over the team.
     Rows norm(const Worker& worker, const float* weight, const WorkerBuffers& local) const {
-        const int rows = m_.batch * count_;
+        const int rows = this->rows();
         const bool split = rows > kMaxBatch;
         const Rows& to = split ? buffers_.normed : local.normed;
         for (int i = split ? worker.begin(rows) : 0; i < (split ? worker.end(rows) : rows); i++) {
@@ -180,33 +193,33 @@ private:
         worker.kernels.rotate(head, m_.cos + at, m_.sin + at, m_.head_dim / 2);
     }
 
-    // The cache of one KV head of row b: `count` positions from slot `start` on.
-    Matrix cached(void* cache, int b, int kv_head, int start, int count) const {
-        const size_t first = (static_cast<size_t>(b) * m_.kv_heads + kv_head) * m_.max_len + start;
+    // The cache of one KV head of a lane: `count` positions from slot `start` on.
+    Matrix cached(void* cache, int lane, int kv_head, int start, int count) const {
+        const size_t first = (static_cast<size_t>(lane) * m_.kv_heads + kv_head) * m_.max_len + start;
         const size_t bytes = m_.cache_type == kFloat32 ? 4 : 2;
         return {static_cast<char*>(cache) + first * m_.head_dim * bytes, nullptr, count, m_.head_dim, m_.cache_type};
     }
 
     // Write the tokens' keys and values to the cache. Padding gets keys and values too; no query reads them.
     void write_cache(const Worker& worker, const Layer& l) const {
-        const int items = m_.batch * count_ * m_.kv_heads;
+        const int items = rows() * m_.kv_heads;
         for (int item = worker.begin(items); item < worker.end(items); item++) {
             const int row = item / m_.kv_heads, head = item % m_.kv_heads;
-            const int b = row / count_, slot = slot_ + row % count_;
+            const int lane = sequence(row).lane;
             float* key = buffers_.k.row(row) + head * m_.head_dim;
-            rotate(worker, key, l.k_norm, std::max(slot - starts_[b], 0));
+            rotate(worker, key, l.k_norm, std::max(position(row), 0));
             const float* value = buffers_.v.row(row) + head * m_.head_dim;
             worker.kernels.narrow(key, m_.cache_type, m_.head_dim,
-                                  const_cast<void*>(cached(l.keys, b, head, slot, 1).data));
+                                  const_cast<void*>(cached(l.keys, lane, head, slot(row), 1).data));
             worker.kernels.narrow(value, m_.cache_type, m_.head_dim,
-                                  const_cast<void*>(cached(l.values, b, head, slot, 1).data));
+                                  const_cast<void*>(cached(l.values, lane, head, slot(row), 1).data));
         }
     }
 
     // Attention of this worker's query heads. One pass over the keys of a KV head scores up to kDecodeHeads consecutive
     // query heads of one token together, one row per head.
     void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
-        const int group = m_.heads / m_.kv_heads, items = m_.batch * count_ * m_.heads, end = worker.end(items);
+        const int group = m_.heads / m_.kv_heads, items = rows() * m_.heads, end = worker.end(items);
         for (int item = worker.begin(items); item < end;) {
             const int row = item / m_.heads, head = item % m_.heads, kv_head = head / group;
             const int count = std::min({(kv_head + 1) * group - head, end - item, kDecodeHeads});
@@ -217,12 +230,12 @@ private:
 
     void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local, int row, int head,
                           int kv_head, int count) const {
-        const int d = m_.head_dim, b = row / count_, start = starts_[b], position = slot_ + row % count_ - start;
-        const int filled = position + 1;
+        const int d = m_.head_dim, lane = sequence(row).lane, start = sequence(row).start, at = position(row);
+        const int filled = at + 1;
         float* q = buffers_.q.row(row) + head * d;
-        for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, position);
-        const Matrix keys = cached(l.keys, b, kv_head, start, filled);
-        const Matrix values = cached(l.values, b, kv_head, start, filled);
+        for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, at);
+        const Matrix keys = cached(l.keys, lane, kv_head, start, filled);
+        const Matrix values = cached(l.values, lane, kv_head, start, filled);
         const Inputs queries = worker.kernels.prepare(q, d, d, count, m_.cache_type);
         worker.kernels.gemv(keys, 0, filled, queries, count, local.scores.data, local.scores.stride, nullptr, {});
         for (int i = 0; i < count; i++) {
@@ -236,22 +249,24 @@ private:
     // dealt to the workers in turn, because later positions attend to more keys.
     void prefill_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
         const int group = m_.heads / m_.kv_heads, block = std::max(1, kPrefillQueries / group);
-        const int lanes = m_.batch * m_.kv_heads, items = (count_ + block - 1) / block * lanes;
+        const int each = static_cast<int>(sequences_.size()) * m_.kv_heads;  // items of one block
+        const int items = (count_ + block - 1) / block * each;
         for (int item = worker.id; item < items; item += worker.count) {
-            const int first = item / lanes * block, lane = item % lanes;
-            prefill_block(worker, l, local, lane / m_.kv_heads, lane % m_.kv_heads, first,
+            const int first = item / each * block, head = item % each;
+            prefill_block(worker, l, local, head / m_.kv_heads, head % m_.kv_heads, first,
                           std::min(block, count_ - first));
         }
     }
 
-    // Attention of positions [first, first + n) of this step. It scores as many query heads together as fit into
-    // kPrefillQueries rows.
+    // Attention of positions [first, first + n) of this step in sequence b. It scores as many query heads together as
+    // fit into kPrefillQueries rows.
     void prefill_block(const Worker& worker, const Layer& l, const WorkerBuffers& local, int b, int kv_head, int first,
                       int n) const {
-        const int d = m_.head_dim, group = m_.heads / m_.kv_heads, start = starts_[b];
-        const int filled = std::max(slot_ + first + n - start, 0);  // positions that the last query attends to
-        const Matrix keys = cached(l.keys, b, kv_head, start, filled);
-        const Matrix values = cached(l.values, b, kv_head, start, filled);
+        const int d = m_.head_dim, group = m_.heads / m_.kv_heads;
+        const Sequence& of = sequences_[b];
+        const int filled = std::max(of.slot + first + n - of.start, 0);  // positions that the last query attends to
+        const Matrix keys = cached(l.keys, of.lane, kv_head, of.start, filled);
+        const Matrix values = cached(l.values, of.lane, kv_head, of.start, filled);
         const Rows &scores = local.scores, &queries = local.queries, &to = buffers_.attended;
         const int at_once = std::min(group, std::max(1, kPrefillQueries / n));
         for (int g = 0; g < group; g += at_once) {
@@ -261,13 +276,13 @@ private:
             const auto column_of = [&](int i) { return (kv_head * group + g + i / n) * d; };
             for (int i = 0; i < rows; i++) {
                 float* q = buffers_.q.row(row_of(i)) + column_of(i);
-                rotate(worker, q, l.q_norm, std::max(slot_ + first + i % n - start, 0));
+                rotate(worker, q, l.q_norm, std::max(position(row_of(i)), 0));
                 worker.kernels.narrow(q, kBFloat16, d, queries.rounded + i * queries.stride);
             }
             worker.kernels.gemm_nt(keys, 0, filled, queries.rounded, queries.stride, rows, scores.data, scores.stride,
                                 nullptr, {});
             for (int i = 0; i < rows; i++) {
-                const int seen = std::max(slot_ + first + i % n + 1 - start, 0);
+                const int seen = std::max(position(row_of(i)) + 1, 0);
                 if (seen) worker.kernels.softmax(scores.row(i), seen, m_.scale);
                 std::fill(scores.row(i) + seen, scores.row(i) + filled, 0.0f);
             }
@@ -286,8 +301,7 @@ private:
     const int64_t* tokens_;
     int stride_, count_;
     bool decode_;
-    const int32_t* starts_;
-    int slot_;
+    std::vector<Sequence> sequences_;
     Buffers buffers_;
     std::vector<WorkerBuffers> worker_buffers_;
 };
@@ -309,26 +323,50 @@ int neuronmm_reads_prompts(const neuronmm::Model* model) {
 
 namespace {
 
-// Whether the tokens and their slots are in range; the tokens from `first` on need a slot that their row has begun at.
-bool fits(const neuronmm::Model& model, const int64_t* tokens, int count, const int32_t* starts, int slot, int first) {
-    if (count < 1 || slot < 0 || slot > model.max_len - count) return false;
-    for (int i = 0; i < model.batch * count; i++)
+using neuronmm::Sequence;
+
+// The sequences of a static batch: each lane holds one, and all have the same next slot.
+std::vector<Sequence> batch_of(const neuronmm::Model& model, const int32_t* starts, int slot) {
+    std::vector<Sequence> sequences;
+    for (int b = 0; b < model.batch; b++) sequences.push_back({b, starts[b], slot});
+    return sequences;
+}
+
+// Whether the tokens, lanes and slots are in range, each sequence has a lane of its own, and the tokens from `first` on
+// need a slot that their sequence has begun at.
+bool fits(const neuronmm::Model& model, const int64_t* tokens, int count, const std::vector<Sequence>& sequences,
+          int first) {
+    if (count < 1 || sequences.empty() || sequences.size() > neuronmm::kMaxBatch) return false;
+    std::vector<bool> taken(model.batch);
+    for (const Sequence& of : sequences) {
+        if (of.lane < 0 || of.lane >= model.batch || taken[of.lane]) return false;
+        if (of.slot < 0 || of.slot > model.max_len - count || of.start < 0 || of.start > of.slot + first) return false;
+        taken[of.lane] = true;
+    }
+    for (size_t i = 0; i < sequences.size() * count; i++)
         if (tokens[i] < 0 || tokens[i] >= model.embedding.rows) return false;
-    for (int b = 0; b < model.batch; b++)
-        if (starts[b] < 0 || starts[b] > slot + first) return false;
     return true;
+}
+
+// Run one decode step, with the logits of every token.
+int decode(const neuronmm::Model& model, const int64_t* tokens, int count, std::vector<Sequence> sequences,
+           float* logits, int threads) {
+    if (!fits(model, tokens, count, sequences, 0)) return -1;
+    const neuronmm::Step step(model, tokens, count, count, true, std::move(sequences), logits, threads);
+    neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });
+    return 0;
 }
 
 }  // namespace
 
 int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t count, const int32_t* starts,
                   int32_t slot, float* logits, int32_t threads) {
-    if (!fits(*model, tokens, count, starts, slot, count - 1)) return -1;
+    if (!fits(*model, tokens, count, batch_of(*model, starts, slot), count - 1)) return -1;
     if (count > 1 && !neuronmm_reads_prompts(model)) return -1;
     const int most = std::max(1, neuronmm::kPrefillRows / model->batch);
     for (int done = 0, n; done < count; done += n) {
         n = std::min(most, count - done);
-        const neuronmm::Step step(*model, tokens + done, count, n, n == 1, starts, slot + done,
+        const neuronmm::Step step(*model, tokens + done, count, n, n == 1, batch_of(*model, starts, slot + done),
                                   done + n == count ? logits : nullptr, threads);
         neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });
     }
@@ -337,9 +375,13 @@ int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t c
 
 int neuronmm_verify(const neuronmm::Model* model, const int64_t* tokens, int32_t count, const int32_t* starts,
                     int32_t slot, float* logits, int32_t threads) {
-    if (count < 1 || count > neuronmm::kMaxBatch / model->batch) return -1;
-    if (!fits(*model, tokens, count, starts, slot, 0)) return -1;
-    const neuronmm::Step step(*model, tokens, count, count, true, starts, slot, logits, threads);
-    neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });
-    return 0;
+    if (count > neuronmm::kMaxBatch / model->batch) return -1;
+    return decode(*model, tokens, count, batch_of(*model, starts, slot), logits, threads);
+}
+
+int neuronmm_step_lanes(const neuronmm::Model* model, const int64_t* tokens, int32_t count, const int32_t* lanes,
+                        const int32_t* slots, float* logits, int32_t threads) {
+    std::vector<Sequence> sequences;
+    for (int i = 0; i < count; i++) sequences.push_back({lanes[i], 0, slots[i]});
+    return decode(*model, tokens, 1, std::move(sequences), logits, threads);
 }

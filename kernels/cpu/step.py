@@ -87,7 +87,7 @@ class DecodeStep:
     """Run the decoder for a batch: one token per row, or several if :attr:`reads_prompts` holds.
 
     Dimensions: ``keys[layer]`` and ``values[layer]`` [batch, kv_heads, max_len, head_dim], contiguous, float32 or
-    bfloat16, batch at most 8.
+    bfloat16. A call and :meth:`verify` serve a batch of at most 8 rows; :meth:`step_lanes` serves up to 8 of more.
 
     Raises:
         KernelError: the core is not built, or a tensor has a wrong device, dtype, layout or shape.
@@ -102,9 +102,9 @@ class DecodeStep:
         batch, kv_heads, max_len, head_dim = keys[0].shape
         q_size, kv_size = weights.heads * head_dim, kv_heads * head_dim
         self._batch, self._dtype = batch, keys[0].dtype
-        if not 1 <= batch <= MAX_BATCH or weights.heads % kv_heads or head_dim % 2:
+        if batch < 1 or weights.heads % kv_heads or head_dim % 2:
             raise KernelError(
-                f"the core takes batch 1 to {MAX_BATCH}, a multiple of the KV heads as heads, and an even head size; "
+                f"the core takes batch 1 or more, a multiple of the KV heads as heads, and an even head size; "
                 f"not batch {batch}, {weights.heads} heads, {kv_heads} KV heads, head size {head_dim}"
             )
         if isinstance(weights.embedding, Int4):
@@ -169,7 +169,37 @@ class DecodeStep:
         """
         return self._run(self._library.neuronmm_verify, token_ids, slot, starts, (*token_ids.shape, self._vocab))
 
+    def step_lanes(self, token_ids: Tensor, lanes: Tensor, slots: Tensor) -> Tensor:
+        """Append one token to each of n independent sequences, at most 8, and return their logits.
+
+        Each sequence fills the slots of its lane (row of the cache) from 0 to before its ``slots`` entry. Logits and
+        cache equal those of a step of each sequence alone bit by bit.
+
+        Dimensions: token_ids int64 [n]; lanes, slots int32 [n]; logits float32 [n, vocab].
+
+        Raises:
+            KernelError: an argument has a wrong dtype or shape, or does not fit the cache or the vocabulary.
+        """
+        kinds = [(tensor.dtype, tensor.shape) for tensor in (token_ids, lanes, slots)]
+        count = token_ids.numel()
+        if kinds != [(dtype, (count,)) for dtype in (torch.int64, torch.int32, torch.int32)]:
+            raise KernelError(f"tokens, lanes and slots are {kinds}, not int64, int32 and int32 [n]")
+        logits = torch.empty(count, self._vocab)
+        token_ids, lanes, slots = (tensor.contiguous() for tensor in (token_ids, lanes, slots))
+        tokens_at, lanes_at, slots_at, logits_at = (
+            ctypes.c_void_p(tensor.data_ptr()) for tensor in (token_ids, lanes, slots, logits)
+        )
+        step, model = self._library.neuronmm_step_lanes, ctypes.byref(self._model)
+        if step(model, tokens_at, count, lanes_at, slots_at, logits_at, torch.get_num_threads()):
+            raise KernelError(
+                f"the lanes {lanes.tolist()} at the slots {slots.tolist()} do not fit a cache of {self._batch} lanes "
+                f"of {self._model.max_len} slots, or are more than {MAX_BATCH}, or a token is outside the vocabulary"
+            )
+        return logits
+
     def _run(self, step: Any, token_ids: Tensor, slot: int, starts: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if self._batch > MAX_BATCH:
+            raise KernelError(f"the core takes batch 1 to {MAX_BATCH}, not batch {self._batch}")
         if token_ids.ndim != 2 or len(token_ids) != self._batch or token_ids.dtype != torch.int64:
             raise KernelError(
                 f"token_ids are {token_ids.dtype} {list(token_ids.shape)}, not int64 [{self._batch}, count]"

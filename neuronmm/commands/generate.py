@@ -61,12 +61,13 @@ def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_neuron_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``--backend neuron``."""
+def add_neuron_arguments(parser: argparse.ArgumentParser, continuous: bool = True) -> None:
+    """Add the options of ``--backend neuron``; ``continuous``: let the user choose a continuous batch."""
     group = parser.add_argument_group("with --backend neuron")
     group.add_argument("--tp", type=int, metavar="N", help="NeuronCores that share the model; default 1")
     group.add_argument("--positions", type=int, metavar="N", help="longest prompt and answer together; default 512")
-    group.add_argument("--continuous", action="store_true", help="start a prompt when another one ends")
+    if continuous:
+        group.add_argument("--continuous", action="store_true", help="start a prompt when another one ends")
     group.add_argument(
         "--emulate", action="store_true", help="run the Neuron host on this CPU with an emulated runtime"
     )
@@ -78,7 +79,7 @@ def backend_options(args: argparse.Namespace) -> dict[str, Any]:
         "weight_dtype": args.weight_dtype,
         "tp_degree": args.tp,
         "n_positions": args.positions,
-        "continuous": args.continuous or None,
+        "continuous": getattr(args, "continuous", None) or None,
         "emulate": args.emulate or None,
     }
     return {name: value for name, value in options.items() if value is not None}

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from fake_slots import FakeSlots, row
 from neuronmm.engine import continuous
-from neuronmm.engine.loop import Generation, Row
+from neuronmm.engine.loop import Row
 from neuronmm.engine.sampling import SamplingParams
-from neuronmm.engine.text import TextStream
-from word_tokenizer import word_tokenizer
 
 
-class Slots:
-    """Fake slots: the logits depend on every token of a slot's sequence, and ``diary`` records the calls."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch, self.diary = batch, []
-        self.sequences: dict[int, list[int]] = {}
-
-    def join(self, slot: int, input_ids: Tensor) -> Tensor:
-        self.sequences[slot] = input_ids.tolist()
-        self.diary.append(f"join {slot}")
-        return self.logits(slot)
-
-    def step(self, slots: list[int], token_ids: Tensor) -> Tensor:
-        self.sequences = {slot: self.sequences[slot] for slot in slots}  # slots left out of a step are lost
-        for slot, token in zip(slots, token_ids.tolist(), strict=True):
-            self.sequences[slot].append(token)
-        self.diary.append(f"step {slots}")
-        return torch.stack([self.logits(slot) for slot in slots])
-
-    def logits(self, slot: int) -> Tensor:
-        state = sum((i + 1) * token for i, token in enumerate(self.sequences[slot]))
-        return torch.randn(64, generator=torch.Generator().manual_seed(state))
-
-
-def row(prompt: list[int], limit: int, params: SamplingParams, seed: int = 7) -> Row:
-    stream = TextStream(word_tokenizer(), prompt, params.stop)
-    return Row(prompt, limit, "length", seed, stream, Generation("", len(prompt)))
-
-
-def generate(slots: Slots, rows: list[Row], params: SamplingParams, eos: frozenset[int] = frozenset()) -> list[Row]:
+def generate(slots: FakeSlots, rows: list[Row], params: SamplingParams, eos: frozenset[int] = frozenset()) -> list[Row]:
     """Generate, and return the row of each piece of text in order."""
     order = [row for row, _ in continuous.run(slots, rows, params, eos, torch.device("cpu"))]
     assert all(row.result.finish_reason for row in rows)
@@ -51,7 +20,7 @@ def generate(slots: Slots, rows: list[Row], params: SamplingParams, eos: frozens
 def test_a_row_joins_when_another_has_ended() -> None:
     params = SamplingParams()
     rows = [row([3, 4, 5], 3, params), row([6], 5, params), row([7, 8], 1, params), row([9], 2, params)]
-    slots = Slots(2)
+    slots = FakeSlots(2)
     generate(slots, rows, params)
     assert [len(row.result.token_ids) for row in rows] == [3, 5, 1, 2]
     assert slots.diary == [
@@ -64,10 +33,10 @@ def test_every_row_is_what_it_is_alone() -> None:
     params = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.3)
     prompts = [([3, 4, 5], 9), ([6], 4), ([7, 8], 12), ([9, 10], 2), ([11], 7)]
     together = [row(*prompt, params, seed) for seed, prompt in enumerate(prompts)]
-    generate(Slots(2), together, params)
+    generate(FakeSlots(2), together, params)
     for seed, prompt in enumerate(prompts):
         alone = row(*prompt, params, seed)
-        generate(Slots(1), [alone], params)
+        generate(FakeSlots(1), [alone], params)
         assert together[seed].result.token_ids == alone.result.token_ids
         assert together[seed].result.text == alone.result.text
 
@@ -75,10 +44,10 @@ def test_every_row_is_what_it_is_alone() -> None:
 def test_an_end_of_sequence_frees_the_slot() -> None:
     params = SamplingParams()
     (free,) = [row([3], 6, params)]
-    generate(Slots(1), [free], params)
+    generate(FakeSlots(1), [free], params)
     end = free.result.token_ids[2]
     rows = [row([3], 6, params), row([4], 1, params)]
-    slots = Slots(1)
+    slots = FakeSlots(1)
     generate(slots, rows, params, frozenset((end,)))
     assert (rows[0].result.finish_reason, rows[0].result.token_ids[-1]) == ("eos", end)
     assert slots.diary == ["join 0", "step [0]", "step [0]", "join 0"]

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import TopPLogitsWarper
 
+from draws import examples
 from neuronmm.engine.engine import load
-from neuronmm.engine.sampling import MIN_DIVISOR, Sampler, SamplingParams
+from neuronmm.engine.sampling import MIN_DIVISOR, Sampler, SamplingParams, TopP
 from neuronmm.models import UserError
 from tiny_models import load_plain
 
@@ -44,6 +48,32 @@ def test_filters_leave_only_what_they_keep() -> None:
     assert int(greedy(seen, logits)) == 0
     penalised = Sampler(SamplingParams(repetition_penalty=2.0), [0], torch.device("cpu"))
     assert int(penalised(seen, logits)) == 1
+
+
+@examples(30)
+@given(st.integers(0, 999), st.floats(0.01, 0.999), st.sampled_from([0.1, 1.0, 5.0]), st.sampled_from([5, 700, 3000]))
+def test_top_p_keeps_what_transformers_keeps(seed: int, top_p: float, scale: float, vocabulary: int) -> None:
+    """With flat logits the nucleus is larger than the tokens that are looked at first."""
+    logits = scale * torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(seed))
+    seen = torch.zeros(2, 1, dtype=torch.long)
+    assert torch.equal(TopP(top_p)(seen, logits), TopPLogitsWarper(top_p)(seen, logits))
+
+
+def test_draws_have_the_probabilities_of_the_logits() -> None:
+    """Within five standard deviations; a token of probability 0 is never drawn, not even at the ends."""
+    logits = torch.tensor([[-torch.inf, 1.0, 0.0, -torch.inf, 2.0, -1.0, -torch.inf]])
+    sampler, count = Sampler(SamplingParams(temperature=1.0), [3], torch.device("cpu")), 4000
+    drawn = torch.stack([sampler(torch.tensor([[0]]), logits)[0] for _ in range(count)]).bincount(minlength=7)
+    expected = logits.softmax(-1)[0]
+    assert ((drawn / count - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+@pytest.mark.parametrize("drawn", [0.0, 1 - 2**-24])
+def test_the_ends_of_the_random_numbers_draw_a_possible_token(monkeypatch: pytest.MonkeyPatch, drawn: float) -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, 0.0, -torch.inf]])
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([drawn]))
+    sampler = Sampler(SamplingParams(temperature=1.0), [3], torch.device("cpu"))
+    assert int(sampler(torch.tensor([[0]]), logits)) == (1 if drawn else 2)
 
 
 def test_repetition_penalty_equals_transformers_and_ignores_padding(checkpoint: Callable[..., Path]) -> None:

@@ -1,0 +1,192 @@
+"""Measure servers under load, ours and llama.cpp's: output tokens/s, TTFT and TPOT at several numbers of streams.
+
+Each server is a process of its own, which starts once. A round asks each of them in turn for the same work at each
+number of streams; the order rotates from round to round. A stream asks for one completion after the other, with another
+prompt each time, so that no cache of prompts helps. The clients are in this process.
+
+    python scripts/bench_serving.py MODEL.gguf --install     install llama.cpp's server in an environment of its own
+    python scripts/bench_serving.py MODEL.gguf OUT --rounds 3 --streams 1 4 16 --results results.jsonl
+    python scripts/bench_serving.py --report results.jsonl
+
+MODEL is a GGUF file, which is converted for llama.cpp to bf16 and to f16. OUT are further models for our server alone,
+compressed checkpoints for example. Results are appended as JSON lines. ``--report`` prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import cpu_peers
+
+LLAMA = cpu_peers.ENVIRONMENTS / "xllamacpp"
+LLAMA_PACKAGE = "xllamacpp==2026.10.11549"
+"""Has a build of llama.cpp's own server."""
+PEERS = ["llama.cpp-BF16", "llama.cpp-F16"]
+"""llama.cpp with the model in these types."""
+TEXT = """
+the of and to in is that it was for on are as with they be at one have this from by hot word but what some we can out
+other were all there when up use your how said an each she which do their time if will way about many then them write
+would like so these her long make thing see him two has look more day could go come did
+"""
+
+
+def install() -> None:
+    """Install llama.cpp's server."""
+    subprocess.run([sys.executable, "-m", "venv", str(LLAMA)], check=True)
+    subprocess.run([str(LLAMA / "bin" / "python"), "-m", "pip", "install", LLAMA_PACKAGE], check=True)
+
+
+@contextmanager
+def serving(command: list[str], url: str) -> Iterator[str]:
+    """Run a server and yield its URL when it is healthy."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            if process.poll() is not None:
+                raise SystemExit(f"{command[0]} ended with status {process.returncode}")
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
+    """Return each server's command and URL, by name."""
+    commands: dict[str, tuple[list[str], str]] = {}
+    rows, context = max(args.streams), args.prompt + args.new + 64
+    for i, model in enumerate(models):
+        port = str(args.port + i)
+        ours = [sys.executable, "-m", "neuronmm", "serve", model, "--port", port, "--context", str(context)]
+        name = "neuronmm" if not i else f"neuronmm {Path(model).name}"
+        commands[name] = ([*ours, "--max-batch", str(rows), "--dtype", "bf16"], f"http://127.0.0.1:{port}")
+    for i, engine in enumerate(args.engines):
+        port, script = str(args.port + len(models) + i), str(Path(__file__).with_name("llama_server.py"))
+        file = str(cpu_peers.write_gguf(models[0], engine.removeprefix("llama.cpp-")))
+        command = [str(LLAMA / "bin" / "python"), script, file, port, str(rows), str(context), str(os.cpu_count())]
+        commands[engine] = (command, f"http://127.0.0.1:{port}")
+    return commands
+
+
+async def one_request(url: str, model: str, prompt: str, new: int) -> dict[str, Any]:
+    """Return TTFT and the mean TPOT of one streamed completion in seconds, and its number of tokens.
+
+    The client only notes when events arrive, because it takes its time from the cores of the server.
+    """
+    asked = {"model": model, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({**asked, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    address = urlsplit(url)
+    begin, times, last = time.perf_counter(), [], b""
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            times.append(time.perf_counter())
+            last = line
+    writer.close()
+    usage = json.loads(last.removeprefix(b"data: "))["usage"]
+    tokens, times = usage["completion_tokens"], times[:-1]  # the last event has no text
+    if tokens != new:
+        raise SystemExit(f"{url} sent {tokens} tokens instead of {new}")
+    return {"ttft": times[0] - begin, "tpot": (times[-1] - times[0]) / (tokens - 1), "tokens": tokens}
+
+
+async def load(url: str, streams: int, requests: int, args: argparse.Namespace, draw: random.Random) -> dict[str, Any]:
+    """Run ``streams`` clients with ``requests`` each, one after the other."""
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        model = json.loads(answer.read())["data"][0]["id"]
+
+    async def stream() -> list[dict[str, Any]]:
+        prompts = [" ".join(draw.choices(TEXT.split(), k=args.prompt)) for _ in range(requests)]
+        return [await one_request(url, model, prompt, args.new) for prompt in prompts]
+
+    begin = time.perf_counter()
+    results = [one for many in await asyncio.gather(*(stream() for _ in range(streams))) for one in many]
+    seconds = time.perf_counter() - begin
+    tokens = sum(one["tokens"] for one in results)
+    return {"tokens_per_second": tokens / seconds, **{k: [one[k] for one in results] for k in ("ttft", "tpot")}}
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run all rounds and append each measurement to the file."""
+    draw = random.Random(args.first_round)
+    with ExitStack() as stack:
+        commands = servers(args.models, args)
+        urls = {name: stack.enter_context(serving(*command)) for name, command in commands.items()}
+        for url in urls.values():
+            asyncio.run(load(url, 1, 1, args, draw))
+        for number in range(args.first_round, args.first_round + args.rounds):
+            names = list(urls)
+            for streams in args.streams:
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    result = asyncio.run(load(urls[name], streams, args.requests, args, draw))
+                    line = {"server": name, "streams": streams, "round": number, "prompt": args.prompt, **result}
+                    with args.results.open("a") as file:
+                        print(json.dumps({**line, "new": args.new}), file=file)
+                    print(f"round {number}, {streams} streams, {name}: {result['tokens_per_second']:.0f} tokens/s")
+
+
+def report(path: Path) -> None:
+    """Print one table: medians over the rounds, with the range of the throughput."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    print("| streams | server | output tokens/s | TTFT p50 | TTFT p95 | TPOT p50 | TPOT p95 |")
+    print("|---:|---|---:|---:|---:|---:|---:|")
+    for streams in sorted({row["streams"] for row in rows}):
+        for name in dict.fromkeys(row["server"] for row in rows):
+            mine = [row for row in rows if (row["streams"], row["server"]) == (streams, name)]
+            if not mine:
+                continue
+            speed = [row["tokens_per_second"] for row in mine]
+            cells = [f"{statistics.median(speed):.0f} ({min(speed):.0f} to {max(speed):.0f})"]
+            for key in ("ttft", "tpot"):
+                values = sorted(value * 1e3 for row in mine for value in row[key])
+                cells += [f"{statistics.median(values):.1f}", f"{values[int(0.95 * (len(values) - 1))]:.1f}"]
+            print(f"| {streams} | {name} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--install", action="store_true")
+    parser.add_argument("--report", type=Path, metavar="FILE")
+    parser.add_argument("--engines", nargs="*", default=PEERS, choices=PEERS, help="other servers; default all")
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-round", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=2, help="requests per stream and round; default 2")
+    parser.add_argument("--prompt", type=int, default=100, help="words of a prompt, about a token each; default 100")
+    parser.add_argument("--new", type=int, default=64, help="tokens of an answer; default 64")
+    parser.add_argument("--port", type=int, default=8200, help="first of the ports; default 8200")
+    parser.add_argument("--results", type=Path, default=Path("serving.jsonl"))
+    args = parser.parse_args()
+    if args.install:
+        install()
+    if args.report:
+        report(args.report)
+    elif args.models:
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()

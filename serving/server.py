@@ -1,0 +1,88 @@
+"""The process: a socket, uvicorn, and an end that gives running requests some time."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from neuronmm.engine.engine import Engine
+from neuronmm.models.errors import UserError
+from neuronmm.serving.app import Api
+from neuronmm.serving.service import Limits, Service
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Reserve an address, which refuses connections until the server listens; port 0 takes a free one.
+
+    Raises:
+        UserError: the address does not exist here or is in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, kind, protocol)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror}; choose --host or --port") from None
+    return reserved
+
+
+def url(reserved: socket.socket) -> str:
+    """Return the address of a server, for clients on this machine."""
+    host, port = reserved.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_local(reserved: socket.socket) -> bool:
+    """Return whether only this machine can connect."""
+    return ipaddress.ip_address(reserved.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def serve(
+    engine: Engine,
+    name: str,
+    reserved: socket.socket,
+    limits: Limits,
+    key: str | None,
+    grace: float,
+    ready: Callable[[], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT. Requests that run then have ``grace`` seconds to end; a second signal ends them.
+
+    ``ready`` is called when the server accepts connections.
+    """
+
+    async def main() -> None:
+        service = Service(engine, name, limits)
+        config = uvicorn.Config(Api(service, key).app(), lifespan="off", log_level="warning", access_log=False)
+        await _Server(config, service, grace, ready).serve([reserved])
+
+    # uvicorn catches the signals while it serves, and raises them again at the end, which was the purpose.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        asyncio.run(main())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service, grace: float, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service, self._grace, self._ready = service, grace, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the running requests, but not for longer than the grace period."""
+        end = asyncio.get_running_loop().call_later(self._grace, self._service.stop)
+        await super().shutdown(sockets)
+        end.cancel()
+        self._service.stop()

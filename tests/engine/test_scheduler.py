@@ -1,0 +1,204 @@
+"""The scheduler: whatever arrives and leaves in whatever order, each row gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draws import examples
+from fake_slots import FakeSlots, row
+from neuronmm.engine import continuous
+from neuronmm.engine.continuous import Slots
+from neuronmm.engine.decoder import TorchDecoder
+from neuronmm.engine.loop import Row
+from neuronmm.engine.sampling import SamplingParams
+from neuronmm.engine.scheduler import Event, QueueFull, Scheduler, SchedulerEnded
+from neuronmm.engine.slots import CpuSlots, RowSlots
+from neuronmm.kernels.cpu import core
+from neuronmm.models.errors import UserError
+from tiny_models import make_tiny
+
+CPU = torch.device("cpu")
+EOS = frozenset({2, 40})
+KINDS = (
+    SamplingParams(max_new_tokens=12),
+    SamplingParams(max_new_tokens=12, ignore_eos=True),
+    SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.8),
+    SamplingParams(max_new_tokens=12, repetition_penalty=1.5),
+)
+_MODEL = make_tiny(dtype=torch.bfloat16)
+_PROMPTS = st.lists(st.integers(3, 63), min_size=1, max_size=9)
+_ROWS = st.tuples(_PROMPTS, st.integers(1, 12), st.sampled_from(KINDS), st.integers(0, 99))
+_ACTIONS = st.lists(st.one_of(_ROWS, st.integers(0, 9), st.none()), min_size=1, max_size=25)
+"""A row arrives; the row of an earlier number is cancelled; a round."""
+
+
+class Log:
+    """Delivered tokens by row."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[Row, list[Any]] = {}
+
+    def __call__(self, events: list[Event]) -> None:
+        for event in events:
+            self.tokens.setdefault(event.row, []).append(event.token)
+
+
+def alone(slots: Slots, prompt: list[int], limit: int, params: SamplingParams, seed: int) -> list[int]:
+    only = row(prompt, limit, params, seed)
+    for _ in continuous.run(slots, [only], params, frozenset() if params.ignore_eos else EOS, CPU):
+        pass
+    return only.result.token_ids
+
+
+def assert_each_row_is_what_it_is_alone(slots: Slots, single: Slots, actions: list[Any]) -> None:
+    log, rows, cancelled = Log(), list[tuple[Row, Any]](), dict[Row, int]()
+    scheduler = Scheduler(slots, EOS, CPU, 99, log)
+    for action in actions:
+        if action is None:
+            scheduler.round()
+        elif isinstance(action, int):
+            for one, _ in rows[action : action + 1]:
+                scheduler.cancel([one])
+                cancelled.setdefault(one, len(log.tokens.get(one, [])))
+        else:
+            prompt, limit, params, seed = action
+            rows.append((row(prompt, limit, params, seed), action))
+            scheduler.submit([rows[-1][0]], params)
+        assert 0 <= scheduler.running <= slots.batch
+    while scheduler.running or scheduler.waiting:
+        scheduler.round()
+    for one, action in rows:
+        expected = alone(single, *action)
+        assert log.tokens.get(one, []) == expected[: cancelled.get(one, len(expected))]
+
+
+@examples(60)
+@given(st.integers(1, 4), _ACTIONS)
+def test_each_row_is_what_it_is_alone(batch: int, actions: list[Any]) -> None:
+    assert_each_row_is_what_it_is_alone(FakeSlots(batch), FakeSlots(1), actions)
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@examples(25)
+@given(st.sampled_from([2, 9]), _ACTIONS)
+def test_each_row_is_what_it_is_alone_in_the_core(batch: int, actions: list[Any]) -> None:
+    assert_each_row_is_what_it_is_alone(CpuSlots(_MODEL, batch, 24), CpuSlots(_MODEL, 1, 24), actions)
+
+
+@examples(10)
+@given(_ACTIONS)
+def test_each_row_is_what_it_is_alone_in_torch(actions: list[Any]) -> None:
+    decoders = [TorchDecoder(_MODEL, 1, 24) for _ in range(4)]
+    assert_each_row_is_what_it_is_alone(RowSlots(decoders[:3]), RowSlots(decoders[3:]), actions)
+
+
+def test_a_round_starts_one_prompt_and_advances_the_others() -> None:
+    slots, params = FakeSlots(2), KINDS[1]
+    scheduler = Scheduler(slots, EOS, CPU, 9, Log())
+    scheduler.submit([row([3], 2, params), row([4], 9, params), row([5], 9, params)], params)
+    for _ in range(3):
+        scheduler.round()
+    assert slots.diary == ["join 0", "step [0]", "join 0", "step [0]", "join 1", "step [0, 1]"]
+    assert (scheduler.running, scheduler.waiting) == (2, 0)
+
+
+def test_a_full_queue_refuses_the_whole_request() -> None:
+    params, log = KINDS[1], Log()
+    scheduler = Scheduler(FakeSlots(2), EOS, CPU, 3, log)
+    rows = [row([i], 3, params) for i in range(3, 10)]
+    scheduler.submit(rows[:4], params)
+    with pytest.raises(QueueFull):
+        scheduler.submit(rows[4:6], params)
+    scheduler.submit(rows[6:], params)
+    assert (scheduler.running, scheduler.waiting) == (0, 5)
+    scheduler.cancel(rows[:4])
+    scheduler.round()
+    scheduler.submit(rows[4:6], params)
+    for _ in range(9):
+        scheduler.round()
+    assert log.tokens.keys() == set(rows[4:])
+
+
+class Overflowing(FakeSlots):
+    """The logits of sequences that begin with 7 overflow after the prompt."""
+
+    def logits(self, slot: int) -> Tensor:
+        bad = self.sequences[slot][0] == 7 and len(self.sequences[slot]) > 2
+        return super().logits(slot) + (torch.inf if bad else 0)
+
+
+def test_logits_that_overflow_end_their_row_alone() -> None:
+    params, log = KINDS[1], Log()
+    scheduler = Scheduler(Overflowing(2), EOS, CPU, 9, log)
+    rows = [row([7, 3], 5, params), row([8, 3], 5, params)]
+    scheduler.submit(rows, params)
+    for _ in range(9):
+        scheduler.round()
+    first, error = log.tokens[rows[0]]
+    assert isinstance(first, int) and isinstance(error, UserError) and "NaN" in str(error)
+    assert log.tokens[rows[1]] == alone(FakeSlots(1), [8, 3], 5, params, 7)
+
+
+class Breaking(FakeSlots):
+    """The third step raises."""
+
+    def step(self, slots: list[int], token_ids: Tensor) -> Tensor:
+        if sum("step" in line for line in self.diary) == 2:
+            raise RuntimeError("broken")
+        return super().step(slots, token_ids)
+
+
+def test_a_broken_engine_tells_every_row() -> None:
+    params, log, done = KINDS[1], Log(), threading.Event()
+
+    def deliver(events: list[Event]) -> None:
+        log(events)
+        if any(isinstance(event.token, Exception) for event in events):
+            done.set()
+
+    scheduler = Scheduler(Breaking(1), EOS, CPU, 9, deliver)
+    rows = [row([3], 9, params), row([4], 9, params)]
+    scheduler.submit(rows, params)
+    scheduler.start()
+    assert done.wait(30)
+    assert [str(log.tokens[one][-1]) for one in rows] == ["broken", "broken"]
+    assert (len(log.tokens[rows[0]]), len(log.tokens[rows[1]])) == (4, 1)
+    with pytest.raises(SchedulerEnded):
+        scheduler.submit([row([5], 1, params)], params)
+    scheduler.close()
+
+
+def test_the_thread_serves_and_ends() -> None:
+    """Requests of several threads, some cancelled, through the scheduler's own thread."""
+    params, log, ended = KINDS[1], Log(), threading.Semaphore(0)
+    rows = {row([3 + i, 9], 12, params, i): i for i in range(20)}
+
+    def deliver(events: list[Event]) -> None:
+        log(events)
+        for event in events:
+            if len(log.tokens[event.row]) == 12:
+                ended.release()
+
+    scheduler = Scheduler(FakeSlots(3), EOS, CPU, 99, deliver)
+    scheduler.start()
+    kept = [one for one, i in rows.items() if i % 3]
+    threads = [threading.Thread(target=scheduler.submit, args=([one], params)) for one in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    scheduler.cancel(one for one, i in rows.items() if not i % 3)
+    for _ in kept:
+        assert ended.acquire(timeout=30)
+    scheduler.close()
+    for one in kept:
+        assert log.tokens[one] == alone(FakeSlots(1), one.prompt_ids, 12, params, rows[one])
+    with pytest.raises(SchedulerEnded):
+        scheduler.submit([row([5], 1, params)], params)
