@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,8 @@ def test_same_tokens_greedy_and_sampled(
     accepted = 0
     for count in (2, 7):
         force(monkeypatch, count)
-        for params in PARAMS:
-            (expected,), (result,) = (engine.generate(["w9 w10 w9 w10"], params) for engine in (plain, drafted))
+        for params, prompt in product(PARAMS, ("w9 w10 w9 w10", "w30 w31", "w50 w3 w7")):
+            (expected,), (result,) = (engine.generate([prompt], params) for engine in (plain, drafted))
             assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
             assert result.finish_reason == expected.finish_reason and expected.draft is None and result.draft
             accepted += result.draft.accepted
