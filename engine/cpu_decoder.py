@@ -46,12 +46,16 @@ class CpuDecoder(TorchDecoder):
         if batch > MAX_BATCH:
             raise KernelError(f"the core takes batch 1 to {MAX_BATCH}, not batch {batch}")
         self._core_step = DecodeStep(weights or describe(model, max_len), self.cache.keys, self.cache.values)
+        self._low_bits = isinstance(model.get_input_embeddings(), LowBitsModule)
         self._starts = torch.zeros(batch, dtype=torch.int32)
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether prefill runs in the core. With AMX it runs in torch, whose GEMMs use AMX."""
-        return self._core_step.reads_prompts and not has_amx()
+        """Whether prefill runs in the core.
+
+        With AMX it runs in torch, whose GEMMs use AMX, unless torch would convert weights of few bits for every prompt.
+        """
+        return self._core_step.reads_prompts and (self._low_bits or not has_amx())
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

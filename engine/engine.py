@@ -189,8 +189,9 @@ def load(
         draft: ``ngram``, or a checkpoint with the same tokenizer: guesses several tokens per step, which the model
             verifies. The text stays the same; one prompt at a time, on the CPU.
         progress: is told how much of a GGUF file is unpacked.
-        options: options of the backend; ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout``,
-            ``continuous`` and ``emulate`` (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
+        options: options of the backend. ``cpu`` has ``weight_dtype`` (``int8`` or ``int4``: round the dense weights);
+            ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout``, ``continuous`` and ``emulate``
+            (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
 
     Raises:
         UserError: the model does not exist, the checkpoint disagrees with its config, an option is out of range, the

@@ -1,7 +1,6 @@
 """Matrices of few bits: int8 with one scale per row, and int4 with a step and an offset per group of 32 columns.
 
-They need a half and 0.28 of the bytes of bf16, which bound decoding. The rounding of the weights is the only error that
-these types add.
+They need a half and 0.28 of the bytes of bf16, which bound decoding.
 """
 
 from __future__ import annotations

@@ -77,10 +77,10 @@ def run_benchmark(
     """Measure every variant of ``config.model`` at every point, or decoding with ``config.draft`` beside plain.
 
     A compressed model has the variants ``naive`` (two GEMMs per linear) and ``fused`` (the fastest kernels for this
-    machine), which share one copy of the weights, and ``dense`` if there is a baseline. A dense model has ``dense`` and
-    its weights rounded to the option ``weight_dtype``, which also applies to ``naive`` and ``fused``. Prompts are
-    random tokens, the same for all variants; end-of-sequence tokens are ignored. ``progress`` is called only between
-    measurements.
+    machine), which share one copy of the weights, and ``dense`` if there is a baseline. A dense model has ``dense``.
+    The option ``weight_dtype`` applies to ``fused``, adds the rounded dense model under the name of the dtype, and
+    leaves out ``naive``, where torch would convert every weight in every step. Prompts are random tokens, the same for
+    all variants; end-of-sequence tokens are ignored. ``progress`` is called only between measurements.
 
     Raises:
         UserError: the context is too short, or the models cannot be compared.
@@ -182,8 +182,8 @@ def _load(config: BenchmarkConfig, folders: dict[str, Path], dtype: torch.dtype)
     """Load the variants, in the order in which they are reported."""
     backend, rounded = choose(config.backend, config.options), config.options.get("weight_dtype")
     variants: dict[str, _Loaded] = {}
-    if rounded and "fused" not in folders:
-        folders = {**folders, rounded: folders["dense"]}
+    if rounded and "dense" in folders:
+        folders = {"dense": folders["dense"], rounded: folders["dense"], **folders}
     for name, folder in folders.items():
         start = time.perf_counter()
         runner = backend.load(folder, dtype, "auto", **({} if name == "dense" else config.options))
@@ -191,7 +191,7 @@ def _load(config: BenchmarkConfig, folders: dict[str, Path], dtype: torch.dtype)
         if not isinstance(runner, TorchRunner):
             raise UserError(f"the benchmark does not run on backend {backend.name}; use cpu or cuda")
         step_bytes = weight_bytes_per_step(runner.model)
-        if name == "fused":
+        if name == "fused" and not rounded:
             variants["naive"] = _Loaded(runner.sibling("naive"), seconds, step_bytes)  # the same weights
         variants[name] = _Loaded(runner, seconds, step_bytes)
     if len({variant.runner.model.config.vocab_size for variant in variants.values()}) > 1:

@@ -97,7 +97,7 @@ def evaluate(
 
 
 def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -> EvaluationResult:
-    """Evaluate the models one after the other, through the kernels that generate.
+    """Evaluate the models one after the other, in torch, which reads long texts as prompts are read.
 
     The standard error of an accuracy is over questions. That of a perplexity follows from the mean over windows:
     tokens of one window depend on each other, windows far less. The difference is paired by window or question.
@@ -109,8 +109,15 @@ def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -
     questions = {Path(path).stem: read_task(Path(path), config.limit) for path in config.tasks}
     names = {"model": config.model} if config.baseline is None else {"baseline": config.baseline, "model": config.model}
     scores = {
-        name: _score(path, precision, config, content, questions, partial(_of_model, progress, name))
-        for (name, path), precision in zip(names.items(), (None, config.weight_dtype)[-len(names) :], strict=True)
+        name: _score(
+            path,
+            None if name == "baseline" else config.weight_dtype,
+            config,
+            content,
+            questions,
+            partial(_of_model, progress, name),
+        )
+        for name, path in names.items()
     }
     results, notes = [], []
     windows = scores["model"].windows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from torch.nn.functional import linear
 
 from neuronmm.kernels import Int4, Int8, quantise, quantise_int4
 from neuronmm.kernels.low_bits import Weight
+from neuronmm.models.errors import UserError
 
-WeightDtype = Literal["model", "int8", "int4"]
-"""What the dense weights of a loaded model are rounded to; ``model`` leaves them as they are."""
+WeightDtype = Literal["int8", "int4"]
+"""What the dense weights of a loaded model are rounded to."""
 
 Module = TypeVar("Module", bound="LowBitsModule")
 
@@ -126,9 +127,14 @@ def quantise_weights(model: Any, dtype: WeightDtype) -> None:
     Embedding and head become int8 even if ``dtype`` is int4: they lose more than all other linears together
     (docs/results/low_bits.md). A tied head stays tied. Factors keep the precision that they are stored in: only
     ``compress --factor-dtype`` fits the factors of a linear to each other's rounding.
+
+    Raises:
+        UserError: there is no such dtype, or the weights have few bits already.
     """
-    if dtype == "model":
-        return
+    if dtype not in get_args(WeightDtype):
+        raise UserError(f"unknown weight dtype {dtype!r}; there are: {', '.join(get_args(WeightDtype))}")
+    if isinstance(model.get_input_embeddings(), LowBitsModule):
+        raise UserError("the weights of this model have few bits already; load it again to round it in another way")
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is table.weight
     for name, module in list(model.named_modules()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -28,12 +28,12 @@ class CpuRunner(TorchRunner):
     @property
     def path(self) -> str:
         """One line that says how a decode step runs."""
-        if self._in_torch(1):
-            return super().path
-        pages = "huge pages" if arena.huge_bytes(self.model.get_input_embeddings().weight) else "4 KiB pages"
-        prompts = "C++" if CpuDecoder(self.model, 1, 1).reads_prompts else "torch"
         low = {type(part.matrix).__name__ for part in self.model.modules() if isinstance(part, LowBitsModule)}
         weights = "".join(f", {name.lower()}" for name in sorted(low))
+        if self._in_torch(1):
+            return super().path + weights
+        pages = "huge pages" if arena.huge_bytes(self.model.get_input_embeddings().weight) else "4 KiB pages"
+        prompts = "C++" if CpuDecoder(self.model, 1, 1).reads_prompts else "torch"
         threads = f"{torch.get_num_threads()} threads"
         return f"whole step in C++ ({isa()}{weights}), prompts in {prompts}, {threads}, {pages}"
 
@@ -59,20 +59,23 @@ def missing(**options: Any) -> str | None:
     return None
 
 
-def load(folder: Path, dtype: torch.dtype, impl: str, weight_dtype: WeightDtype = "model") -> CpuRunner:
+def load(folder: Path, dtype: torch.dtype, impl: str, weight_dtype: WeightDtype | None = None) -> CpuRunner:
     """Load the model of ``folder`` into main memory, with all weights in one arena.
 
-    ``weight_dtype`` is what :func:`~neuronmm.models.low_bits.quantise_weights` rounds the dense weights to.
+    ``weight_dtype`` is what :func:`~neuronmm.models.low_bits.quantise_weights` rounds the dense weights to; None leaves
+    them as they are.
 
     Raises:
-        UserError: there is no such ``weight_dtype``, or the checkpoint is damaged.
+        UserError: there is no such ``weight_dtype``, the C++ core cannot run the rounded model, or the checkpoint is
+            damaged.
     """
-    if weight_dtype not in get_args(WeightDtype):
-        raise UserError(f"unknown weight dtype {weight_dtype!r}; there are: {', '.join(get_args(WeightDtype))}")
     model = map_pretrained(folder, dtype)
-    if weight_dtype != "model":
-        check_weights(model, folder)  # before NaN turns into a number
+    if weight_dtype is not None:
+        check_weights(model, folder)  # names the tensor that holds NaN
         quantise_weights(model, weight_dtype)
+        reason = refuses(model, 1) if impl in ("auto", "cpu") else None
+        if reason is not None:  # torch would convert every weight in every step
+            raise UserError(f"weights in {weight_dtype} need the C++ core, which does not run this model: {reason}")
     runner = CpuRunner(model, impl)
     arena.gather(runner.model.parameters())
     check_weights(runner.model, folder)  # after the move, which read the files: four times as fast

@@ -91,8 +91,8 @@ void gemv_of(const Matrix& m, int begin, int end, const typename P::Input* x, si
         if constexpr (B % G) row_times<P, B % G>(w, cols, x + first * ldx, ldx, sums + first);
         const float scale = m.scale ? m.scale[i] : 1.0f, offset = bias ? bias[i] : 0.0f;
         for (int b = 0; b < B; b++) {
-            // Without branches: the compiler fuses product and sum for every B or for none.
-            const float value = sums[b] * scale + offset;
+            // In double the product is exact, so it does not matter whether the compiler fuses it with the sum.
+            const float value = static_cast<float>(double{sums[b]} * scale + offset);
             y[b * ldy + i] = addend.data ? addend.data[b * addend.stride + i] + value : value;
         }
     }

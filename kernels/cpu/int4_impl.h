@@ -87,6 +87,15 @@ struct Doubles {
         return {DVec{double(v[0]), double(v[1])}, DVec{double(v[2]), double(v[3])}};
 #endif
     }
+    static Doubles of(Vec v) {
+#if defined(__AVX512F__)
+        return {_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1))};
+#elif defined(__AVX2__)
+        return {_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1))};
+#else
+        return {DVec{double(v[0]), double(v[1])}, DVec{double(v[2]), double(v[3])}};
+#endif
+    }
     void add(Doubles a, Doubles b) { low += a.low * b.low, high += a.high * b.high; }
     void subtract(Doubles a, double b) { low -= a.low * b, high -= a.high * b; }
     Vec floats() const {
@@ -145,11 +154,14 @@ void gemv_int4(const Matrix& m, int begin, int end, Inputs x, float* y, size_t l
         const int part = i % kTile, n = end - i;
         Doubles totals[B] = {};
         tile_times<B>(tile_of(m, i - part), groups, part, tokens + kHeader, sums_of(tokens, m.cols), x.stride, totals);
-        const Vec rows = load_rows(m.scale + i, n), offset = bias ? load_rows(bias + i, n) : Vec{};
+        const Doubles rows = Doubles::of(load_rows(m.scale + i, n));
+        const Doubles offset = Doubles::of(bias ? load_rows(bias + i, n) : Vec{});
         for (int b = 0; b < B; b++) {
             float scale;
             memcpy(&scale, tokens + b * x.stride, sizeof scale);
-            Vec value = totals[b].floats() * scale * rows + offset;
+            Doubles sum = offset;
+            sum.add(Doubles::of(totals[b].floats() * scale), rows);  // exact products, like `gemv_of`
+            Vec value = sum.floats();
             if (addend.data) value = load_rows(addend.data + b * addend.stride + i, n) + value;
             if (n < L)
                 store_part(y + b * ldy + i, value, n);

@@ -188,11 +188,12 @@ void gemv_int8(const Matrix& m, int begin, int end, Inputs x, float* y, size_t l
                 total[b] += exact_sum(sums);
             }
         }
-        const float offset = bias ? bias[i] : 0.0f;  // without branches, like `gemv_of`
+        const float offset = bias ? bias[i] : 0.0f;
         for (int b = 0; b < B; b++) {
             float scale;
             memcpy(&scale, tokens + b * x.stride, sizeof scale);
-            const float value = static_cast<float>(total[b]) * scale * m.scale[i] + offset;
+            const float wide = static_cast<float>(total[b]) * scale;
+            const float value = static_cast<float>(double{wide} * m.scale[i] + offset);  // like `gemv_of`
             y[b * ldy + i] = addend.data ? addend.data[b * addend.stride + i] + value : value;
         }
     }

@@ -18,11 +18,12 @@ from neuronmm.kernels.cpu import core
 from neuronmm.measure.benchmark import benchmark
 from neuronmm.measure.evaluate import evaluate
 from neuronmm.models import Int4Linear, Int8Embedding, Int8Linear, LowRankLinear, UserError
-from neuronmm.models.low_bits import WeightDtype
+from neuronmm.models.low_bits import LowBitsModule, WeightDtype, quantise_weights
 
 Capture = pytest.CaptureFixture[str]
 Checkpoint = Callable[..., Path]
-ROUNDED = [dtype for dtype in get_args(WeightDtype) if dtype != "model"]
+ROUNDED = get_args(WeightDtype)
+pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
 
 @pytest.mark.parametrize("dtype", ROUNDED)
@@ -60,16 +61,50 @@ def test_the_core_and_torch_generate_the_same_text(checkpoint: Checkpoint, dtype
 def test_generate_names_the_weights(checkpoint: Checkpoint, dtype: str, capsys: Capture) -> None:
     command = ["generate", str(checkpoint()), "--prompt", "w9", "--max-new-tokens", "3", "--weight-dtype", dtype]
     assert main(command) == 0
-    if core() is not None:
-        assert dtype in capsys.readouterr().err
+    assert dtype in capsys.readouterr().err
 
 
 def test_other_backends_and_dtypes_are_refused_in_one_line(checkpoint: Checkpoint, capsys: Capture) -> None:
     command = ["generate", str(checkpoint()), "--prompt", "w9", "--backend", "neuron", "--emulate"]
     assert main([*command, "--weight-dtype", "int8"]) == 2
     assert capsys.readouterr().err.count("backend neuron has no option weight_dtype; backend cpu has it") == 1
-    with pytest.raises(UserError, match="unknown weight dtype 'int3'; there are: model, int8, int4"):
+    with pytest.raises(UserError, match="unknown weight dtype 'int3'; there are: int8, int4"):
         load(checkpoint(), weight_dtype="int3")
+
+
+def test_what_the_core_does_not_run_is_refused_instead_of_slow(checkpoint: Checkpoint, capsys: Capture) -> None:
+    command = ["generate", str(checkpoint()), "--prompt", "w9", "--weight-dtype", "int4", "--dtype", "fp16"]
+    assert main(command) == 2
+    assert "weights in int4 need the C++ core, which does not run this model" in capsys.readouterr().err
+
+
+def test_weights_are_rounded_once(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint(), weight_dtype="int8").runner.model
+    with pytest.raises(UserError, match="have few bits already"):
+        quantise_weights(model, "int4")
+
+
+@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize("converted", [torch.bfloat16, torch.float16])
+def test_scales_stay_float32_and_tied_in_a_converted_model(
+    checkpoint: Checkpoint, dtype: str, converted: torch.dtype
+) -> None:
+    model = load(checkpoint(compressed=False), weight_dtype=dtype).runner.model.to(converted)
+    low = [module for module in model.modules() if isinstance(module, LowBitsModule)]
+    assert low and {module.weight_scale.dtype for module in low} == {torch.float32}
+    assert model.get_input_embeddings()(torch.tensor([3])).dtype == converted
+
+
+@pytest.mark.parametrize("dtype", ROUNDED)
+def test_drafts_and_siblings_of_a_rounded_model(checkpoint: Checkpoint, dtype: str) -> None:
+    folder = checkpoint(compressed=False)
+    prompt = ["w9 w10 w9 w10"]
+    plain = load(folder, weight_dtype=dtype)
+    drafted = load(folder, weight_dtype=dtype, draft=checkpoint())
+    assert plain.generate(prompt)[0].text == drafted.generate(prompt)[0].text
+    twin = plain.runner.sibling("naive").model
+    for one, two in zip(twin.parameters(), plain.runner.model.parameters(), strict=True):
+        assert one is two
 
 
 def test_nan_is_found_before_it_turns_into_a_number(checkpoint: Checkpoint) -> None:
@@ -90,7 +125,7 @@ def test_the_benchmark_shows_the_rounded_weights_beside_the_model(checkpoint: Ch
     assert list(dense) == ["dense", dtype]
     assert dense[dtype]["weight_bytes_per_token"] < dense["dense"]["weight_bytes_per_token"]
     compressed = benchmark(checkpoint(), checkpoint(compressed=False), **settings)["variants"]
-    assert list(compressed) == ["dense", "naive", "fused"]
+    assert list(compressed) == ["dense", dtype, "fused"]
     assert compressed["dense"]["weight_bytes_per_token"] == dense["dense"]["weight_bytes_per_token"]
     assert compressed["fused"]["weight_bytes_per_token"] < compressed["dense"]["weight_bytes_per_token"]
 

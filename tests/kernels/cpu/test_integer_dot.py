@@ -25,10 +25,12 @@ Rounding = Callable[[Tensor], LowBits]
 ROUNDINGS: list[Rounding] = [quantise, quantise_int4]
 
 
-def multiply(weight: Weight, x: Tensor, activations: torch.dtype = torch.bfloat16) -> Tensor:
+def multiply(
+    weight: Weight, x: Tensor, activations: torch.dtype = torch.bfloat16, bias: Tensor | None = None
+) -> Tensor:
     """The core's product of a dense matrix [out, in] and float32 activations [rows, in] in a model of that dtype."""
     y = torch.empty(len(x), weight.shape[0])
-    linear = Linear(Matrix.of(weight, activations), Matrix(), None)
+    linear = Linear(Matrix.of(weight, activations), Matrix(), None if bias is None else bias.data_ptr())
     at_x, at_y = (ctypes.c_void_p(t.data_ptr()) for t in (x, y))
     require().neuronmm_low_rank_linear(ctypes.byref(linear), at_x, TYPES[x.dtype], len(x), at_y, 2)
     return y
@@ -56,6 +58,12 @@ def test_every_instruction_set_gives_the_same_numbers(
 ) -> None:
     weight, x = rounded(torch.randn(out, cols)), outliers(rows, cols) * 2.0**power
     assert torch.equal(multiply(weight, x), expected(weight, x))
+    bias = torch.randn(out) * 2.0**power
+    values, scales = round_activations(x)
+    integers = weight.values if isinstance(weight, Int8) else weight.integers()
+    wide = (values @ integers.double().T).float() * scales
+    biased = (wide.double() * weight.scales.double() + bias.double()).float()  # the product is exact
+    assert torch.equal(multiply(weight, x, bias=bias), biased)
 
 
 @pytest.mark.usefixtures("isa")

@@ -22,7 +22,7 @@ from tiny_models import fill_tiny, make_tiny, make_tokens, pivoted_spec, shared_
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
-ROUNDED = [dtype for dtype in get_args(WeightDtype) if dtype != "model"]
+ROUNDED = get_args(WeightDtype)
 SPECS = {
     "dense": None,
     "shared A": shared_spec(),
@@ -50,7 +50,7 @@ def rounded_and_twin(model_type: str, spec: str, dtype: WeightDtype, tied: bool 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_rounding_of_the_weights_is_the_only_error(
+def test_the_core_and_torch_compute_the_rounded_model(
     model_type: str, spec: str, dtype: WeightDtype, tied: bool, batch: int
 ) -> None:
     """In float32. Int4 also rounds the activations of a linear to 16 bits, which is off by 1e-4 of their norm."""

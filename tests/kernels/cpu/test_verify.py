@@ -61,15 +61,17 @@ def test_every_count(model_type: str, kind: str, dtype: torch.dtype, threads: in
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_instruction_set(kind: str, dtype: torch.dtype, isa: str) -> None:
-    assert_equals_single_steps(make_model("qwen3", kind, dtype, **WIDE), list(range(1, MAX_BATCH + 1)))
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"], ids=["biases", "none"])
+def test_every_instruction_set(model_type: str, kind: str, dtype: torch.dtype, isa: str) -> None:
+    assert_equals_single_steps(make_model(model_type, kind, dtype, **WIDE), list(range(1, MAX_BATCH + 1)))
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["dense", "pivoted"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("of_linears", [quantise, quantise_int4])
-def test_a_whole_model_of_few_bits(kind: str, of_linears: Callable[[Tensor], LowBits]) -> None:
-    assert_equals_single_steps(make_model("llama", kind, torch.bfloat16, **WIDE), [8, 1, 3, 2, 5], of_linears)
+def test_a_whole_model_of_few_bits(kind: str, dtype: torch.dtype, of_linears: Callable[[Tensor], LowBits]) -> None:
+    assert_equals_single_steps(make_model("qwen2", kind, dtype, **WIDE), [8, 1, 3, 2, 5], of_linears)
 
 
 @examples(20)
