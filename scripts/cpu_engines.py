@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
 """Facts about the engine (bytes per step, code path in words), and the function that answers one line."""
@@ -62,9 +62,10 @@ def torch_model(model: str, variant: str) -> Any:
 
     dense = load_pretrained(resolve(model), torch.bfloat16, "cpu")
     targets, _, ratio = variant.partition("-")
-    precision: WeightDtype = "int8" if variant.endswith("int8") else "int4" if variant.endswith("int4") else "model"
+    last = variant.rpartition("-")[2]
     if targets not in TARGETS:
-        quantise_weights(dense, precision)
+        if last in get_args(WeightDtype):
+            quantise_weights(dense, last)
         return dense
     removed = float(ratio.split("-")[0])
     ranks = {}
@@ -82,10 +83,11 @@ def torch_model(model: str, variant: str) -> Any:
         model_ratio=removed,
         align=16,
         version="0",
-        factors="model" if precision == "model" else "int8",
+        factors="int8" if last in get_args(WeightDtype) else "model",
     )
     patch(dense, spec)
-    quantise_weights(dense, precision)
+    if last in get_args(WeightDtype):
+        quantise_weights(dense, last)
     return dense
 
 
