@@ -33,9 +33,8 @@ from urllib.parse import urlsplit
 
 import cpu_peers
 
-LLAMA = cpu_peers.ENVIRONMENTS / "xllamacpp"
-LLAMA_PACKAGE = "xllamacpp==2026.10.11549"
-"""Has a build of llama.cpp's own server."""
+LLAMA = cpu_peers.python_of("llama.cpp-BF16")
+"""The interpreter of the environment that has llama.cpp's own server."""
 PEERS = ["llama.cpp-BF16", "llama.cpp-F16"]
 """llama.cpp with the model in these types."""
 TEXT = """
@@ -43,12 +42,6 @@ the of and to in is that it was for on are as with they be at one have this from
 other were all there when up use your how said an each she which do their time if will way about many then them write
 would like so these her long make thing see him two has look more day could go come did
 """
-
-
-def install() -> None:
-    """Install llama.cpp's server."""
-    subprocess.run([sys.executable, "-m", "venv", str(LLAMA)], check=True)
-    subprocess.run([str(LLAMA / "bin" / "python"), "-m", "pip", "install", LLAMA_PACKAGE], check=True)
 
 
 @contextmanager
@@ -82,7 +75,7 @@ def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list
     for i, engine in enumerate(args.engines):
         port, script = str(args.port + len(models) + i), str(Path(__file__).with_name("llama_server.py"))
         file = str(cpu_peers.write_gguf(models[0], engine.removeprefix("llama.cpp-")))
-        command = [str(LLAMA / "bin" / "python"), script, file, port, str(rows), str(context), str(os.cpu_count())]
+        command = [str(LLAMA), script, file, port, str(rows), str(context), str(os.cpu_count())]
         commands[engine] = (command, f"http://127.0.0.1:{port}")
     return commands
 
@@ -180,8 +173,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8200, help="first of the ports; default 8200")
     parser.add_argument("--results", type=Path, default=Path("serving.jsonl"))
     args = parser.parse_args()
-    if args.install:
-        install()
+    if args.install and not cpu_peers.install(["llama.cpp"]):
+        raise SystemExit("llama.cpp's server could not be installed; the lines above say why")
     if args.report:
         report(args.report)
     elif args.models:

@@ -142,17 +142,14 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
     from concurrent.futures import ThreadPoolExecutor
     from importlib.metadata import version
 
+    import llama_server
     import xllamacpp
 
     servers: dict[tuple[int, int], Any] = {}
 
     def server(context: int, batch: int) -> Any:
-        params = xllamacpp.CommonParams()
-        params.model.path, params.verbosity = model, -1
-        params.n_parallel, params.n_ctx, params.kv_unified = batch, batch * context, False
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        params.cache_prompt, params.cache_ram_mib = False, 0
+        params = llama_server.settings(model, batch, context, threads)
+        params.verbosity = -1
         return xllamacpp.Server(params)
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:

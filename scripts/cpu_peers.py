@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,14 +36,17 @@ ROPE_BASE = 500000.0
 """RoPE base of the random model."""
 
 
-def install() -> None:
-    """Make an environment for each peer; report one that fails and continue."""
-    for i, (environment, package) in enumerate(PACKAGES.items()):
-        where, begin = ENVIRONMENTS / environment, time.perf_counter()
-        print(f"peer {i + 1} of {len(PACKAGES)}: {package} into {where}", flush=True)
+def install(environments: Sequence[str] = tuple(PACKAGES)) -> bool:
+    """Make an environment for each peer; report one that fails and continue. Return whether all are there."""
+    installed = True
+    for i, environment in enumerate(environments):
+        where, package, begin = ENVIRONMENTS / environment, PACKAGES[environment], time.perf_counter()
+        print(f"peer {i + 1} of {len(environments)}: {package} into {where}", flush=True)
         done = _make(where, package)
         what = "installed" if done else "NOT installed, the lines above say why; its engines will be absent"
         print(f"{package}: {what}, {time.perf_counter() - begin:.0f} s", flush=True)
+        installed = installed and done
+    return installed
 
 
 def _make(where: Path, package: str) -> bool:
