@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.form import Form
-from neuronmm.kernels.low_bits import Weight, dense
+from neuronmm.kernels.low_bits import Weight, dense, stored
 
 
 class LowRank(NamedTuple):
@@ -56,14 +56,12 @@ class LowRank(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor, factors of few bits as values and scales."""
-        parts = [
-            t for part in self[:3] if part is not None for t in ((part,) if isinstance(part, Tensor) else part[:2])
-        ]
+        parts = [tensor for part in self[:3] if part is not None for tensor in stored(part)]
         return (*parts, self.pivots) if isinstance(self.pivots, Tensor) else tuple(parts)
 
     def shares_a(self, other: LowRank) -> bool:
         """Whether both apply one A tensor in the same way, so that the rank-r intermediate is computed only once."""
-        one, two = (part.A if isinstance(part.A, Tensor) else part.A.values for part in (self, other))
+        one, two = (stored(part.A)[0] for part in (self, other))
         return one is two and (self.form is Form.COLUMNS) == (other.form is Form.COLUMNS)
 
     def expanded(self, dtype: torch.dtype = torch.float32) -> LowRank:

@@ -115,6 +115,11 @@ def quantise_int4(weight: Tensor) -> Int4:
     return Int4(torch.cat([words, rest.to(torch.uint8)], dim=1), scales.view(-1)[:rows].clone(), columns)
 
 
+def stored(weight: Weight) -> tuple[Tensor, ...]:
+    """Return the tensors that hold a weight: itself, or values and scales."""
+    return (weight,) if isinstance(weight, Tensor) else weight[:2]
+
+
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Return ``weight`` as a tensor. A weight of few bits is dequantised to ``dtype``; a float one keeps its dtype."""
     return weight if isinstance(weight, Tensor) else weight.dequantise(dtype)

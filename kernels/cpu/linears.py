@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, core, malformed
 from neuronmm.kernels.cpu.step import LinearWeights
-from neuronmm.kernels.low_bits import Weight
+from neuronmm.kernels.low_bits import Weight, stored
 from neuronmm.kernels.ops import KernelError, width_after
 
 MAX_LINEARS = 3
@@ -56,8 +56,7 @@ def _check(weight: Weight) -> None:
     reason = malformed(weight)
     if reason is not None:
         raise KernelError(f"a weight: {reason}")
-    tensors = (weight,) if isinstance(weight, Tensor) else weight[:2]
-    if any(t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
+    if any(t.device.type != "cpu" or not t.is_contiguous() for t in stored(weight)):
         raise KernelError("a weight is not contiguous, or not in main memory")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neuronmm.kernels.cpu.library import MAX_BATCH, TYPES, Layer, Linear, Matrix, Model, core, malformed
 from neuronmm.kernels.factors import Form, LowRank
-from neuronmm.kernels.low_bits import Int4, Weight
+from neuronmm.kernels.low_bits import Int4, Weight, stored
 from neuronmm.kernels.ops import KernelError, width_after
 
 
@@ -231,7 +231,7 @@ class DecodeStep:
         reason = malformed(weight)
         if reason is not None:
             raise KernelError(f"a weight: {reason}")
-        for tensor in (weight,) if isinstance(weight, Tensor) else weight[:2]:
+        for tensor in stored(weight):
             self._address(tensor)
         return Matrix.of(weight, self._dtype)
 
