@@ -8,7 +8,7 @@ from statistics import median
 
 _RECENT = 5  # times of a length that count
 _MEMORY = 0.95  # weight of the past at each tested token
-_PRIOR, _PRIOR_WEIGHT = 0.7, 3.0  # the share of accepted tokens of a new sequence, and how many tokens that is worth
+_PRIOR_WEIGHT = 3.0  # how many tokens the expected share of a new sequence is worth
 
 
 class StepTimes:
@@ -38,12 +38,12 @@ class DraftLength:
     """The draft length of one sequence that makes the tokens cheapest; 0 where drafts do not pay.
 
     The expected number of tokens of a step with n drafted ones is ``1 + a + ... + a^n`` if each is accepted with
-    probability a (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
+    probability a (Leviathan et al. 2023, arXiv 2211.17192, equation 1). ``expected`` is a before any token was tested.
     """
 
-    def __init__(self, seconds: StepTimes) -> None:
+    def __init__(self, seconds: StepTimes, expected: float) -> None:
         self._seconds = seconds
-        self._accepted, self._tested = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._accepted, self._tested = expected * _PRIOR_WEIGHT, _PRIOR_WEIGHT
 
     @property
     def acceptance(self) -> float:

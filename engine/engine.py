@@ -151,7 +151,7 @@ class Engine:
         longest = max(len(row.prompt_ids) for row in rows)
         decoder = self.runner.decoder(len(rows), longest + max(row.limit for row in rows))
         if self.drafts:
-            drafter = self.drafts.drafter(decoder.max_len)
+            drafter = self.drafts.drafter(decoder)
             return speculation.run(cast(Verifier, decoder), rows[0], params, eos, drafter, self._step_times)
         return run(decoder, rows, params, eos, self.runner.device)
 
@@ -186,8 +186,9 @@ def load(
         dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is bf16 for a checkpoint in bf16 or fp16, else fp32.
         impl: the low-rank kernel; ``auto`` is the fastest one for each call.
         amp: the Neuron hosts' name for ``dtype``.
-        draft: ``ngram``, or a checkpoint with the same tokenizer: guesses several tokens per step, which the model
-            verifies. The text stays the same; one prompt at a time, on the CPU.
+        draft: ``ngram``, ``int4`` or ``int8`` (the model itself with its dense weights rounded), or a checkpoint with
+            the same tokenizer: guesses several tokens per step, which the model verifies. The text stays the same; one
+            prompt at a time, on the CPU.
         progress: is told how much of a GGUF file is unpacked.
         options: options of the backend. ``cpu`` has ``weight_dtype`` (``int8`` or ``int4``: round the dense weights);
             ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout``, ``continuous`` and ``emulate``
@@ -205,7 +206,7 @@ def load(
     tokenizer = load_tokenizer(folder)
     config = load_config(folder)
     context = min(config.max_position_embeddings, runner.max_len or config.max_position_embeddings)
-    drafts = None if draft is None else Drafts(draft, runner, tokenizer, config.vocab_size, progress)
+    drafts = None if draft is None else Drafts(draft, folder, runner, tokenizer, config.vocab_size, progress)
     return Engine(runner, tokenizer, end_tokens(folder, config, tokenizer), context, config.vocab_size, drafts)
 
 

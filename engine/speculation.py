@@ -45,7 +45,7 @@ def run(
     start = time.perf_counter()
     result, seen = row.result, list(row.prompt_ids)
     sampler = Sampler(params, [row.seed], torch.device("cpu"))
-    length, counts = DraftLength(seconds), DraftCounts()
+    length, counts = DraftLength(seconds, drafter.acceptance), DraftCounts()
     result.draft = counts
     prompt = torch.tensor([seen])
     logits, draft = decoder.prefill(prompt, torch.ones_like(prompt)), list[int]()

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto (default: the checkpoint's), bf16, fp16 or fp32")
     add_weight_dtype(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: torch's own choice")
-    parser.add_argument("--draft", metavar="ngram|CHECKPOINT", help="compare plain decoding with drafts")
+    parser.add_argument("--draft", metavar="ngram|int4|int8|CHECKPOINT", help="compare plain decoding with drafts")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
     add_neuron_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write benchmark.json and benchmark.png to DIR")

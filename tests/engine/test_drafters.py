@@ -48,7 +48,7 @@ def times(*seconds: float) -> StepTimes:
 
 
 def after(seconds: StepTimes, right: int, wrong: int) -> DraftLength:
-    length = DraftLength(seconds)
+    length = DraftLength(seconds, 0.7)
     for accepted in [True] * right + [False] * wrong:
         length.record(accepted)
     return length
@@ -86,7 +86,7 @@ def test_a_length_without_a_time_is_tried_and_a_stall_is_outlived() -> None:
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.lists(st.booleans(), max_size=60), st.floats(0, 2))
 def test_no_length_is_chosen_that_is_predicted_to_lose(seconds: list[float], accepted: list[bool], cost: float) -> None:
     measured = times(*seconds)
-    length = DraftLength(measured)
+    length = DraftLength(measured, 0.7)
     for value in accepted:
         length.record(value)
 
@@ -96,3 +96,10 @@ def test_no_length_is_chosen_that_is_predicted_to_lose(seconds: list[float], acc
 
     chosen = length.choose(7, lambda n: cost * n)
     assert per_token(chosen) <= min(map(per_token, range(8))) * (1 + 1e-9)
+
+
+def test_a_new_sequence_begins_with_the_expected_share() -> None:
+    """A step with a draft of one token takes 1.8 steps: it pays from a share of 0.8 on."""
+    seconds = times(1, 1.1)
+    assert DraftLength(seconds, 0.9).choose(1, lambda n: 0.7) == 1
+    assert DraftLength(seconds, 0.7).choose(1, lambda n: 0.7) == 0

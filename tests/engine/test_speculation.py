@@ -67,6 +67,8 @@ class OracleDecoder:
 class ScriptedDrafter:
     """Drafts the tokens of the plain run, with errors: one of 0 is right, others are added to the token."""
 
+    acceptance = 0.7
+
     def __init__(self, answer: list[int], errors: list[int], cost: float) -> None:
         self.answer, self.errors, self.seconds = answer, errors, cost
 
@@ -119,14 +121,14 @@ def force(patch: pytest.MonkeyPatch, count: int) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize("draft", ["ngram", "itself", "other"])
+@pytest.mark.parametrize("draft", ["ngram", "int8", "int4", "itself", "other"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_same_tokens_greedy_and_sampled(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model_type: str, dtype: str, draft: str
 ) -> None:
     folder = checkpoint(model_type)
-    name = {"ngram": "ngram", "itself": folder, "other": checkpoint(model_type, compressed=False)}[draft]
+    name = {"itself": folder, "other": checkpoint(model_type, compressed=False)}.get(draft, draft)
     plain, drafted = load(folder, dtype=dtype), load(folder, dtype=dtype, draft=name)
     accepted = 0
     for count in (2, 7):
@@ -155,6 +157,35 @@ def test_a_draft_model_follows_the_text_again_after_a_pause(
 
 
 @needs_core
+def test_a_draft_of_fewer_bits_works_on_the_cache_of_the_model(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause it has nothing to catch up with, and it predicts from the keys and values of the model itself.
+
+    It drafts the token that the rounded model gives after these, which is not the one that follows from its own.
+    """
+    folder = checkpoint(compressed=False)
+    engine, rounded = load(folder, dtype="fp32", draft="int4"), load(folder, dtype="fp32", weight_dtype="int4")
+    drafts: Any = engine.drafts
+    decoder: Any = engine.runner.decoder(1, 32)
+    twin: Any = rounded.runner.decoder(1, 32)
+    drafter, context = drafts.drafter(decoder), list(range(3, 23))
+    prompt = torch.tensor([context[:-1]])
+    decoder.prefill(prompt, torch.ones_like(prompt))
+    twin.prefill(prompt, torch.ones_like(prompt))
+    assert drafter.behind(context) == 0.0
+    for mine, its in zip(decoder.cache.keys, twin.cache.keys, strict=True):
+        assert not torch.equal(mine, its)
+        its.copy_(mine)
+    for mine, its in zip(decoder.cache.values, twin.cache.values, strict=True):
+        its.copy_(mine)
+    expected = [int(twin.decode(torch.tensor(context[-1:])).argmax())]
+    for _ in range(3):
+        expected.append(int(twin.decode(torch.tensor(expected[-1:])).argmax()))
+    assert drafter.propose(context, 4) == expected
+
+
+@needs_core
 def test_stop_strings_streaming_and_the_end_of_the_context(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +206,7 @@ def test_stop_strings_streaming_and_the_end_of_the_context(
 
 
 @needs_core
-@pytest.mark.parametrize("kind", ["ngram", "itself"])
+@pytest.mark.parametrize("kind", ["ngram", "int4", "itself"])
 def test_smollm2(smollm2: Path, kind: str) -> None:
     """The real model in bf16, with lengths chosen as a user gets them: greedy, and sampled with two seeds."""
     plain, drafted = load(smollm2), load(smollm2, draft=smollm2 if kind == "itself" else kind)
@@ -186,6 +217,15 @@ def test_smollm2(smollm2: Path, kind: str) -> None:
     ):
         (expected,), (result,) = (engine.generate([prompt], params, chat=True) for engine in (plain, drafted))
         assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
+
+
+@needs_core
+def test_smollm2_in_four_bits_drafts_what_the_model_says(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three tokens in every step, most are accepted."""
+    force(monkeypatch, 3)
+    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    (result,) = load(smollm2, draft="int4").generate(["Why is the sky blue?"], params, chat=True)
+    assert result.draft is not None and result.draft.accepted > 0.8 * result.draft.drafted
 
 
 @needs_core
@@ -208,6 +248,7 @@ def test_what_cannot_draft_is_refused_in_one_line(
         ([*one, "--draft", str(renamed)], "another vocabulary"),
         ([*one, "--draft", str(tmp_path / "nothing")], "nothing"),
         ([*one, "--draft", "ngram", "--impl", "torch"], "C++ core"),
+        ([*one, "--draft", "int4", "--impl", "torch"], "C++ core"),
         ([*one, "--draft", "ngram", "--dtype", "fp16"], "C++ core"),
         (["--batch-file", str(prompts), "--draft", "ngram"], "one prompt at a time"),
     ):
