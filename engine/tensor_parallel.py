@@ -56,9 +56,7 @@ class PivotedOutputs(nn.Module):
 
     places: Any
 
-    def __init__(
-        self, A: Factor, B: Factor, bias: Tensor | None, span: tuple[int, int], places: int | Tensor
-    ) -> None:
+    def __init__(self, A: Factor, B: Factor, bias: Tensor | None, span: tuple[int, int], places: int | Tensor) -> None:
         super().__init__()
         self.A, self.B, self.bias = A, B, None if bias is None else frozen(bias)
         self._span = slice(*span)

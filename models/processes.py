@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
@@ -133,6 +132,26 @@ def shared_out(items: Sequence[K], compute: Callable[[K], V]) -> dict[K, V]:
     """Return ``compute(item)`` of every item; each process computes its part of them."""
     mine = {item: compute(item) for item in items[rank() :: size()]}
     return {item: of_first(mine.get(item), number % size()) for number, item in enumerate(items)}  # type: ignore[misc]
+
+
+def in_turn(compute: Callable[[], V]) -> V:
+    """Return ``compute()``, which the first process calls before the others do."""
+    if rank() > 0:
+        meet()
+        return compute()
+    value = compute()
+    meet()
+    return value
+
+
+def part(rows: Tensor) -> Tensor:
+    """Return the rows that this process has: every ``size()``-th one."""
+    return rows[rank() :: size()]
+
+
+def total(value: float) -> float:
+    """Return the sum of the values of all processes."""
+    return sum(of_all(value))
 
 
 def meet() -> None:

@@ -72,7 +72,9 @@ def load(folder: Path, dtype: torch.dtype, impl: str, weight_dtype: WeightDtype 
     """
     if processes.size() > 1:
         if weight_dtype is not None:
-            raise UserError(f"weights in {weight_dtype} need the C++ core, which runs in one process; leave out torchrun")
+            raise UserError(
+                f"weights in {weight_dtype} need the C++ core, which runs in one process; leave out torchrun"
+            )
         return load_split(folder, dtype, impl, "cpu")
     model = map_pretrained(folder, dtype)
     if weight_dtype is not None:

@@ -44,18 +44,14 @@ def both(folders: list[Path]) -> tuple[list[list[list[int]]], list[tuple[list[st
     return tokens(folders), split_parts(folders)
 
 
-def test_two_processes_write_the_tokens_of_one(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_two_processes_write_the_tokens_of_one(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("llama", {"compressed": True, "tied": True}),
         ("qwen2", {"compressed": False}),
         *((family, {"spec": spec}) for family in FAMILIES for spec in (shared_spec(), *PIVOTED)),
         ("qwen2", {"spec": pivoted_spec(factors="int8")}),
     ]
-    folders = [
-        checkpoint(family, **kind).rename(tmp_path / str(number)) for number, (family, kind) in enumerate(kinds)
-    ]
+    folders = [checkpoint(family, **kind).rename(tmp_path / str(number)) for number, (family, kind) in enumerate(kinds)]
     alone = tokens(folders)
     assert len({str(result) for result in alone}) == len(folders)  # the models differ
     first, second = in_processes(2, both, folders)
@@ -89,7 +85,10 @@ def test_torchrun_prints_once(checkpoint: Callable[..., Path], tmp_path: Path) -
     done = torchrun(2, *words)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    assert json.loads(line)["token_ids"] == load(folder, dtype="fp32").generate(PROMPTS[1:2], SamplingParams(24))[0].token_ids
+    assert (
+        json.loads(line)["token_ids"]
+        == load(folder, dtype="fp32").generate(PROMPTS[1:2], SamplingParams(24))[0].token_ids
+    )
     assert done.stderr.count("kernels: torch modules, split over 2 processes") == 1
 
 

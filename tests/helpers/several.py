@@ -19,15 +19,19 @@ from neuronmm.models import processes
 
 def in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return the results of a function in ``size`` new processes, by rank."""
+    port = free_port()
+    with ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool:
+        results = [pool.submit(call, rank, size, port, function, args) for rank in range(size)]
+        return [result.result(timeout=300) for result in results]
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool:
-        calls = [pool.submit(_call, rank, size, port, function, args) for rank in range(size)]
-        return [call.result(timeout=300) for call in calls]
+        return int(free.getsockname()[1])
 
 
-def _call(rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def call(rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
     numbers = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in numbers.items()})
