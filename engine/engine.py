@@ -136,12 +136,19 @@ class Engine:
             rows.append(self.row(self.encode(prompt, chat), params, seed + index, prompt))
         return rows
 
-    def row(self, prompt_ids: list[int], params: SamplingParams, seed: int, prompt: str = "") -> Row:
+    def row(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        prompt: str = "",
+        alternatives: int | None = None,
+    ) -> Row:
         """Prepare the generation of one sequence after the tokens of a prompt."""
         room = self.context - len(prompt_ids)
         limit, reason = min((params.max_new_tokens, "length"), (room, "context"))
         stream = TextStream(self.tokenizer, prompt_ids, params.stop)
-        return Row(prompt_ids, limit, reason, seed, stream, Generation(prompt, len(prompt_ids)))
+        return Row(prompt_ids, limit, reason, seed, stream, Generation(prompt, len(prompt_ids)), alternatives)
 
     def _run(self, rows: list[Row], params: SamplingParams) -> Iterator[tuple[Row, str]]:
         eos = frozenset() if params.ignore_eos else self.eos
