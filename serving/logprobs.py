@@ -1,7 +1,7 @@
 """The log-probabilities of a choice, in the shapes of OpenAI's API, as its text becomes final.
 
-A token is listed with the piece of text in which its first character is. Tokens without text, such as the end of a
-sequence, and those cut off by a stop string are not listed.
+A token is listed with the piece of text in which its first character is. Special tokens, which have no text, and those
+cut off by a stop string are not listed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Logprobs:
         self._row, self._chat = row, chat
         self._starts: list[int] = []
         self._given = 0
+        self._special = frozenset(tokenizer.all_special_ids)
         self._bytes = cache(lambda token: token_bytes(tokenizer, token))
 
     def note(self) -> None:
@@ -37,14 +38,15 @@ class Logprobs:
         first, end = self._given, len(self._row.result.text)
         while self._given < len(self._starts) and self._starts[self._given] < end:
             self._given += 1
-        tokens = self._row.logprobs[first : self._given]
+        places = [place for place in range(first, self._given) if self._row.logprobs[place].token not in self._special]
+        tokens = [self._row.logprobs[place] for place in places]
         if self._chat:
             return {"content": [self._chat_token(token) for token in tokens], "refusal": None}
         return {
             "tokens": [self._text(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [{self._text(other): value for other, value in token.top} for token in tokens],
-            "text_offset": self._starts[first : self._given],
+            "text_offset": [self._starts[place] for place in places],
         }
 
     def _chat_token(self, token: TokenLogprobs) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -22,7 +23,7 @@ GREEDY: Any = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 def expected(engine: Engine, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """The log-probabilities [tokens, vocabulary] that torch computes."""
     with torch.inference_mode():
-        logits = engine.runner.model.float()(torch.tensor([prompt + tokens])).logits[0]
+        logits = copy.deepcopy(engine.runner.model).float()(torch.tensor([prompt + tokens])).logits[0]
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
 
@@ -72,7 +73,7 @@ def test_tokens_that_a_stop_string_cuts_off_are_not_listed(client: openai.OpenAI
     whole = client.completions.create(model="tiny", prompt="w9 w10", max_tokens=6, logprobs=1, **GREEDY).choices[0]
     assert whole.logprobs is not None and whole.logprobs.tokens is not None
     first, *others = whole.logprobs.tokens
-    stop = next(token for token in others if token != first)
+    stop = " " + next(token for token in others if token != first)
     cut = client.completions.create(model="tiny", prompt="w9 w10", max_tokens=6, logprobs=1, stop=[stop], **GREEDY)
     (choice,) = cut.choices
     assert choice.logprobs is not None and choice.logprobs.tokens is not None and stop not in choice.text
