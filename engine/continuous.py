@@ -23,8 +23,11 @@ class Slots(Protocol):
     """
 
     batch: int
-    chunk: int | None
-    """Most tokens of a prompt per call of :meth:`join` and :meth:`extend`; None: a prompt is read as a whole."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Most tokens of a prompt per call of :meth:`join` and :meth:`extend`; None: a prompt is read as a whole."""
+        ...
 
     def join(self, slot: int, input_ids: Tensor) -> Tensor:
         """Start a sequence in a slot and return its logits. The other slots do not advance."""

@@ -146,8 +146,8 @@ def some_outputs(module: Any) -> nn.Module:
 
 def some_inputs(module: Any) -> nn.Module:
     """Return the part of a linear, dense or factorised, with some inputs."""
-    here = mine(module.in_features)
-    if not isinstance(module, LowRankLinear):
+    here, low_rank = mine(module.in_features), isinstance(module, LowRankLinear)
+    if not low_rank:
         return Summed(part_of(module, columns=here, bias=False), module.bias)
     if module.form is not Form.COLUMNS:
         module.A, module.in_features = Summed(part_of(module.A, columns=here)), here.stop - here.start
@@ -165,11 +165,11 @@ def part_of(
 ) -> nn.Linear | Int8Linear:
     """Return a linear with a copy of some rows and columns of the weight."""
     weight = linear.weight.detach()[rows, columns].clone(memory_format=torch.contiguous_format)
-    has_bias = bias and linear.bias is not None
-    part = type(linear)(weight.shape[1], weight.shape[0], bias=has_bias, device=torch.device("meta"))
+    kept: Tensor | None = linear.bias if bias else None
+    part = type(linear)(weight.shape[1], weight.shape[0], bias=kept is not None, device=torch.device("meta"))
     part.weight = frozen(weight)
     if isinstance(linear, Int8Linear):
         part.weight_scale = frozen(linear.weight_scale.detach()[rows].clone())
-    if has_bias:
-        part.bias = frozen(linear.bias.detach()[rows].clone())
+    if kept is not None:
+        part.bias = frozen(kept.detach()[rows].clone())
     return part

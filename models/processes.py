@@ -26,6 +26,8 @@ PATIENCE = timedelta(hours=2)
 _SAME_ERROR = timedelta(seconds=3)  # how long a process waits to learn whether the first one has its error too
 _ERROR = "neuronmm/error"
 
+_state = {"together": False}
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -73,8 +75,9 @@ def joined() -> Iterator[None]:
     store: Any = None
     try:
         store = _join(rank, size)
-        with _silent(rank > 0):
+        with _silent(rank > 0), _together():
             yield
+            meet()  # none leaves while another one still exchanges
         dist.destroy_process_group()
     except UserError as error:
         if rank == 0:
@@ -160,7 +163,17 @@ def meet() -> None:
 
 
 def _several() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    """Return whether :func:`joined` made a group; one that a program made for itself is not used."""
+    return _state["together"]
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    _state["together"] = True
+    try:
+        yield
+    finally:
+        _state["together"] = False
 
 
 def _join(rank: int, size: int) -> Any:

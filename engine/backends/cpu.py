@@ -9,7 +9,7 @@ import torch
 
 from neuronmm.engine.backends.torch_runner import TorchRunner, load_split
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
-from neuronmm.engine.decoder import Decoder, TorchDecoder
+from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.engine.slots import CpuSlots, RowSlots
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, isa
@@ -38,7 +38,7 @@ class CpuRunner(TorchRunner):
         threads = f"{torch.get_num_threads()} threads"
         return f"whole step in C++ ({isa()}{weights}), prompts in {prompts}, {threads}, {pages}"
 
-    def decoder(self, batch: int, max_len: int) -> Decoder:
+    def decoder(self, batch: int, max_len: int) -> TorchDecoder:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return (TorchDecoder if self._in_torch(batch) else CpuDecoder)(self.model, batch, max_len)
 

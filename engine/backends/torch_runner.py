@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from neuronmm.engine.decoder import Decoder, TorchDecoder
+from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.engine.slots import RowSlots
 from neuronmm.engine.tensor_parallel import split
 from neuronmm.kernels.ops import Op, choose, implementations
@@ -63,7 +63,7 @@ class TorchRunner:
             return "dense, torch"
         return ", ".join(f"{op.value}={name}" for op, name in sorted(chosen.items()))
 
-    def decoder(self, batch: int, max_len: int) -> Decoder:
+    def decoder(self, batch: int, max_len: int) -> TorchDecoder:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return TorchDecoder(self.model, batch, max_len)
 
