@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from neuronmm import cli
 from neuronmm.engine.engine import load
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.tensor_parallel import PivotedOutputs, Summed
 from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.load import load_pretrained
 from several import in_processes, torchrun
-from tiny_models import pivoted_spec, shared_spec
+from tiny_models import make_tiny, pivoted_spec, shared_spec
+from word_tokenizer import word_tokenizer
 
 PIVOTED = (pivoted_spec(), pivoted_spec(shared=True))
 PROMPTS = ["w7", "w11 w12 w13 w14 w15", "w20 w21 w3"]
@@ -40,8 +42,19 @@ def split_parts(folders: list[Path]) -> list[tuple[list[str], int, list[int]]]:
     return parts
 
 
-def both(folders: list[Path]) -> tuple[list[list[list[int]]], list[tuple[list[str], int, list[int]]]]:
-    return tokens(folders), split_parts(folders)
+def refusals(folder: Path, odd: Path) -> list[str]:
+    messages = []
+    options: list[dict[str, Any]] = [{"impl": "cpu"}, {"weight_dtype": "int8"}, {"draft": "ngram"}]
+    for model, choice in [*((folder, option) for option in options), (odd, {})]:
+        with pytest.raises(UserError) as caught:
+            load(model, backend="cpu", dtype="fp32", **choice)
+        messages.append(str(caught.value))
+    return messages
+
+
+def everything(folders: list[Path], odd: Path) -> tuple[Any, Any, list[str]]:
+    """In one start of the processes, which takes longer than all of this."""
+    return tokens(folders), split_parts(folders), refusals(folders[0], odd)
 
 
 def test_two_processes_write_the_tokens_of_one(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -54,29 +67,19 @@ def test_two_processes_write_the_tokens_of_one(checkpoint: Callable[..., Path], 
     folders = [checkpoint(family, **kind).rename(tmp_path / str(number)) for number, (family, kind) in enumerate(kinds)]
     alone = tokens(folders)
     assert len({str(result) for result in alone}) == len(folders)  # the models differ
-    first, second = in_processes(2, both, folders)
+    odd = tmp_path / "odd"
+    make_tiny(num_key_value_heads=1).save_pretrained(odd)
+    word_tokenizer().save_pretrained(odd)
+    first, second = in_processes(2, everything, folders, odd)
     assert first[0] == second[0] == alone
     whole = [sum(p.numel() for p in load_pretrained(f, torch.float32).model.layers.parameters()) for f in folders]
     for (kinds, size, sampled), (_, other, sampled_too), all_of_it in zip(first[1], second[1], whole, strict=True):
         assert Summed.__name__ in kinds and max(size, other) < 0.85 * all_of_it
         assert sampled == sampled_too  # they agree on the random seed
     assert sum(PivotedOutputs.__name__ in kinds for kinds, _, _ in first[1]) == 7
-
-
-def refusals(folder: Path) -> list[str]:
-    messages = []
-    options: list[dict[str, str]] = [{"impl": "cpu"}, {"weight_dtype": "int8"}, {"draft": "ngram"}, {}]
-    for choice in options:
-        with pytest.raises(UserError) as caught:
-            load(folder, backend="cpu", dtype="fp32", **choice)  # type: ignore[arg-type]
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_what_cannot_be_split_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    impl, bits, draft, heads = in_processes(3, refusals, checkpoint("llama"))[0]
-    assert "leave out --impl" in impl and "leave out torchrun" in bits and "needs one process, not 3" in draft
-    assert "4 attention heads cannot be split over 3 processes; start 1 or 2" in heads
+    impl, bits, draft, heads = first[2]
+    assert "leave out --impl" in impl and "leave out torchrun" in bits and "needs one process, not 2" in draft
+    assert "1 key-value heads cannot be split over 2 processes; start 1" in heads
 
 
 def test_torchrun_prints_once(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -92,10 +95,23 @@ def test_torchrun_prints_once(checkpoint: Callable[..., Path], tmp_path: Path) -
     assert done.stderr.count("kernels: torch modules, split over 2 processes") == 1
 
 
+@pytest.mark.slow
 def test_torchrun_says_what_is_wrong_once(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("llama")
     done = torchrun(3, "generate", folder, "--prompt", "w7")
     assert done.returncode != 0 and done.stdout == ""
     assert done.stderr.count("cannot be split over 3 processes") == 1 and "neuronmm generate: error: " in done.stderr
-    other = torchrun(2, "inspect", folder)
-    assert other.stderr.count("runs in one process, not 2; torchrun starts only compress and generate") == 1
+
+
+def test_other_commands_refuse_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["inspect", "OUT"]) == 2
+    assert "runs in one process, not 2; torchrun starts only compress and generate" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", "OUT"])
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("RANK", "2")
+    assert cli.main(["generate", "OUT", "--prompt", "w7"]) == 2
+    assert "RANK=2, WORLD_SIZE=2: no process of a run" in capsys.readouterr().err
