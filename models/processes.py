@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from neuronmm.models.errors import UserError
 
@@ -190,7 +191,7 @@ def _join(rank: int, size: int) -> Any:
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(minutes=5))))
+        store, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(minutes=5))))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
