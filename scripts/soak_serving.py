@@ -126,7 +126,7 @@ def table(soak: Soak, args: argparse.Namespace) -> str:
         "whole answers": f"{soak.whole}",
         "answers that the client left half way": f"{soak.left}",
         "lost or with another text than alone": f"{len(soak.wrong)}",
-        "pieces of text/s, on a machine that was busy with other work": f"{soak.tokens / seconds:.0f}",
+        "pieces of text (about a token each) per second": f"{soak.tokens / seconds:.0f}",
         "resident memory, median of the first and of the last third": f"{first:.1f} MB and {last:.1f} MB",
         "growth": f"{last - first:+.1f} MB",
     }
