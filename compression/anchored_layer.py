@@ -13,6 +13,7 @@ from neuronmm.compression.layer_pair import LayerPair
 from neuronmm.compression.moments import BETWEEN
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.streaming import Streams, batches, run_layer
+from neuronmm.models import processes
 from neuronmm.models.families import STAGES
 
 _HALVES = (STAGES[:2], STAGES[2:])
@@ -81,6 +82,8 @@ def _gather(
             targets[0] += (dense_batch - compressed_batch).flatten(0, -2)
         sums.add(targets[0] if writes else dense_inputs, compressed_inputs)
         powers = [power + float(y.double().square().sum()) for power, y in zip(powers, targets, strict=True)]
+    processes.add_up(sums.gram, sums.cross)
+    powers = [processes.total(power) for power in powers]
     return [sums.of(power) for power in powers]
 
 

@@ -25,6 +25,7 @@ from neuronmm.compression.plan import Plan, make_plan
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO, Linear
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel, advance
+from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 
@@ -114,7 +115,7 @@ def _measured(
         run.progress(_STAGE, 1 / _PASSES)
         return {}
     plans = [make_plan(linears, run.config.model_copy(update={"ratio": ratio}), spectra) for ratio in ratios]
-    streams = model.streams(rows, ("dense",))
+    streams = model.streams(processes.part(rows), ("dense",))
     hidden = [streams.dense for _ in plans]
     dtype = model.reader[f"{linears[0].name}.weight"].dtype
     for index in range(len(model)):
@@ -149,9 +150,10 @@ def _factors(
     names = [linear.name.removeprefix(prefix) for linear in linears if linear.name.startswith(prefix)]
     device = next(layer.parameters()).device
     known = known_moments(run, index, layer, run.store.moments(index, names, run.config.damping, device))
-    factors: dict[Linear, tuple[Tensor, Tensor]] = {}
-    for linear, rank in highest.items():
+
+    def factors(linear: Linear) -> tuple[Tensor, Tensor]:
         sums = None if run.config.method == "svd" else known(linear)
-        best = factorize(weight_of(layer, linear, prefix), rank, sums, scaled=run.config.method == "asvd")
-        factors[linear] = best.A, best.B
-    return factors
+        best = factorize(weight_of(layer, linear, prefix), highest[linear], sums, scaled=run.config.method == "asvd")
+        return best.A, best.B
+
+    return processes.shared_out(list(highest), factors)

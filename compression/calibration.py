@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from neuronmm.compression.config import SELF, Rows
-from neuronmm.compression.continuation import around_user, continue_rows, first_token, sampled
+from neuronmm.compression.continuation import Sampled, around_user, continue_rows, first_token
 from neuronmm.compression.memory import check_row_memory
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel
+from neuronmm.models import processes
 from neuronmm.models.documents import read_rows, read_text
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.load import load_config, load_tokenizer
@@ -51,7 +52,10 @@ def calibration_tokens(run: Run) -> tuple[Tensor, Tensor]:
     """
     if not run.config.needs_text:
         return NO_ROWS, NO_ROWS
-    tokens = run.workspace.tokens(lambda: run.store.tokens(lambda: make_rows(run)))
+    tokens = NO_ROWS
+    if processes.rank() == 0:
+        tokens = run.workspace.tokens(lambda: run.store.tokens(lambda: make_rows(run)))
+    tokens = processes.of_first(tokens)
     held_out = math.ceil(len(tokens) / 9)
     return tokens[:-held_out] if len(tokens) > held_out else tokens, tokens[-held_out:]
 
@@ -176,7 +180,7 @@ def from_model(
     sizes = ModelConfig.parse(model.config.to_dict(), "config.json")
     per_row = 2 * len(model) * sizes.kv_heads * sizes.head * rows.length * model.dtype.itemsize
     together = max(1, min(rows.count, _CACHE_BYTES // per_row))
-    choose = sampled(rows.seed)
+    choose = Sampled(rows.seed)
     groups: list[Tensor] = []
     for first in range(0, rows.count, together):
         members = range(first, min(first + together, rows.count))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,6 +24,7 @@ from neuronmm.compression.reader import Reader
 from neuronmm.compression.streaming import Rotary, advance
 from neuronmm.compression.tensor_files import read_header, write_tensors
 from neuronmm.kernels.durable import WRITING
+from neuronmm.models import processes
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
@@ -111,7 +113,8 @@ class CalibrationStore:
 class SharedStore(CalibrationStore):
     """The folder of calibration, as one run uses it. The first run creates and fills the folder, the others read it.
 
-    The folder in a work folder serves one run, which reads it twice.
+    The folder in a work folder serves one run, which reads it twice. Of several processes the first one writes, and all
+    read.
 
     Args:
         folder: the store.
@@ -128,6 +131,10 @@ class SharedStore(CalibrationStore):
         self._folder, self._targets, self._known = folder, config.targets, set[str]()
         run = {"model": str(dense.folder), "bytes": dense.total_bytes(), "version": VERSION, "device": device}
         run |= config.model_dump(include=_TEXT)
+        processes.in_turn(lambda: self._open(run))
+
+    def _open(self, run: dict[str, Any]) -> None:
+        folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         before = read_own(folder / STORE)
         if before is None:
@@ -152,6 +159,7 @@ class SharedStore(CalibrationStore):
         for name, sums in by_leader.items():
             tensors |= {f"{name}.squares": sums.squares, f"{name}.share": sums.fraction.clone()}
         self._write(self._layer(index), tensors, began)
+        processes.meet()
 
     def moments(self, index: int, linears: list[str], damping: float, device: torch.device) -> dict[str, Moments]:
         tensors = self._read(self._layer(index), device)
@@ -168,6 +176,7 @@ class SharedStore(CalibrationStore):
 
     def keep_gradients(self, index: int, gradients: dict[str, Tensor], began: float) -> None:
         self._write(self._gradients(index), gradients, began)
+        processes.meet()
 
     def gradients(self, index: int, device: torch.device) -> dict[str, Tensor]:
         return self._read(self._gradients(index), device)
@@ -182,7 +191,8 @@ class SharedStore(CalibrationStore):
         return self._folder / f"{name}.safetensors"
 
     def _write(self, name: str, tensors: dict[str, Tensor], began: float) -> None:
-        write_tensors(self._path(name), tensors, {_SECONDS: str(time.perf_counter() - began)})
+        if processes.rank() == 0:
+            write_tensors(self._path(name), tensors, {_SECONDS: str(time.perf_counter() - began)})
         self._known.add(name)
 
     def _read(self, name: str, device: torch.device) -> dict[str, Tensor]:

@@ -26,17 +26,22 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def sampled(seed: int) -> Choice:
-    """Return a choice that samples at temperature 1, seeded."""
-    generator = torch.Generator().manual_seed(seed)
+class Sampled:
+    """The choice that samples at temperature 1, seeded."""
 
-    def choose(logits: Tensor) -> Tensor:
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:
         # One uniform number per row, inverted by the cumulative distribution; torch.multinomial draws one per logit.
         cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
-        uniform = torch.rand(len(cumulative), 1, generator=generator).to(logits.device) * cumulative[:, -1:]
+        uniform = torch.rand(len(cumulative), 1, generator=self._generator).to(logits.device) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1)
 
-    return choose
+    def skip(self, rows: int, together: int) -> None:
+        """Leave out the random numbers of ``rows`` rows of logits, given ``together`` at a time."""
+        for call in torch.empty(rows, 1).split(together):
+            torch.rand(call.shape, generator=self._generator)
 
 
 @torch.inference_mode()

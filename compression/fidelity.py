@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from neuronmm.compression.continuation import around_user, continue_rows, first_token, greedy
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel, advance
+from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config, load_tokenizer
 
@@ -34,6 +35,8 @@ _REPEATS, _LOOP_TOKENS = 3, 16
 def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
     """Compare the checkpoint in ``folder`` with the dense model of ``run``; one layer is in memory at a time.
 
+    All processes of the run measure; only the first one writes samples.
+
     Args:
         run: the run that wrote the checkpoint.
         folder: the checkpoint.
@@ -44,7 +47,7 @@ def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
         nats per token, ``agreement`` the fraction of positions at which both models' most probable token is the same.
     """
     measured = _distance(run, folder, rows) if rows.numel() else None
-    samples = _samples(run, folder)
+    samples = _samples(run, folder) if processes.rank() == 0 else []
     warnings = _warnings(run.config.budget, measured, samples)
     return {"kind": "measured", "distance": measured, "samples": samples, "warnings": warnings}
 
@@ -54,7 +57,7 @@ def divergence(dense: StreamedModel, expected: Tensor, states: Tensor) -> dict[s
 
     Args:
         dense: the dense model; compression changes neither its last norm nor its head.
-        expected: the outputs [rows, length, hidden] of its last layer.
+        expected: the outputs [rows, length, hidden] of its last layer, for the rows of this process.
         states: those of the compressed model.
 
     Returns:
@@ -69,9 +72,10 @@ def divergence(dense: StreamedModel, expected: Tensor, states: Tensor) -> dict[s
                 total += float(kl_div(result, target, reduction="sum", log_target=True))
                 same += int((target.argmax(-1) == result.argmax(-1)).sum())
             divergences.append(total / max(len(want) - 1, 1))
-    values = torch.tensor(divergences, dtype=torch.float64)
+    values = torch.tensor([kl for part in processes.of_all(divergences) for kl in part], dtype=torch.float64)
+    same, positions = int(processes.total(same)), int(processes.total(positions))
     return {
-        "rows": len(expected),
+        "rows": len(values),
         "length": expected.shape[1],
         "kl": float(values.mean()),
         "kl_standard_error": float(values.std() / len(values) ** 0.5) if len(values) > 1 else None,
@@ -98,8 +102,8 @@ def _distance(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
 
 
 def final_states(model: StreamedModel, rows: Tensor, step: Callable[[], None]) -> Tensor:
-    """Return the outputs [rows, length, hidden] of the last decoder layer."""
-    streams = model.streams(rows, ("dense",))
+    """Return the outputs [rows, length, hidden] of the last decoder layer for the rows of this process."""
+    streams = model.streams(processes.part(rows), ("dense",))
     for index in range(len(model)):
         with model.layer(index) as layer:
             streams.dense = advance(layer, streams.dense, streams.rotary)

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from neuronmm.compression.continuation import sampled
+from neuronmm.compression.continuation import Sampled
 from neuronmm.compression.moments import Moments, side
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import Rotary, StreamedModel, batches, run_layer
 from neuronmm.kernels.widened_linears import multiplies_bf16
+from neuronmm.models import processes
 from neuronmm.models.families import LAYERS
 from neuronmm.models.model_config import ModelConfig
 
@@ -70,7 +71,8 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
     ]
     rotary = model.streams(rows, ()).rotary
     end, gradients = left[-1] + 1, run.workspace.load(_gradient(left[-1] + 1), ["gradient"])
-    if gradients is not None and run.workspace.complete([_inputs(index) for index in range(end)], ["hidden"]):
+    kept = gradients is not None and run.workspace.complete([_inputs(index) for index in range(end)], ["hidden"])
+    if gradients is not None and all(processes.of_all(kept)):
         gradient = gradients["gradient"].to(model.device)
         run.progress(_STAGE, 1 - (1 - _FORWARDS) * end / len(model))
     else:
@@ -83,6 +85,7 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
             sums, gradient = _run_backwards(layer, inside[index], hidden["hidden"].to(model.device), gradient, rotary)
         model.reader.close()  # pages of a mapped shard count as resident
         run.workspace.save(_gradient(index), {"gradient": gradient})
+        processes.meet()
         run.store.keep_gradients(index, {name: total / rows.numel() for name, total in sums.items()}, began)
         run.workspace.drop(_gradient(index + 1))
         run.workspace.drop(_inputs(index))
@@ -130,26 +133,33 @@ def _gradient(index: int) -> str:
 
 def _run_forwards(run: Run, model: StreamedModel, inside: list[list[str]], rows: Tensor) -> Tensor:
     """Save the inputs of every layer and return the gradient of the last one's outputs [rows, length, hidden]."""
-    streams = model.streams(rows, ("dense",))
+    streams = model.streams(processes.part(rows), ("dense",))
     for index, names in enumerate(inside):
         run.workspace.save(_inputs(index), {"hidden": streams.dense.bfloat16()})
         with model.layer(index) as layer:
             _, streams.dense = run.store.gather(index, layer, names, streams.dense, streams.rotary, run.config.damping)
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress(_STAGE, _FORWARDS / len(model))
-    gradient = _gradient_of_head(model, streams.dense, run.config.seed)
+    gradient = _gradient_of_head(model, streams.dense, run.config.seed, len(rows))
     run.workspace.save(_gradient(len(model)), {"gradient": gradient})
     return gradient
 
 
-def _gradient_of_head(model: StreamedModel, states: Tensor, seed: int) -> Tensor:
+def _gradient_of_head(model: StreamedModel, states: Tensor, seed: int, rows: int) -> Tensor:
     """Return the gradient of the log-likelihood of sampled next tokens with respect to the final ``states``.
 
-    Dimensions: ``states`` and the result [rows, length, hidden], float32.
+    The random numbers of a row do not depend on how many processes share the ``rows``.
+
+    Dimensions: ``states`` and the result [rows of this process, length, hidden], float32.
     """
-    choose, gradient = sampled(seed), torch.empty_like(states)
+    choose, gradient = Sampled(seed), torch.empty_like(states)
+    mine = zip(states, gradient, strict=True)
     with model.head() as logits, torch.enable_grad():
-        for row, target in zip(states, gradient, strict=True):
+        for number in range(rows):
+            if number % processes.size() != processes.rank():
+                choose.skip(states.shape[1], _CHUNK)
+                continue
+            row, target = next(mine)
             for chunk, out in zip(row.split(_CHUNK), target.split(_CHUNK), strict=True):
                 leaf = chunk.detach().requires_grad_(True)
                 with _autocast(states.device):
@@ -170,7 +180,8 @@ def _run_backwards(
     """Return the corrected sums of the gradients' outer products by linear, and the gradient of the layer's inputs.
 
     Dimensions: ``hidden``, the layer's inputs, ``gradient``, that of its outputs, and the result are [rows, length,
-    hidden]. The gradients are bf16 where the device multiplies that natively, the sums float64.
+    hidden], of the rows of this process. The gradients are bf16 where the device multiplies that natively, the sums
+    float64.
     """
     before = torch.empty_like(gradient)
     with _adding_gradients(layer, names) as sums, torch.enable_grad():
@@ -179,7 +190,7 @@ def _run_backwards(
             with _autocast(gradient.device):
                 outputs = run_layer(layer, leaf, rotary)
             (result[:],) = torch.autograd.grad(outputs, leaf, outer)
-    return {name: total.corrected for name, total in sums.items()}, before
+    return {name: total.corrected() for name, total in sums.items()}, before
 
 
 class _Gradients:
@@ -195,10 +206,14 @@ class _Gradients:
         self._apart, self._together = 0.0, 0.0
         self._inputs = torch.empty(0)
 
-    @property
     def corrected(self) -> Tensor:
-        """The sum of the gradients' outer products, multiplied by the factor s of the module's docstring."""
-        return self._sums * (self._together / self._apart if self._apart > 0 else 1.0)
+        """Return the sum of the gradients' outer products over the rows of all processes, multiplied by the factor s.
+
+        The module's docstring defines s.
+        """
+        processes.add_up(self._sums)
+        apart, together = processes.total(self._apart), processes.total(self._together)
+        return self._sums * (together / apart if apart > 0 else 1.0)
 
     def keep(self, _: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
         """Keep the inputs [rows, length, in] of a pass forwards."""

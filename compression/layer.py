@@ -10,7 +10,7 @@ from torch import Tensor
 
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.anchored_layer import anchored_factors
-from neuronmm.compression.factorize import factorize
+from neuronmm.compression.factorize import Factors, factorize
 from neuronmm.compression.fisher import known_moments
 from neuronmm.compression.layer_pair import LayerPair
 from neuronmm.compression.moments import Moments
@@ -20,6 +20,7 @@ from neuronmm.compression.refine import course_of, refine
 from neuronmm.compression.report import Matrix
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel, Streams, advance
+from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 
@@ -54,21 +55,33 @@ def compress_layer(
         def working_dtype(linear: Linear) -> torch.dtype:
             return torch.float32 if config.form == "pivoted" else dtype_of(linear)  # rounded after pivoting
 
-        def compress_linear(linear: Linear, sums: Moments | Anchors | None) -> None:
-            factors = factorize(pair.weight(linear), ranks[linear], sums, scaled=config.method == "asvd")
+        def factorise(linear: Linear, sums: Moments | Anchors | None) -> Factors:
+            return factorize(pair.weight(linear), ranks[linear], sums, scaled=config.method == "asvd")
+
+        def replace(linear: Linear, factors: Factors) -> None:
             pair.replace(linear, factors.A, factors.B, working_dtype(linear))
             errors[linear.name] = factors.relative_error
 
         try:
             if config.method == "anchored":
-                outputs = anchored_factors(pair, streams, list(ranks), config.damping, compress_linear)
+                outputs = anchored_factors(
+                    pair,
+                    streams,
+                    list(ranks),
+                    config.damping,
+                    lambda linear, sums: replace(linear, factorise(linear, sums)),
+                )
             else:
                 names = [pair.inside(part) for linear in plan.of_layer(index) for part in linear.parts]
                 moments, outputs = run.store.gather(index, dense, names, streams.dense, streams.rotary, config.damping)
                 known = known_moments(run, index, dense, moments)
-                for linear in ranks:
-                    compress_linear(linear, None if config.method == "svd" else known(linear))
-                del known, moments  # the refinement is the peak of a layer's memory
+                plain = config.method == "svd"
+                found = processes.shared_out(
+                    list(ranks), lambda linear: factorise(linear, None if plain else known(linear))
+                )
+                for linear, factors in found.items():
+                    replace(linear, factors)
+                del known, moments, found  # the refinement is the peak of a layer's memory
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
             if config.refine != "off" and ranks:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.streaming import Rotary, advance
+from neuronmm.models import processes
 from neuronmm.models.families import SAME_INPUT
 
 BETWEEN = "post_attention_layernorm"
@@ -124,9 +125,14 @@ def check_finite(sums: Tensor, what: str = "activations") -> None:
 def moments_of(
     layer: nn.Module, hidden: Tensor, rotary: Rotary, names: Sequence[str], damping: float
 ) -> tuple[dict[str, Moments], Tensor]:
-    """Return the moments of the named linears of the layer, by name, and the layer's outputs."""
+    """Return the moments of the named linears of the layer, by name, and the layer's outputs.
+
+    The moments are those of the rows of all processes, the outputs those of the rows of this one.
+    """
     with gathering(layer, names, damping) as moments, weighing(layer) as fractions:
         outputs = advance(layer, hidden, rotary)
+    distinct = {id(sums): sums for sums in moments.values()}.values()
+    processes.add_up(*(tensor for sums in distinct for tensor in (sums.gram, sums.squares)))
     for name, sums in moments.items():
         sums.fraction = fractions[name.partition(".")[0]]
     return moments, outputs
@@ -201,4 +207,9 @@ def weighing(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
-        fractions |= {half: torch.cat(parts).median() for half, parts in per_token.items() if parts}
+        fractions |= {half: _of_all(torch.cat(parts)).median() for half, parts in per_token.items() if parts}
+
+
+def _of_all(values: Tensor) -> Tensor:
+    """Return the values [n] of all processes in one tensor."""
+    return torch.cat([part.to(values.device) for part in processes.of_all(values.cpu())])

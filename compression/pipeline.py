@@ -21,6 +21,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.fidelity import compare
 from neuronmm.compression.fisher import measure_gradients, working_bytes
 from neuronmm.compression.layer import compress_layer
+from neuronmm.compression.member import check_processes, check_rows, workspace_of
 from neuronmm.compression.memory import check_disk, check_room, forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, has_spectra, make_plan, measure_spectra, needs_spectra, targeted
 from neuronmm.compression.ranks import Linear, realised
@@ -29,6 +30,7 @@ from neuronmm.compression.recover import last_steps
 from neuronmm.compression.run import Run, check_device
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.workspace import Workspace
+from neuronmm.models import processes
 from neuronmm.models.contents import Contents, inspect
 from neuronmm.models.documents import read_own
 from neuronmm.models.errors import UserError
@@ -62,20 +64,26 @@ def compress(
         store: a folder for the calibration's tokens and moments, which several runs on one text share.
         progress: called whenever a fraction of a stage is done.
 
+    The processes that torchrun started share the calibration rows: each runs some of them, and the sums are added up.
+    The first process writes the checkpoint and returns its report.
+
     Raises:
         UserError: the request or the checkpoint is at fault; the message says what to change.
+        ProcessLost: another process has ended.
     """
     began = time.perf_counter()
     forget_peak()
     check_device(device)
     config = config or CompressionConfig()
-    with Workspace(out, (model, *config.text_files, store), resume=resume, force=force) as workspace:
-        dense, contents = _open(model, workspace, progress)
+    check_processes(config)
+    with workspace_of(out, (model, *config.text_files, store), resume=resume, force=force) as workspace:
+        dense, contents = processes.in_turn(lambda: _open(model, workspace, progress))
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
-        _begin(config, workspace, dense, device, plan, store)
+        processes.in_turn(lambda: _begin(config, workspace, dense, device, plan, store))
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows, held_out = calibration_tokens(run)
+        check_rows(rows, held_out)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
         if config.method == "fisher" and not _factorised(run, plan.linears, len(streamed)):
@@ -86,16 +94,20 @@ def compress(
             if config.budget is not None:
                 ratio, search = find_ratio(run, streamed, linears, spectra, held_out)
                 run = replace(run, config=config.model_copy(update={"ratio": ratio}))
-            plan = make_plan(linears, run.config, spectra)
+            plan = processes.of_first(make_plan(linears, run.config, spectra))
         resumed_layers = _compress_layers(run, streamed, plan, rows)
-        shutil.rmtree(workspace.moments, ignore_errors=True)  # make room for the checkpoint
+        processes.meet()
+        if processes.rank() == 0:
+            shutil.rmtree(workspace.moments, ignore_errors=True)  # make room for the checkpoint
 
         layers = workspace.layer_facts(len(streamed))
         spec = _spec(run, plan, rows, layers)
         result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers), "search": search}
 
         def finish(final: Path) -> None:
-            _assemble(run, final, contents, spec)
+            if processes.rank() == 0:
+                _assemble(run, final, contents, spec)
+            processes.meet()
             recovery = result["recovery"] = last_steps(run, final, rows)
             result["fidelity"] = compare(run, final, held_out)
             # A resumed run adds the time of the layers and epochs that the interrupted run finished.
@@ -103,8 +115,11 @@ def compress(
             earlier += recovery["resumed_seconds"] if recovery else 0.0
             result["bytes"] = {"dense": dense.total_bytes(), "compressed": Reader(final).total_bytes()}
             result["seconds"] = earlier + time.perf_counter() - began + run.store.seconds
-            result["peak_rss_bytes"] = max(peak_rss(), *(layer["peak_rss_bytes"] for layer in layers))
-            report.write(result, final)
+            result["peak_rss_bytes"] = max(
+                *processes.of_all(peak_rss()), *(layer["peak_rss_bytes"] for layer in layers)
+            )
+            if processes.rank() == 0:
+                report.write(result, final)
 
         workspace.finish(finish)
         return result
@@ -134,10 +149,14 @@ def _begin(
     """
     size, moments = dense.total_bytes(), _moment_bytes(config, plan, store)
     # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
-    check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
+    first = processes.rank() == 0
+    if first:
+        check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
     origin = {"model": str(dense.folder), "bytes": size, "version": VERSION, "device": device}
+    origin |= {"processes": processes.size()}
     workspace.begin({**origin, **config.model_dump()})
-    dense.check_finite()
+    if first:
+        dense.check_finite()
 
 
 def _factorised(run: Run, linears: list[Linear], layers: int) -> bool:
@@ -159,7 +178,7 @@ def _store(
     """Return the store in ``folder``, or without one a store for a run that needs the moments twice."""
     if folder is None and _reads_moments_twice(config):
         folder = workspace.moments
-        if read_own(folder / STORE) is None:  # it is missing or damaged
+        if processes.rank() == 0 and read_own(folder / STORE) is None:  # it is missing or damaged
             shutil.rmtree(folder, ignore_errors=True)
     if folder is None or not config.needs_text:
         return CalibrationStore()
@@ -176,12 +195,12 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
     """Compress every layer that an interrupted run has not finished; return the number of those it has."""
     needs_dense_run = not run.store.complete(len(model))
     names = run.config.streams if len(rows) and (needs_dense_run or run.config.streams != ("dense",)) else ()
-    first = run.workspace.layers_done(len(model), names)
+    first = min(processes.of_all(run.workspace.layers_done(len(model), names)))
     run.progress("compressing", first / len(model))
     if first == len(model):
         return first
     saved = run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
-    streams = model.streams(rows, names, saved)
+    streams = model.streams(processes.part(rows), names, saved)
     refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of a layer's time that refinement takes
     for index in range(first, len(model)):
         began = time.perf_counter()
@@ -192,6 +211,7 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
             run.workspace.save(f"hidden-{index + 1:05d}", streams.states())
         facts |= {"seconds": time.perf_counter() - began, "peak_rss_bytes": peak_rss()}
         run.workspace.save_layer(index, tensors, facts)
+        processes.meet()  # all have the next states
         run.workspace.drop(f"hidden-{index:05d}")
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress("compressing", (1 - refinement) / len(model))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import spectrum
 from neuronmm.compression.fisher import known_moments
 from neuronmm.compression.layer_pair import weight_of
+from neuronmm.compression.moments import Moments
 from neuronmm.compression.ranks import Linear, allocate, auto_align, balance, energy, relative, sharing_pays
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel
+from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, SAME_INPUT, TARGETS
 
@@ -144,8 +146,8 @@ def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
 
 
 def has_spectra(run: Run, linears: list[Linear], layers: int) -> bool:
-    """Return whether an interrupted run has measured the spectra of all ``layers``."""
-    return _measured(run, linears, layers)[0] == layers
+    """Return whether an interrupted run has measured the spectra of all ``layers``, in all processes."""
+    return all(processes.of_all(_measured(run, linears, layers)[0] == layers))
 
 
 def _measured(run: Run, linears: list[Linear], layers: int) -> tuple[int, dict[str, Tensor]]:
@@ -153,6 +155,10 @@ def _measured(run: Run, linears: list[Linear], layers: int) -> tuple[int, dict[s
     first, state = run.workspace.latest("spectra", [])
     whole = all(linear.name in state for linear in linears[: first * len(linears) // layers])
     return (first, state) if whole else (0, {})
+
+
+def _spectrum(layer: nn.Module, prefix: str, known: Callable[[Linear], Moments], linear: Linear) -> Tensor:
+    return spectrum(weight_of(layer, linear, prefix), known(linear)).cpu()
 
 
 @torch.no_grad()
@@ -168,11 +174,12 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
     """
     streamed, config = () if run.store.complete(len(model)) else ("dense",), run.config
     first, state = _measured(run, linears, len(model))
-    if streamed and first < len(model) and "hidden" not in state:
+    usable = not streamed or first == len(model) or "hidden" in state
+    if len(set(processes.of_all((first, usable)))) > 1 or not usable:
         first, state = 0, {}
     run.progress("measuring spectra", first / len(model))
     hidden = state.pop("hidden", None)
-    streams = model.streams(rows, streamed, None if hidden is None else {"dense": hidden})
+    streams = model.streams(processes.part(rows), streamed, None if hidden is None else {"dense": hidden})
     for index in range(first, len(model)):
         prefix = f"{LAYERS}.{index}."
         targets = [linear for linear in linears if linear.name.startswith(prefix)]
@@ -183,19 +190,23 @@ def measure_spectra(run: Run, model: StreamedModel, linears: list[Linear], rows:
             )
             try:
                 known = known_moments(run, index, layer, moments)
+                measure = partial(_spectrum, layer, prefix, known)
+                alone = processes.shared_out(targets, measure)
                 for linear, name in zip(targets, names, strict=True):
-                    state[linear.name] = spectrum(weight_of(layer, linear, prefix), known(linear)).cpu()
+                    state[linear.name] = alone[linear]
                     state[_FRACTION + linear.name] = moments[name].fraction.to("cpu", copy=True)
-                for group in _groups(targets) if config.share_a == "auto" else []:
-                    units = [_unit(state[linear.name], config) for linear in group]
-                    joint = Linear.sharing(group, units)
-                    values = spectrum(weight_of(layer, joint, prefix), known(joint)).cpu()
-                    state[_JOINT + joint.name] = relative(values, max(units))
+                groups = _groups(targets) if config.share_a == "auto" else []
+                units = [[_unit(alone[linear], config) for linear in group] for group in groups]
+                joints = [Linear.sharing(group, energies) for group, energies in zip(groups, units, strict=True)]
+                together = processes.shared_out(joints, measure)
+                for joint, energies in zip(joints, units, strict=True):
+                    state[_JOINT + joint.name] = relative(together[joint], max(energies))
             except ValueError as error:
                 raise UserError(
                     f"{model.reader.folder}: {prefix}*: {error}; the checkpoint is damaged or unstable in float32"
                 ) from None
         run.workspace.save(f"spectra-{index + 1:05d}", {**state, **({"hidden": streams.dense} if streamed else {})})
+        processes.meet()
         run.workspace.drop(f"spectra-{index:05d}")
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress("measuring spectra", 1 / len(model))

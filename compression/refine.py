@@ -17,6 +17,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.streaming import Streams, batches, run_layer
 from neuronmm.compression.training import Course, Objective, train
 from neuronmm.kernels.widened_linears import multiplies_bf16
+from neuronmm.models import processes
 from neuronmm.models.lowrank import LowRankLinear
 
 _EPOCHS = {"fast": 3, "full": 8}
@@ -47,7 +48,8 @@ def refine(
 
     The loss is the mean over tokens of ``|y' - y|^2 / |y|^2``, because the next layer's norm scales all tokens to one
     size, massive ones too. Matmuls run in bf16 if the device supports it natively; weights and sums are float32. The
-    same arguments give the same result on the same machine.
+    same arguments give the same result on the same machine. Of several processes each runs the rows that it has, and
+    all take the same steps.
 
     Args:
         layer: a compressed decoder layer, float32.
@@ -69,7 +71,8 @@ def refine(
     for parameter in trained:
         parameter.requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
-    training, held_out = split_rows(len(inputs))
+    here, count = processes.rank(), processes.size()
+    training, held_out = split_rows(int(processes.total(len(inputs))))
     rows_per_step = max(1, STEP_TOKENS // inputs.shape[1])
     in_bf16 = multiplies_bf16(inputs.device)
 
@@ -79,16 +82,24 @@ def refine(
         dense = targets[rows]
         return ((outputs - dense).square().sum(-1) / dense.square().sum(-1).clamp(min=1e-12)).mean()
 
+    def of_this_process(rows: Tensor) -> Tensor:
+        return rows[rows % count == here] // count
+
     @torch.no_grad()
     def validate() -> float:
-        together = len(batches(inputs)[0])
-        return sum(float(loss_of(rows)) * len(rows) for rows in held_out.split(together)) / len(held_out)
+        parts = of_this_process(held_out).split(len(batches(inputs)[0]))
+        return processes.total(sum(float(loss_of(rows)) * len(rows) for rows in parts if len(rows))) / len(held_out)
 
     def keep(parameter: Tensor) -> Tensor:
         return parameter.to(dtype if parameter.dim() == 2 else parameter.dtype, copy=True)
 
     def backward(rows: Tensor) -> None:
-        loss_of(rows).backward()
+        mine = of_this_process(rows)
+        if len(mine):
+            (loss_of(mine) * (len(mine) / len(rows))).backward()
+        for parameter in trained if count > 1 else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            processes.add_up(parameter.grad)
 
     objective = Objective(trained, training, backward, validate)
     losses = train(objective, course, rows_per_step, generator, advance, keep=keep).losses

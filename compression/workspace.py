@@ -24,13 +24,17 @@ from neuronmm.models.output import Inputs, is_within, keep_apart, output_folder,
 RUN = "run.json"
 """The file with the settings of the run in a work folder."""
 
-_SEARCH = "search.json"
+SEARCH = "search.json"
+"""The file with what a finished search of the ratio measured."""
 
-_FINAL, _REPLACED, _MOMENTS = "final", "replaced", "moments"
+FINAL, _REPLACED, MOMENTS = "final", "replaced", "moments"
+MEMBER = "process-{}"
+"""The folder with the states of the rows that another process than the first has."""
+
 _STATES = ("calibration", "gradient-*", "hidden-*", "inputs-*", "layer-*", "spectra-*", "recovery-*")
 _UNFINISHED = (f"*{WRITING}", f"*{WRITING}/")
-_FOLDERS = tuple(f"{name}/" for name in (_FINAL, _REPLACED, _MOMENTS))
-_KNOWN = (MARK, RUN, _SEARCH, *_FOLDERS, *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)
+_FOLDERS = tuple(f"{name}/" for name in (FINAL, _REPLACED, MOMENTS, MEMBER.format("*")))
+_KNOWN = (MARK, RUN, SEARCH, *_FOLDERS, *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)
 """The names of all files and folders that a run writes into its folder."""
 
 
@@ -112,7 +116,7 @@ class Workspace:
     @property
     def moments(self) -> Path:
         """The folder of the calibration store of this run alone."""
-        return self.folder / _MOMENTS
+        return self.folder / MOMENTS
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         """Write ``name``.safetensors atomically."""
@@ -162,11 +166,11 @@ class Workspace:
 
     def save_search(self, search: dict[str, Any]) -> None:
         """Write what a finished search of the ratio measured."""
-        write_json(self.folder / _SEARCH, search)
+        write_json(self.folder / SEARCH, search)
 
     def search(self) -> dict[str, Any] | None:
         """Return what the search of the interrupted run measured; None if it did not finish."""
-        return read_own(self.folder / _SEARCH)
+        return read_own(self.folder / SEARCH)
 
     def save_layer(self, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write one finished layer and its facts for the report."""
@@ -186,7 +190,7 @@ class Workspace:
         An existing OUT is first moved into the work folder. A kill between the two moves leaves no OUT; the next run
         for this OUT moves the old one back.
         """
-        final = self.folder / _FINAL
+        final = self.folder / FINAL
         shutil.rmtree(final, ignore_errors=True)
         final.mkdir()
         fill(final)
@@ -242,7 +246,7 @@ class Workspace:
                     f"{self.out}: was interrupted while it was replaced and is now back as it was; "
                     "--force --resume ends the replacement"
                 )
-        elif (self.folder / _FINAL).exists():
+        elif (self.folder / FINAL).exists():
             raise UserError(f"{self.out}: was created while its previous content waits in {old}; move one of them away")
         else:
             shutil.rmtree(old)

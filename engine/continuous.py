@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.engine.loop import Row, advance
-from neuronmm.engine.sampling import NOT_FINITE, Sampler, SamplingParams
+from neuronmm.engine.sampling import NOT_FINITE, Sampler, SamplingParams, logprobs
 from neuronmm.models.errors import UserError
 
 
@@ -24,8 +24,17 @@ class Slots(Protocol):
 
     batch: int
 
+    @property
+    def chunk(self) -> int | None:
+        """Most tokens of a prompt per call of :meth:`join` and :meth:`extend`; None: a prompt is read as a whole."""
+        ...
+
     def join(self, slot: int, input_ids: Tensor) -> Tensor:
         """Start a sequence in a slot and return its logits. The other slots do not advance."""
+        ...
+
+    def extend(self, slot: int, input_ids: Tensor) -> Tensor:
+        """Read the next tokens [n] of the prompt in a slot and return its logits, if there are chunks."""
         ...
 
     def step(self, slots: list[int], token_ids: Tensor) -> Tensor:
@@ -38,6 +47,8 @@ class _Sequence:
     slot: int
     sampler: Sampler
     seen: list[int]
+    read: int = 0
+    """Tokens of the prompt that have been read."""
 
     def choose(self, logits: Tensor, token: int, finite: bool) -> int | UserError:
         """Return the next token after ``logits`` [1, vocab], whose likeliest is ``token``, or why there is none."""
@@ -50,7 +61,7 @@ class _Sequence:
 
 
 class Batch:
-    """The sequences in the slots of a backend. Each call returns the next token of a row, which keeps its slot.
+    """The sequences in the slots of a backend. The next token of a row comes from :meth:`read` or :meth:`step`.
 
     The tokens of a row do not depend on the other rows. If its logits are not finite, there is an error instead of a
     token, and the row has to leave.
@@ -68,18 +79,36 @@ class Batch:
         """The number of free slots."""
         return self._slots.batch - len(self)
 
-    def join(self, row: Row, params: SamplingParams) -> int | UserError:
-        """Prefill the prompt of a row in the first free slot."""
+    @property
+    def reading(self) -> Row | None:
+        """The first row whose prompt is not read yet."""
+        return next((row for row, sequence in self._running.items() if sequence.read < len(row.prompt_ids)), None)
+
+    @property
+    def ready(self) -> list[Row]:
+        """The rows whose prompts are read, which the next step advances."""
+        return [row for row, sequence in self._running.items() if sequence.read == len(row.prompt_ids)]
+
+    def join(self, row: Row, params: SamplingParams) -> None:
+        """Give a row the first free slot; its prompt is still to be read."""
         slot = min(set(range(self._slots.batch)) - {sequence.slot for sequence in self._running.values()})
-        sampler = Sampler(params, [row.seed], self._device)
-        self._running[row] = _Sequence(slot, sampler, list(row.prompt_ids))
-        logits = self._slots.join(slot, torch.tensor(row.prompt_ids, device=self._device))
-        return self._choose([row], logits[None])[0]
+        self._running[row] = _Sequence(slot, Sampler(params, [row.seed], self._device), list(row.prompt_ids))
+
+    def read(self, row: Row) -> int | UserError | None:
+        """Read the next chunk of the prompt of a row, and return its first token after the last chunk, else None."""
+        sequence = self._running[row]
+        end = min(sequence.read + (self._slots.chunk or len(row.prompt_ids)), len(row.prompt_ids))
+        if end == len(row.prompt_ids) - 1 > 1:
+            end -= 1  # the core reads a single token as a decode step, which rounds in another way than a prompt
+        ids = torch.tensor(row.prompt_ids[sequence.read : end], device=self._device)
+        logits = (self._slots.extend if sequence.read else self._slots.join)(sequence.slot, ids)
+        sequence.read = end
+        return self._choose([row], logits[None])[0] if sequence.read == len(row.prompt_ids) else None
 
     def step(self) -> list[tuple[Row, int | UserError]]:
-        """Advance every row by one token; there has to be one."""
-        rows = list(self._running)
-        sequences = self._running.values()
+        """Advance every row that is ready by one token; there has to be one."""
+        rows = self.ready
+        sequences = [self._running[row] for row in rows]
         last = torch.tensor([sequence.seen[-1] for sequence in sequences], device=self._device)
         logits = self._slots.step([sequence.slot for sequence in sequences], last)
         return list(zip(rows, self._choose(rows, logits), strict=True))
@@ -93,10 +122,14 @@ class Batch:
         """Choose the next tokens, the likeliest of all rows at once: logits [n, vocab]."""
         largest, likeliest = logits.max(-1)
         tokens, finite = likeliest.tolist(), torch.isfinite(largest).tolist()
-        return [
+        chosen = [
             self._running[row].choose(logits[i : i + 1], token=tokens[i], finite=finite[i])
             for i, row in enumerate(rows)
         ]
+        for row, token, of_row in zip(rows, chosen, logits, strict=True):
+            if row.alternatives is not None and not isinstance(token, UserError):
+                row.logprobs.append(logprobs(of_row, token, row.alternatives))
+        return chosen
 
 
 def run(
@@ -121,7 +154,11 @@ def run(
     while waiting or len(batch):
         for _ in range(min(batch.free, len(waiting))):
             row = waiting.popleft()
-            yield from enter(row, batch.join(row, params))
+            batch.join(row, params)
+            token = None
+            while token is None:
+                token = batch.read(row)
+            yield from enter(row, token)
         if len(batch):
             for row, token in batch.step():
                 yield from enter(row, token)

@@ -72,6 +72,11 @@ class CpuDecoder(TorchDecoder):
         return self._advance(token_ids[:, None], self._core_step)
 
     @torch.inference_mode()
+    def extend(self, input_ids: Tensor) -> Tensor:
+        """See :meth:`TorchDecoder.extend`; in the core the logits are those of one prefill, bit by bit."""
+        return self._advance(input_ids, self._core_step) if self.reads_prompts else super().extend(input_ids)
+
+    @torch.inference_mode()
     def verify(self, token_ids: Tensor) -> Tensor:
         """Append the tokens [n], at most 8, to the only row and return the logits [n, vocab] of each.
 

@@ -84,6 +84,16 @@ class TorchDecoder:
         mask = self.cache.valid[:, None, None, : self.cache.length + 1] if self.cache.padded else None
         return self._step(token_ids[:, None], positions, mask)
 
+    @torch.inference_mode()
+    def extend(self, input_ids: Tensor) -> Tensor:
+        """Append the tokens [batch, n] to rows without padding and return the logits [batch, vocab] of the last."""
+        start, count = self.cache.length, input_ids.shape[1]
+        positions = torch.arange(start, start + count, device=input_ids.device)[None].expand_as(input_ids)
+        self._positions = positions[:, -1] + 1
+        causal = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
+        with widened_linears(input_ids.device):
+            return self._step(input_ids, positions, causal)
+
     def _step(self, input_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Run the model on the next positions and return the last logits.
 

@@ -19,6 +19,7 @@ from neuronmm.engine.loop import Generation, Row, run
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.speculation import Verifier
 from neuronmm.engine.text import TextStream
+from neuronmm.models import processes
 from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.load import DTYPES, load_config, load_tokenizer
@@ -129,18 +130,25 @@ class Engine:
         return Stream((piece for _, piece in self._run([row], params)), row.result)
 
     def _rows(self, prompts: Sequence[str], params: SamplingParams, chat: bool) -> list[Row]:
-        seed = secrets.randbits(32) if params.seed is None else params.seed
+        seed = processes.of_first(secrets.randbits(32)) if params.seed is None else params.seed
         rows = []
         for index, prompt in enumerate(prompts):
             rows.append(self.row(self.encode(prompt, chat), params, seed + index, prompt))
         return rows
 
-    def row(self, prompt_ids: list[int], params: SamplingParams, seed: int, prompt: str = "") -> Row:
+    def row(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        prompt: str = "",
+        alternatives: int | None = None,
+    ) -> Row:
         """Prepare the generation of one sequence after the tokens of a prompt."""
         room = self.context - len(prompt_ids)
         limit, reason = min((params.max_new_tokens, "length"), (room, "context"))
         stream = TextStream(self.tokenizer, prompt_ids, params.stop)
-        return Row(prompt_ids, limit, reason, seed, stream, Generation(prompt, len(prompt_ids)))
+        return Row(prompt_ids, limit, reason, seed, stream, Generation(prompt, len(prompt_ids)), alternatives)
 
     def _run(self, rows: list[Row], params: SamplingParams) -> Iterator[tuple[Row, str]]:
         eos = frozenset() if params.ignore_eos else self.eos
@@ -199,6 +207,9 @@ def load(
             backend cannot run here, or the draft does not fit the model.
     """
     chosen = choose("cpu" if draft and backend == "auto" else backend, options)
+    if processes.size() > 1 and (draft or chosen.name == "neuron"):
+        what = "a draft" if draft else "--backend neuron, which shares the model itself (--tp),"
+        raise UserError(f"{what} needs one process, not {processes.size()}; leave out torchrun")
     if draft and chosen.name != "cpu":
         raise UserError(f"drafts need --backend cpu, not {chosen.name}")
     folder = resolve(model, progress)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from neuronmm.engine.decoder import Decoder
-from neuronmm.engine.sampling import Sampler, SamplingParams
+from neuronmm.engine.sampling import Sampler, SamplingParams, TokenLogprobs
 from neuronmm.engine.text import TextStream
 
 
@@ -64,6 +64,9 @@ class Row:
     seed: int
     stream: TextStream
     result: Generation
+    alternatives: int | None = None
+    """How many of the likeliest tokens a continuous batch records beside each token; None records nothing."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def run(

@@ -72,6 +72,25 @@ class SamplingParams:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it has to be {range_}")
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities in nats of a generated token and of the likeliest tokens at its place, likeliest first.
+
+    They are those of the model, before temperature, penalties and filters.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def logprobs(logits: Tensor, token: int, alternatives: int) -> TokenLogprobs:
+    """Return the log-probabilities of ``token`` and of the ``alternatives`` likeliest tokens: logits [vocab]."""
+    values = logits.float().log_softmax(-1)
+    top, at = values.topk(min(alternatives, len(values)))
+    return TokenLogprobs(token, float(values[token]), list(zip(at.tolist(), top.tolist(), strict=True)))
+
+
 class Sampler:
     """Choose the next token of every row of a batch; ``seeds`` has one seed per row."""
 

@@ -1,8 +1,8 @@
 """The scheduler of a server: requests of many clients share one continuous batch, which runs in a thread of its own.
 
-A round starts at most one waiting prompt, so that running rows wait for one prefill at most, and then advances all
-running rows by one token. Only token ids are handled here. Text is made by the receiver of the tokens, in its own
-thread, while the next step runs in the core, which releases Python's lock.
+A round reads one chunk of one prompt at most, so that running rows wait for a bounded number of prompt tokens, and then
+advances all rows whose prompts are read by one token. Only token ids are handled here. Text is made by the receiver of
+the tokens, in its own thread, while the next step runs in the core, which releases Python's lock.
 """
 
 from __future__ import annotations
@@ -122,13 +122,20 @@ class Scheduler:
         self._thread.join()
 
     def round(self) -> None:
-        """Drop cancelled rows, start the next prompt if there is a free slot, and advance the running rows."""
+        """Drop cancelled rows, read a chunk of a prompt if there is one, and advance the rows that are ready.
+
+        The next prompt takes a free slot when the one before it is read.
+        """
         with self._changed:
             self._drop_cancelled()
-            job = self._waiting.popleft() if self._waiting and self.batch.free else None
-        if job:
-            self._finish([(job.row, self.batch.join(job.row, job.params))])
-        if len(self.batch):
+            if self._waiting and self.batch.free and not self.batch.reading:
+                job = self._waiting.popleft()
+                self.batch.join(job.row, job.params)
+        row = self.batch.reading
+        token = None if row is None else self.batch.read(row)
+        if row is not None and token is not None:
+            self._finish([(row, token)])
+        if self.batch.ready:
             self._finish(self.batch.step())
 
     def _drop_cancelled(self) -> None:

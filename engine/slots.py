@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ from neuronmm.engine.decoder import Decoder, new_cache
 from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.kernels.cpu.step import DecodeStep
 
+CHUNK = 128
+"""Prompt tokens per call, so that the other rows wait for no more than these."""
+
+
+class RowDecoder(Decoder, Protocol):
+    """A decoder that reads a prompt in several calls."""
+
+    def extend(self, input_ids: Tensor) -> Tensor:
+        """Append the tokens [batch, n] to rows without padding and return the logits [batch, vocab] of the last."""
+        ...
+
 
 class RowSlots:
     """Slots where each is a decoder of one row, for any device; a step calls the decoders one after the other.
@@ -20,12 +31,18 @@ class RowSlots:
     The logits of a sequence are exactly those that it has alone.
     """
 
-    def __init__(self, rows: Sequence[Decoder]) -> None:
+    chunk = CHUNK
+
+    def __init__(self, rows: Sequence[RowDecoder]) -> None:
         self.rows, self.batch = rows, len(rows)
 
     def join(self, slot: int, input_ids: Tensor) -> Tensor:
         """See :class:`~neuronmm.engine.continuous.Slots`."""
         return self.rows[slot].prefill(input_ids[None], torch.ones_like(input_ids[None]))[0]
+
+    def extend(self, slot: int, input_ids: Tensor) -> Tensor:
+        """See :class:`~neuronmm.engine.continuous.Slots`."""
+        return self.rows[slot].extend(input_ids[None])[0]
 
     def step(self, slots: list[int], token_ids: Tensor) -> Tensor:
         """See :class:`~neuronmm.engine.continuous.Slots`; the other slots keep their sequences."""

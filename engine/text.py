@@ -27,6 +27,11 @@ class TextStream:
         self.text = ""
         self.stopped = False
 
+    @property
+    def length(self) -> int:
+        """Characters of the text so far, those held back included."""
+        return len(self.text) + len(self._pending)
+
     def push(self, token: int) -> str:
         """Add a token and return the text that is now final; it is often empty."""
         self._ids.append(token)

@@ -95,8 +95,12 @@ class LowRankLinear(nn.Module):
         """The weights in the form that the kernels take."""
         if self.form is not Form.ROWS:
             return LowRank(matrix_of(self.A), matrix_of(self.B), self.B.bias, self.form)
-        pivots = self.pivots if self.first_pivot is None else self.first_pivot
-        return LowRank(matrix_of(self.A), matrix_of(self.B), self.bias, self.form, pivots)
+        return LowRank(matrix_of(self.A), matrix_of(self.B), self.bias, self.form, self.places)
+
+    @property
+    def places(self) -> int | Tensor:
+        """The pivots in the form ROWS: the first of a range, or an index."""
+        return self.pivots if self.first_pivot is None else self.first_pivot
 
     def __getattr__(self, name: str) -> Any:
         """Return a child or parameter; ``A`` is the leader's if there is a leader."""
@@ -112,7 +116,7 @@ class LowRankLinear(nn.Module):
             others, pivots = x.split([self.in_features - self.rank, self.rank], dim=-1)
             return self.B(pivots + self.A(others))
         h = self.A(x)
-        y = place_pivots(self.factors.pivots, h, self.B(h))
+        y = place_pivots(self.places, h, self.B(h))
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

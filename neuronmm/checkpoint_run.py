@@ -41,18 +41,21 @@ def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]
 
     from neuronmm.compression.report import summary, warnings
     from neuronmm.compression.workspace import work_folder
+    from neuronmm.models.processes import ProcessLost
     from neuronmm.progress import stage_progress
+
+    def state() -> str:
+        work = work_folder(args.out)
+        return f"the work so far is in {work}: repeat the command with --resume" if work.exists() else "nothing is kept"
 
     try:
         with stage_progress() as progress:
             report = verb(resume=args.resume, force=args.force, device=args.device, progress=progress)
     except KeyboardInterrupt:
-        work = work_folder(args.out)
-        state = (
-            f"the work so far is in {work}: repeat the command with --resume" if work.exists() else "nothing is kept"
-        )
-        print(f"interrupted; {state}", file=sys.stderr)
+        print(f"interrupted; {state()}", file=sys.stderr)
         raise
+    except ProcessLost as error:
+        raise ProcessLost(f"{error}; {state()}") from None
     for warning in warnings(report):
         print(f"neuronmm: warning: {warning}", file=sys.stderr)
     if args.json:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
@@ -30,6 +30,10 @@ COMMANDS = (
     "doctor",
     "report",
 )
+
+
+SEVERAL = ("compress", "generate")
+"""The commands that several processes run together."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -123,7 +127,7 @@ def _run(args: argparse.Namespace) -> int:
     from neuronmm.models import UserError
 
     try:
-        with _interruptible():
+        with _interruptible(), _joined(args.command):
             args.run(args)
         sys.stdout.flush()  # detects a closed pipe here instead of at interpreter exit
     except (BrokenPipeError, SystemExit) as error:
@@ -143,6 +147,25 @@ def _run(args: argparse.Namespace) -> int:
             _drop_output()
         return 2 if user_error else 1
     return 0
+
+
+def _joined(command: str) -> AbstractContextManager[None]:
+    """Return a context in which the processes that torchrun started know each other.
+
+    Raises:
+        UserError: the command runs in one process.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return nullcontext()
+    from neuronmm.models import UserError
+    from neuronmm.models.processes import joined, started
+
+    rank, size = started()
+    if size > 1 and command not in SEVERAL:
+        if rank > 0:
+            raise SystemExit(2)
+        raise UserError(f"runs in one process, not {size}; torchrun starts only {' and '.join(SEVERAL)}")
+    return joined()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from neuronmm.engine.loop import Generation
+from neuronmm.serving.logprobs import Logprobs
 
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
@@ -16,11 +17,15 @@ _FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length
 class Answer:
     """The documents that answer one request, by the objects and fields of OpenAI's API.
 
-    ``prompt_tokens`` counts each prompt once, however many choices it has.
+    ``prompt_tokens`` counts each prompt once, however many choices it has. ``logprobs`` has one entry per result, or
+    none if the request does not ask for them.
     """
 
-    def __init__(self, model: str, results: list[Generation], prompt_tokens: int, chat: bool) -> None:
-        self._results, self._prompt_tokens, self._chat = results, prompt_tokens, chat
+    def __init__(
+        self, model: str, results: list[Generation], logprobs: list[Logprobs], prompt_tokens: int, chat: bool
+    ) -> None:
+        self._results, self._logprobs = results, logprobs
+        self._prompt_tokens, self._chat = prompt_tokens, chat
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -51,7 +56,8 @@ class Answer:
 
     def _choice(self, index: int, name: str, text: str) -> dict[str, Any]:
         reason = self._results[index].finish_reason
-        head = {"index": index, "finish_reason": _FINISH[reason] if reason else None, "logprobs": None}
+        logprobs = self._logprobs[index].take() if self._logprobs else None
+        head = {"index": index, "finish_reason": _FINISH[reason] if reason else None, "logprobs": logprobs}
         if not self._chat:
             return {**head, "text": text}
         role = {} if index in self._begun else {"role": "assistant"}

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from neuronmm.models.errors import UserError
 from neuronmm.serving.answers import Answer
 from neuronmm.serving.errors import ApiError
+from neuronmm.serving.logprobs import Logprobs
 from neuronmm.serving.reply import LEFT, Reply
 from neuronmm.serving.requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, Request, parse
 from neuronmm.serving.service import Service
@@ -92,10 +93,12 @@ class Api:
         service, params = self._service, request.sampling(min(max_new_tokens, self._service.limits.max_tokens))
         seed = secrets.randbits(32) if request.seed is None else request.seed
         choices = [ids for ids in prompts for _ in range(request.n)]
-        rows = [service.engine.row(ids, params, seed + index) for index, ids in enumerate(choices)]
-        answer = Answer(service.name, [row.result for row in rows], sum(map(len, prompts)), chat)
+        engine, asked = service.engine, request.alternatives
+        rows = [engine.row(ids, params, seed + index, alternatives=asked) for index, ids in enumerate(choices)]
+        logprobs = [] if asked is None else [Logprobs(row, engine.tokenizer, chat) for row in rows]
+        answer = Answer(service.name, [row.result for row in rows], logprobs, sum(map(len, prompts)), chat)
         usage = request.stream_options.include_usage if request.stream else None
-        return Reply(lambda: service.generate(rows, params), answer, usage)
+        return Reply(lambda: service.generate(rows, params, logprobs), answer, usage)
 
     def _limit(self, asked: int | None, prompts: list[list[int]]) -> int | None:
         """Return the number of tokens that a request asks for, after checking it."""

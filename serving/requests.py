@@ -17,7 +17,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
@@ -25,7 +24,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 """Parameter of the API that the server lacks -> the values that change nothing."""
 
@@ -85,6 +83,11 @@ class Request(BaseModel):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens come with each token; None if the request asks for no log-probabilities."""
+        raise NotImplementedError
+
     def sampling(self, max_new_tokens: int) -> SamplingParams:
         """Return the parameters for the engine.
 
@@ -107,6 +110,11 @@ class CompletionRequest(Request):
     """A request to /v1/completions. A prompt is a text or its token ids; there may be several."""
 
     prompt: _Text | list[_Token] | list[_Text] | list[list[_Token]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -144,6 +152,14 @@ class ChatRequest(Request):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @property
+    def alternatives(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_parameter")
+        return self.top_logprobs if self.logprobs else None
 
 
 R = TypeVar("R", bound=Request)

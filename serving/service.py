@@ -13,6 +13,7 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.scheduler import Event, QueueFull, Scheduler, SchedulerEnded
 from neuronmm.models.errors import UserError
 from neuronmm.serving.errors import ApiError
+from neuronmm.serving.logprobs import Logprobs
 from neuronmm.serving.metrics import Metrics
 
 BODY_BASE, BODY_PER_TOKEN = 64 * 1024, 32
@@ -47,9 +48,12 @@ class Service:
         self.stopping = False
         self.scheduler.start()
 
-    async def generate(self, rows: list[Row], params: SamplingParams) -> AsyncGenerator[tuple[int, str], None]:
+    async def generate(
+        self, rows: list[Row], params: SamplingParams, logprobs: list[Logprobs]
+    ) -> AsyncGenerator[tuple[int, str], None]:
         """Run the rows of a request, and yield the index of a row with its next text; a row may end with no text.
 
+        ``logprobs`` of the rows, if there are any, are told of each token before it is added to the text.
         Close the iterator to cancel the rows. The rows' results are complete when it is exhausted.
 
         Raises:
@@ -68,6 +72,8 @@ class Service:
                     continue
                 if isinstance(event.token, Exception):
                     raise _failure(event.token)
+                if logprobs:
+                    logprobs[indexes[row]].note()
                 text = "".join(advance(row, event.token, event.time - start, eos))
                 self.metrics.token(result)
                 if result.finish_reason:

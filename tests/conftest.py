@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import draws
 import xla_oracle as xla
@@ -102,3 +103,15 @@ def smollm2() -> Path:
         pytest.skip("the real model is missing; `make setup` installs it")
     (file,) = Path(package.origin).parent.glob("*.gguf")
     return file
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Byte-level BPE with almost no merges: a non-ASCII character takes several tokens."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=262, special_tokens=["</s>"], initial_alphabet=alphabet)
+    raw.train_from_iterator(["the stop of the stopping step"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from neuronmm.engine.backends.torch_runner import TorchRunner
+from neuronmm.engine.backends.torch_runner import TorchRunner, load_split
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
-from neuronmm.engine.decoder import Decoder, TorchDecoder
+from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.engine.slots import CpuSlots, RowSlots
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena, isa
+from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import check_weights, map_pretrained
 from neuronmm.models.low_bits import LowBitsModule, WeightDtype, quantise_weights
@@ -37,7 +38,7 @@ class CpuRunner(TorchRunner):
         threads = f"{torch.get_num_threads()} threads"
         return f"whole step in C++ ({isa()}{weights}), prompts in {prompts}, {threads}, {pages}"
 
-    def decoder(self, batch: int, max_len: int) -> Decoder:
+    def decoder(self, batch: int, max_len: int) -> TorchDecoder:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return (TorchDecoder if self._in_torch(batch) else CpuDecoder)(self.model, batch, max_len)
 
@@ -59,16 +60,22 @@ def missing(**options: Any) -> str | None:
     return None
 
 
-def load(folder: Path, dtype: torch.dtype, impl: str, weight_dtype: WeightDtype | None = None) -> CpuRunner:
+def load(folder: Path, dtype: torch.dtype, impl: str, weight_dtype: WeightDtype | None = None) -> TorchRunner:
     """Load the model of ``folder`` into main memory, with all weights in one arena.
 
     ``weight_dtype`` is what :func:`~neuronmm.models.low_bits.quantise_weights` rounds the dense weights to; None leaves
-    them as they are.
+    them as they are. Of several processes each loads its part, and decodes in torch: the C++ core runs whole steps.
 
     Raises:
         UserError: there is no such ``weight_dtype``, the C++ core cannot run the rounded model, or the checkpoint is
             damaged.
     """
+    if processes.size() > 1:
+        if weight_dtype is not None:
+            raise UserError(
+                f"weights in {weight_dtype} need the C++ core, which runs in one process; leave out torchrun"
+            )
+        return load_split(folder, dtype, impl, "cpu")
     model = map_pretrained(folder, dtype)
     if weight_dtype is not None:
         check_weights(model, folder)  # names the tensor that holds NaN

@@ -56,6 +56,8 @@ class NeuronDecoder(_FixedBatch):
 class NeuronSlots(_FixedBatch):
     """The decoder of a continuous batch, and its slots: each row holds an independent sequence without padding."""
 
+    chunk = None
+
     def __init__(self, runner: NeuronRunner, batch: int, max_len: int) -> None:
         super().__init__(runner, batch, max_len)
         self._lengths = [0] * batch
@@ -72,6 +74,10 @@ class NeuronSlots(_FixedBatch):
             # overwrites it in the cache before anything reads it.
             input_ids, at = input_ids.repeat(2), at.repeat(2)
         return self._model(input_ids[None], at[None], torch.tensor([slot]))[0]
+
+    def extend(self, slot: int, input_ids: Tensor) -> Tensor:
+        """Refuse: the hosts read a prompt as a whole."""
+        raise NotImplementedError
 
     @torch.inference_mode()
     def step(self, slots: list[int], token_ids: Tensor) -> Tensor:

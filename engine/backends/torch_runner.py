@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from neuronmm.engine.decoder import Decoder, TorchDecoder
+from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.engine.slots import RowSlots
+from neuronmm.engine.tensor_parallel import split
 from neuronmm.kernels.ops import Op, choose, implementations
+from neuronmm.models import processes
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import load_pretrained
+from neuronmm.models.load import check_weights, load_pretrained, map_pretrained
 from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.patch import fuse
 
@@ -31,7 +33,10 @@ class TorchRunner:
         known = {"auto", *(entry.name for op in Op for entry in implementations(op))}
         if impl not in known:
             raise UserError(f"unknown kernel implementation {impl!r}; there are: {', '.join(sorted(known))}")
-        self.model: Any = fuse(model, impl)
+        self._hold(fuse(model, impl), impl)
+
+    def _hold(self, model: Any, impl: str) -> None:
+        self.model: Any = model
         self.impl = impl
         norm = model.model.norm.weight  # a float in every model; other weights may have few bits
         self.device: torch.device = norm.device
@@ -58,7 +63,7 @@ class TorchRunner:
             return "dense, torch"
         return ", ".join(f"{op.value}={name}" for op, name in sorted(chosen.items()))
 
-    def decoder(self, batch: int, max_len: int) -> Decoder:
+    def decoder(self, batch: int, max_len: int) -> TorchDecoder:
         """Create a decoder for ``batch`` rows of at most ``max_len`` positions."""
         return TorchDecoder(self.model, batch, max_len)
 
@@ -85,6 +90,33 @@ def missing_cuda() -> str | None:
     return "torch sees no CUDA GPU; install a CUDA build of torch and a driver, or use --backend cpu"
 
 
+class SplitRunner(TorchRunner):
+    """A model whose linears are split over the processes of a run; they are plain torch modules."""
+
+    def __init__(self, model: Any) -> None:
+        self._hold(model, "torch")
+
+    @property
+    def path(self) -> str:
+        """One line that names the kernels and the processes."""
+        return f"torch modules, split over {processes.size()} processes"
+
+
+def load_split(folder: Path, dtype: torch.dtype, impl: str, device: str) -> SplitRunner:
+    """Load this process's part of the model of ``folder``; the whole model is only mapped from the files.
+
+    Raises:
+        UserError: ``impl`` is not ``auto``, or the model cannot be split over this number of processes.
+    """
+    if impl != "auto":
+        raise UserError(f"--impl {impl}: several processes run plain torch modules; leave out --impl")
+    model = split(map_pretrained(folder, dtype), str(folder))
+    check_weights(model, folder)
+    return SplitRunner(model.to(device))
+
+
 def load_cuda(folder: Path, dtype: torch.dtype, impl: str) -> TorchRunner:
-    """Load the model of ``folder`` into the memory of the first visible GPU."""
+    """Load the model of ``folder`` into the memory of this process's GPU, the first visible one without torchrun."""
+    if processes.size() > 1:
+        return load_split(folder, dtype, impl, "cuda")
     return TorchRunner(load_pretrained(folder, dtype, "cuda"), impl)

@@ -19,7 +19,7 @@ from compression_runs import config, edit_tensors, weights
 from draws import examples
 from neuronmm.compression import fisher, layer, pipeline
 from neuronmm.compression.calibration_store import SharedStore
-from neuronmm.compression.continuation import sampled
+from neuronmm.compression.continuation import Sampled
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.moments import Moments, side
 from neuronmm.compression.pipeline import compress
@@ -56,7 +56,7 @@ def directly(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
 
         model.get_submodule(name).register_forward_hook(keep)
     logits = model(rows).logits
-    choose = sampled(0)
+    choose = Sampled(0)
     chosen = torch.cat([choose(row) for row in logits.detach()])
     cross_entropy(logits.flatten(0, 1), chosen, reduction="sum").backward()
     sums = {}

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from neuron_cases import EVERY, MIXED, POSITIONS, neuron_host
 from neuronmm.engine.engine import Engine, load
@@ -18,18 +16,6 @@ from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import intermediate, sdk
 from tiny_models import compress_tiny, fill_tiny, make_tiny, pivot_tiny, shared_spec, vary_norms, write_checkpoint
 from word_tokenizer import word_tokenizer
-
-
-@pytest.fixture(scope="session")
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Byte-level BPE with almost no merges: a non-ASCII character takes several tokens."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=262, special_tokens=["</s>"], initial_alphabet=alphabet)
-    raw.train_from_iterator(["the stop of the stopping step"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
 
 
 @pytest.fixture(params=list(sdk.HOSTS))

@@ -80,16 +80,19 @@ def assert_each_row_is_what_it_is_alone(slots: Slots, single: Slots, actions: li
 
 
 @examples(60)
-@given(st.integers(1, 4), _ACTIONS)
-def test_each_row_is_what_it_is_alone(batch: int, actions: list[Any]) -> None:
-    assert_each_row_is_what_it_is_alone(FakeSlots(batch), FakeSlots(1), actions)
+@given(st.integers(1, 4), st.sampled_from([None, 2, 3]), _ACTIONS)
+def test_each_row_is_what_it_is_alone(batch: int, chunk: int | None, actions: list[Any]) -> None:
+    assert_each_row_is_what_it_is_alone(FakeSlots(batch, chunk), FakeSlots(1), actions)
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @examples(25)
-@given(st.sampled_from([2, 9]), _ACTIONS)
-def test_each_row_is_what_it_is_alone_in_the_core(batch: int, actions: list[Any]) -> None:
-    assert_each_row_is_what_it_is_alone(CpuSlots(_MODEL, batch, 24), CpuSlots(_MODEL, 1, 24), actions)
+@given(st.sampled_from([2, 9]), st.sampled_from([2, 3, 128]), _ACTIONS)
+def test_each_row_is_what_it_is_alone_in_the_core(batch: int, chunk: int, actions: list[Any]) -> None:
+    """Also in chunks: a prompt in bf16 is the same, bit by bit, as one that is read as a whole."""
+    slots = CpuSlots(_MODEL, batch, 24)
+    slots.chunk = chunk
+    assert_each_row_is_what_it_is_alone(slots, CpuSlots(_MODEL, 1, 24), actions)
 
 
 @examples(10)
@@ -107,6 +110,32 @@ def test_a_round_starts_one_prompt_and_advances_the_others() -> None:
         scheduler.round()
     assert slots.diary == ["join 0", "step [0]", "join 0", "step [0]", "join 1", "step [0, 1]"]
     assert (scheduler.running, scheduler.waiting) == (2, 0)
+
+
+def test_a_long_prompt_does_not_stall_the_rows_that_run() -> None:
+    """Between two chunks of a prompt the running row advances, and the next prompt waits."""
+    slots, params = FakeSlots(3, 4), KINDS[1]
+    scheduler = Scheduler(slots, EOS, CPU, 9, Log())
+    scheduler.submit([row([3], 9, params), row(list(range(3, 16)), 2, params), row([5], 9, params)], params)
+    for _ in range(5):
+        scheduler.round()
+    assert slots.diary == [
+        "join 0", "step [0]", "join 1", "step [0]", "extend 1", "step [0]", "extend 1", "step [0]",
+        "extend 1", "step [0, 1]",
+    ]  # fmt: skip
+    assert slots.sequences[1][:13] == list(range(3, 16))
+
+
+def test_a_row_that_leaves_while_its_prompt_is_read_frees_its_slot() -> None:
+    slots, params, log = FakeSlots(1, 4), KINDS[1], Log()
+    scheduler = Scheduler(slots, EOS, CPU, 9, log)
+    long, short = row(list(range(3, 33)), 2, params), row([5, 6], 2, params)
+    scheduler.submit([long, short], params)
+    scheduler.round()
+    scheduler.cancel([long])
+    for _ in range(3):
+        scheduler.round()
+    assert long not in log.tokens and log.tokens[short] == alone(FakeSlots(1), [5, 6], 2, params, 7)
 
 
 def test_a_full_queue_refuses_the_whole_request() -> None:

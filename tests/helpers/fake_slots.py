@@ -14,8 +14,8 @@ from word_tokenizer import word_tokenizer
 class FakeSlots:
     """Fake slots: the logits depend on every token of a slot's sequence, and ``diary`` records the calls."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch, self.diary = batch, []
+    def __init__(self, batch: int, chunk: int | None = None) -> None:
+        self.batch, self.chunk, self.diary = batch, chunk, []
         self.sequences: dict[int, list[int]] = {}
 
     def join(self, slot: int, input_ids: Tensor) -> Tensor:
@@ -23,8 +23,14 @@ class FakeSlots:
         self.diary.append(f"join {slot}")
         return self.logits(slot)
 
+    def extend(self, slot: int, input_ids: Tensor) -> Tensor:
+        self.sequences[slot] += input_ids.tolist()
+        self.diary.append(f"extend {slot}")
+        return self.logits(slot)
+
     def step(self, slots: list[int], token_ids: Tensor) -> Tensor:
-        self.sequences = {slot: self.sequences[slot] for slot in slots}  # slots left out of a step are lost
+        if self.chunk is None:
+            self.sequences = {slot: self.sequences[slot] for slot in slots}  # slots left out of a step are lost
         for slot, token in zip(slots, token_ids.tolist(), strict=True):
             self.sequences[slot].append(token)
         self.diary.append(f"step {slots}")
