@@ -28,18 +28,31 @@ def _content(report: dict[str, Any], warnings: list[str]) -> str:
     model, targets = str(report["model"]), str(report["targets"])
     base = _hub_id(model)
     name = _code(base or Path(model).name)
+    factorised, rounded = report["asked_ratio"] > 0, report.get("weight_dtype", "model")
+    made = f"by neuronmm {_code(report['version'])}"
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["neuronmm", "svd", "low-rank", "compressed"],
+        tags=["neuronmm", *(["svd", "low-rank"] if factorised else []), "compressed"],
     )
     parameters, size = report["parameters"], report["bytes"]
     lines = [
-        f"# {name}, compressed by SVD",
+        f"# {name}, {'compressed by SVD' if factorised else f'in {rounded}'}",
         "",
-        f"The linears of {_TARGETS.get(targets, _code(targets))} in {name} were replaced by low-rank factors with "
-        f"neuronmm {_code(report['version'])} (method {_code(report['method'])}).",
+        *(
+            [
+                f"The linears of {_TARGETS.get(targets, _code(targets))} in {name} were replaced by low-rank factors {made} "
+                f"(method {_code(report['method'])})."
+            ]
+            if factorised
+            else []
+        ),
+        *(
+            [f"The dense linears of {name} were rounded to {_code(rounded)}, embedding and head to int8, {made}."]
+            if rounded != "model"
+            else []
+        ),
         "",
         "| | dense | compressed |",
         "|---|---:|---:|",

@@ -27,7 +27,8 @@ RUN = "run.json"
 _SEARCH = "search.json"
 
 _FINAL, _REPLACED, _MOMENTS = "final", "replaced", "moments"
-_STATES = ("calibration", "gradient-*", "hidden-*", "inputs-*", "layer-*", "spectra-*", "recovery-*")
+_STATES = ("calibration", "gradient-*", "hidden-*", "inputs-*", "layer-*", "spectra-*", "recovery-*", "rounded-*",
+           "rounding-*")  # fmt: skip
 _UNFINISHED = (f"*{WRITING}", f"*{WRITING}/")
 _FOLDERS = tuple(f"{name}/" for name in (_FINAL, _REPLACED, _MOMENTS))
 _KNOWN = (MARK, RUN, _SEARCH, *_FOLDERS, *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)

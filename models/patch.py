@@ -8,7 +8,7 @@ from torch import nn
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
-from neuronmm.models.low_bits import Int8Linear
+from neuronmm.models.low_bits import Int8Linear, shape_weights
 from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.spec import CompressionSpec
 
@@ -21,7 +21,8 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
 
     The factors have the linear's device and dtype but no meaningful values; the checkpoint fills them. A SwiGLU MLP
     whose three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not change. A linear in
-    ``spec.shared`` uses the A of its leader. ``spec.factors`` selects the class of the factors.
+    ``spec.shared`` uses the A of its leader. ``spec.factors`` selects the class of the factors, ``spec.weights`` that of
+    all other linears, of the embedding and of the head.
 
     Raises:
         UserError: a name is not a linear of this model, or a rank or a leader does not fit; the model is unchanged.
@@ -53,6 +54,8 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
             first_pivot=None if entry is None else entry.first,
         )
         model.set_submodule(name, low_rank[name].train(linear.training))
+    if spec.weights != "model":
+        shape_weights(model, spec.weights)
     if getattr(getattr(model, "config", None), "hidden_act", "silu") != "silu":
         return model  # other activations: the MLP keeps its module around the low-rank linears
     for name, module in list(model.named_modules()):

@@ -23,8 +23,9 @@ from neuronmm.models.errors import UserError, first_problem
 from neuronmm.models.families import same_input
 
 QUANT_METHOD = "neuronmm"
-FORMATS: Final = (1, 2)
-"""The checkpoint formats that this version reads: 1 has two factors for every linear, 2 has pivoted forms as well."""
+FORMATS: Final = (1, 2, 3)
+"""The checkpoint formats that this version reads: 1 has two factors for every linear, 2 has pivoted forms as well, 3 has
+dense weights of few bits as well."""
 
 
 class PivotedForm(BaseModel):
@@ -57,15 +58,18 @@ class CompressionSpec(BaseModel):
     ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
     factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors;
     they need format 2. ``factors`` is the precision of the stored factors: the model's, or int8 with one float32 scale
-    per row. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
+    per row. ``weights`` is that of all other linears, where int4 is :class:`neuronmm.kernels.Int4`, and of embedding
+    and head, which are int8 even if the others are int4; it needs format 3, and then no linear has to be factorised.
+    Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
     fraction of all parameters. Every rank is a multiple of ``align``.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     quant_method: Literal["neuronmm"] = "neuronmm"
-    format: Literal[1, 2] = 1
-    ranks: dict[str, PositiveInt] = Field(min_length=1)
+    format: Literal[1, 2, 3] = 1
+    weights: Literal["model", "int8", "int4"] = "model"
+    ranks: dict[str, PositiveInt]
     shared: dict[str, str] = {}
     forms: dict[str, PivotedForm] = {}
     factors: Literal["model", "int8"] = "model"
@@ -77,6 +81,20 @@ class CompressionSpec(BaseModel):
     align: PositiveInt
     calibration: dict[str, Any] | None = None
     version: str
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_fit(cls, weights: str, info: ValidationInfo) -> str:
+        if weights != "model" and info.data.get("format") != 3:
+            raise ValueError(f"{weights} needs format 3")
+        return weights
+
+    @field_validator("ranks")
+    @classmethod
+    def _has_ranks(cls, ranks: dict[str, int], info: ValidationInfo) -> dict[str, int]:
+        if not ranks and info.data.get("format") != 3:
+            raise ValueError("no linear is factorised, which needs format 3")
+        return ranks
 
     @field_validator("shared")
     @classmethod
@@ -126,11 +144,13 @@ class CompressionSpec(BaseModel):
             )
 
     @model_serializer(mode="wrap")
-    def _without_empty_forms(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write format 1 as the versions that only know format 1 read it."""
+    def _without_later_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write formats 1 and 2 as the versions that only know these read them."""
         block = handler(self)
         if not self.forms:
             block.pop("forms", None)
+        if self.weights == "model":
+            block.pop("weights", None)
         return block
 
     @classmethod

@@ -26,6 +26,16 @@ def add_factor_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--factors", choices=choices, help=argparse.SUPPRESS)
 
 
+def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the dtype of the weights that are not factorised."""
+    parser.add_argument(
+        "--weight-dtype",
+        choices=("model", "int8", "int4"),
+        help="dtype of the stored weights that are not factorised; embedding and head are int8 at least (default the "
+        "model's)",
+    )
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how to run, not what to write."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
