@@ -80,12 +80,13 @@ class Rows:
 class CompressionConfig(BaseModel):
     """The settings of one run; a recipe YAML has these names.
 
-    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised, and the
-    weights need a ``weight_dtype``, to which all dense weights are rounded at the end. With ``budget``, the largest KL divergence
-    from the dense model in nats per token or a name of :data:`BUDGETS`, it is found by measurement; ``ratio`` is then
-    where the search starts, and the targets are all linears unless given. ``calibration`` is ``self``, a file, or a
-    list of these, which get equal shares of the ``calibration_rows`` rows of ``calibration_length`` tokens. ``damping``
-    is relative to the mean diagonal entry of the Gram matrix. ``seed`` is below 2**32.
+    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. With
+    ``budget``, the largest KL divergence from the dense model in nats per token or a name of :data:`BUDGETS`, it is
+    found by measurement; ``ratio`` is then where the search starts, and the targets are all linears unless given.
+    ``factor_dtype`` and ``weight_dtype`` are those in which the factors and all other weights are stored at the end.
+    ``calibration`` is ``self``, a file, or a list of these, which get equal shares of the ``calibration_rows`` rows of
+    ``calibration_length`` tokens. ``damping`` is relative to the mean diagonal entry of the Gram matrix. ``seed`` is
+    below 2**32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -134,6 +135,8 @@ class CompressionConfig(BaseModel):
             raise ValueError(f"ratio {self.ratio:g}: must be {MIN_RATIO} to {MAX_RATIO}, or 0 with a weight_dtype")
         if not self.factorises and self.weight_dtype == "model":
             raise ValueError("ratio 0: removes nothing and rounds nothing; give a weight_dtype or a higher ratio")
+        if not self.factorises and (self.recover != "off" or self.factor_dtype != "model"):
+            raise ValueError("ratio 0: leaves no factors to recover or to round; give a higher ratio")
         return self
 
     @property

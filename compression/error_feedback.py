@@ -29,7 +29,7 @@ class ErrorFeedback:
     """Rounds matrices [out, in] for inputs with the Gram matrix ``gram`` [in, in] of any size and float dtype."""
 
     def __init__(self, gram: Tensor) -> None:
-        self.gram = gram.double()
+        self.gram = gram.detach().double()
 
     def int8(self, weight: Tensor) -> Int8:
         """Round to int8."""
@@ -62,7 +62,7 @@ class ErrorFeedback:
 
     def loss(self, weight: Tensor, rounded: Int8 | Int4) -> float:
         """Return ``tr((W - Q) G (W - Q)^T)``."""
-        change = weight.double() - rounded.dequantise(torch.float64)
+        change = weight.detach().double() - rounded.dequantise(torch.float64)
         return float((change @ self.gram * change).sum())
 
     def _changed(self, weight: Tensor, choose: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> Tensor:

@@ -1,9 +1,9 @@
 """Round what stays dense in a finished checkpoint to few bits.
 
-int4 is fitted to the calibration text (:mod:`~neuronmm.compression.error_feedback`): the layers are rounded in order, each
-for the inputs that it has behind the embedding and the layers that are rounded already. Embedding and head become int8,
-and int8 is plain rounding: feedback gains nothing there (docs/results/low_bits.md). Without text int4 is plain as well.
-A plain rounding gives what ``--weight-dtype`` gives when a model is loaded, bit by bit.
+int4 is fitted to the calibration text (:mod:`~neuronmm.compression.error_feedback`): the layers are rounded in order,
+each for the inputs that it has behind the embedding and the layers that are rounded already. Embedding and head become
+int8. int8 is plain rounding, because feedback gains nothing there (docs/results/low_bits.md), and so is int4 without
+text. A plain rounding gives what ``--weight-dtype`` gives when a model is loaded, bit by bit.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def _fit(run: Run, folder: Path, rows: Tensor) -> dict[str, Reader]:
     """
     model = StreamedModel(folder, torch.float32, run.device)
     first, state = run.workspace.latest("rounding", ["hidden"])
+    if not run.workspace.complete([_layer(index) for index in range(first)], []):
+        first = 0
     hidden = state["hidden"].to(run.device) if first else _embed_rounded(model, rows)
     rotary = model.streams(rows, ()).rotary
     run.progress(_STAGE, first / len(model))
@@ -90,13 +92,17 @@ def _fit(run: Run, folder: Path, rows: Tensor) -> dict[str, Reader]:
                 ) from None
             hidden = advance(layer, hidden, rotary)
         tensors = {f"{LAYERS}.{index}.{name}": tensor.cpu() for name, tensor in rounded.items()}
-        run.workspace.save(f"rounded-{index:05d}", tensors)
+        run.workspace.save(_layer(index), tensors)
         run.workspace.save(f"rounding-{index + 1:05d}", {"hidden": hidden})
         run.workspace.drop(f"rounding-{index:05d}")
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress(_STAGE, 1 / len(model))
-    files = [Reader.of_file(run.workspace.folder / f"rounded-{index:05d}.safetensors") for index in range(len(model))]
+    files = [Reader.of_file(run.workspace.folder / f"{_layer(index)}.safetensors") for index in range(len(model))]
     return {name: file for file in files for name in file.names}
+
+
+def _layer(index: int) -> str:
+    return f"rounded-{index:05d}"
 
 
 def _embed_rounded(model: StreamedModel, rows: Tensor) -> Tensor:
@@ -127,8 +133,8 @@ def _round(linears: dict[str, nn.Linear], grams: dict[str, Tensor]) -> dict[str,
 def _input_grams(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
     """Add up the Gram matrices [in, in], float64, of the inputs of ``linears`` in the ``with`` block.
 
-    Linears with one input have one, under the name of the first of them. The products are float32. That loses directions with less than 1e-7 of a massive activation's energy, and the
-    damping of the feedback is a thousand times larger.
+    Linears with one input have one, under the name of the first of them. The products are float32. That loses
+    directions with less than 1e-7 of a massive activation's energy; the damping of the feedback is far larger.
     """
     grams = dict[str, Tensor]()
 

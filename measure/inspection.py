@@ -23,7 +23,7 @@ from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, headers, promised
 
 KINDS = ("embedding", "attention", "MLP", "norms", "head")
 _NOT_WEIGHTS = (".pivots", "_scale")
-_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I32": 32, "I8": 8}
+_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I32": 32, "I8": 8, "U8": 8}
 
 
 class Stored(NamedTuple):
@@ -139,13 +139,14 @@ def _inspection(
     tensors: Mapping[str, Stored],
     linear_bytes: int,
 ) -> Inspection:
+    promises = {name: promise.shape for name, promise in promised(config, None)}
     parameters: dict[str, int] = {kind: 0 for kind in KINDS}
     sizes = Counter[str]()
     for name, tensor in tensors.items():
         sizes[tensor.dtype] += tensor.bytes
         if not name.endswith(_NOT_WEIGHTS):
-            parameters[_kind(name)] += math.prod(tensor.shape)
-    shapes = {name.removesuffix(".weight"): promise.shape for name, promise in promised(config, None)}
+            parameters[_kind(name)] += math.prod(promises.get(name, tensor.shape))  # int4 packs several into a byte
+    shapes = {name.removesuffix(".weight"): shape for name, shape in promises.items()}
     return Inspection(
         model=str(model),
         config=config,

@@ -125,6 +125,13 @@ def matrix_of(module: Any) -> Weight:
     return module.matrix if isinstance(module, LowBitsModule) else module.weight
 
 
+def weight_dtype_of(model: Any) -> WeightDtype | None:
+    """Return what the dense weights of a transformers model are rounded to; None if they are floats."""
+    if not isinstance(model.get_input_embeddings(), LowBitsModule):
+        return None
+    return "int4" if any(isinstance(module, Int4Linear) for module in model.modules()) else "int8"
+
+
 def quantise_weights(model: Any, dtype: WeightDtype) -> None:
     """Round the dense weights of a transformers model to ``dtype``, in place.
 
@@ -138,7 +145,7 @@ def quantise_weights(model: Any, dtype: WeightDtype) -> None:
     if dtype not in get_args(WeightDtype):
         raise UserError(f"unknown weight dtype {dtype!r}; there are: {', '.join(get_args(WeightDtype))}")
     if isinstance(model.get_input_embeddings(), LowBitsModule):
-        raise UserError("the weights of this model have few bits already; load it again to round it in another way")
+        raise UserError("the weights of this model have few bits already; round those of the dense model instead")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     _replace_weights(model, dtype, lambda weight, rounded: rounded(weight), tied)
 

@@ -21,8 +21,8 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
 
     The factors have the linear's device and dtype but no meaningful values; the checkpoint fills them. A SwiGLU MLP
     whose three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not change. A linear in
-    ``spec.shared`` uses the A of its leader. ``spec.factors`` selects the class of the factors, ``spec.weights`` that of
-    all other linears, of the embedding and of the head.
+    ``spec.shared`` uses the A of its leader. ``spec.factors`` selects the class of the factors, ``spec.weights``
+    that of all other linears, of the embedding and of the head.
 
     Raises:
         UserError: a name is not a linear of this model, or a rank or a leader does not fit; the model is unchanged.

@@ -7,7 +7,6 @@ from typing import Any, Final, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
@@ -24,8 +23,8 @@ from neuronmm.models.families import same_input
 
 QUANT_METHOD = "neuronmm"
 FORMATS: Final = (1, 2, 3)
-"""The checkpoint formats that this version reads: 1 has two factors for every linear, 2 has pivoted forms as well, 3 has
-dense weights of few bits as well."""
+"""The checkpoint formats that this version reads. 1 has two factors for every linear; 2 adds pivoted forms; 3 adds
+weights of few bits for what is not factorised, which may be all linears."""
 
 
 class PivotedForm(BaseModel):

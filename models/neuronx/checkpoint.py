@@ -32,6 +32,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         content = inspect(folder)
+        if content.spec is not None and content.spec.weights != "model":
+            raise UserError(
+                f"{folder}: its dense weights are stored in {content.spec.weights}, which the Neuron hosts cannot run; "
+                "compress the dense model without --weight-dtype"
+            )
         self.folder, self.dtype = folder, dtype
         self.architecture = Architecture.of(content.settings, str(folder / "config.json"))
         self.ranks: dict[str, int] = dict(content.spec.ranks) if content.spec else {}
