@@ -100,7 +100,7 @@ class CompressionConfig(BaseModel):
     refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
     form: Literal["two", "pivoted"] = "pivoted"
-    factor_dtype: Literal["model", "int8"] = "model"
+    factor_dtype: Literal["model", "int8", "int4"] = "model"
     weight_dtype: Literal["model", "int8", "int4"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str | Annotated[list[str], Field(min_length=1)] = SELF
@@ -137,12 +137,19 @@ class CompressionConfig(BaseModel):
             raise ValueError("ratio 0: removes nothing and rounds nothing; give a weight_dtype or a higher ratio")
         if not self.factorises and (self.recover != "off" or self.factor_dtype != "model"):
             raise ValueError("ratio 0: leaves no factors to recover or to round; give a higher ratio")
+        if self.factor_dtype == "int4" and self.form != "two":
+            raise ValueError("factor_dtype int4: pivoted factors lose too much in 4 bits; use the form two")
         return self
 
     @property
     def factorises(self) -> bool:
         """Whether linears are factorised; if not, their weights are only rounded."""
         return self.ratio > 0
+
+    @property
+    def needs_format_3(self) -> bool:
+        """Whether the checkpoint is of format 3 because of what is stored in few bits."""
+        return self.weight_dtype != "model" or self.factor_dtype == "int4"
 
     @property
     def needs_text(self) -> bool:

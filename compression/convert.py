@@ -109,8 +109,11 @@ def _open(folder: Path, form: str) -> tuple[Contents, CompressionSpec]:
         )
     if contents.spec.weights != "model":
         raise UserError(f"{folder}: {contents.spec.weights} weights cannot be converted; compress with --form {form}")
-    if contents.spec.factors == "int8":
-        raise UserError(f"{folder}: int8 factors cannot be converted; convert the checkpoint that they were made from")
+    if contents.spec.factors != "model":
+        raise UserError(
+            f"{folder}: {contents.spec.factors} factors cannot be converted; convert the checkpoint that they were made"
+            " from"
+        )
     if (form == "pivoted") == bool(contents.spec.forms):
         raise UserError(f"{folder}: has the form {form} already; there is nothing to convert")
     return contents, contents.spec

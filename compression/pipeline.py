@@ -240,7 +240,7 @@ def _facts(run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, A
     total = run.dense.total_parameters()
     return {
         **spec.model_dump(exclude={"ranks", "shared", "forms", "factors", "weights", "quant_method"}),
-        **({} if run.config.weight_dtype == "model" else {"format": 3}),
+        **({"format": 3} if run.config.needs_format_3 else {}),
         **run.config.model_dump(include=set(report.SETTINGS)),
         "parameters": {"dense": total, "compressed": total - plan.removed},
         "mean_relative_error": sum(errors) / max(len(errors), 1),

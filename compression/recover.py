@@ -49,7 +49,7 @@ def recover(
     calibration: str | list[str] | None = None,
     calibration_rows: int | None = None,
     calibration_length: int | None = None,
-    factor_dtype: Literal["model", "int8"] = "model",
+    factor_dtype: Literal["model", "int8", "int4"] = "model",
     weight_dtype: Literal["model", "int8", "int4"] = "model",
     resume: bool = False,
     force: bool = False,
@@ -115,7 +115,7 @@ def recover(
             report.write(result, final)
 
         result |= config.model_dump(include={"recover", "factor_dtype", "weight_dtype"})
-        result |= {} if config.weight_dtype == "model" else {"format": 3}
+        result |= {"format": 3} if config.needs_format_3 else {}
         workspace.finish(finish)
         return result
 
@@ -135,7 +135,7 @@ def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
         recovery["text"] = config.calibration
     if config.factor_dtype == "int8":
         store_int8(folder)
-    if config.weight_dtype != "model":
+    if config.needs_format_3:
         store_low_bits(run, folder, rows)
     return recovery
 
@@ -179,7 +179,7 @@ def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfi
     """Return the settings of the run; those that are None are taken from the calibration of the compression."""
     text = spec.calibration or {}
     names = {"calibration": "source", "calibration_rows": "rows", "calibration_length": "length", "seed": "seed"}
-    fitted = {name: text.get(key) for name, key in names.items()}
+    fitted = {name: text.get(key) for name, key in names.items()} | {"form": "pivoted" if spec.forms else "two"}
     asked = {name: value for name, value in settings.items() if value is not None}
     return CompressionConfig.build(**{**fitted, **asked})
 

@@ -13,7 +13,7 @@ from neuronmm.models.source import expanded
 
 ROUNDED: dict[str, dict[str, Any]] = {
     "int8": {"factor_dtype": "int8", "weight_dtype": "int8"},
-    "int4": {"factor_dtype": "int8", "weight_dtype": "int4"},
+    "int4": {"factor_dtype": "int4", "weight_dtype": "int4"},
 }
 """Word -> the settings that store all weights in few bits; alone, the word is a method without factors."""
 
@@ -123,4 +123,6 @@ def parse_method(text: str) -> dict[str, Any]:
             if name in settings:
                 raise UserError(f"--methods {text}: {settings[name]!r} and {word!r} are both a {name}")
             settings[name] = value
+    if settings.get("form") == "pivoted" and settings.get("factor_dtype") == "int4":
+        settings["factor_dtype"] = "int8"  # pivoted factors have no int4
     return settings

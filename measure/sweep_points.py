@@ -147,7 +147,7 @@ def _measure(known: SweepPoint, folder: Path, settings: SweepSettings) -> SweepP
         sizes = {name: reader.nbytes(name) for name in reader.names}
         point.setdefault("bytes", sum(sizes.values()))
         spec = inspect(folder).spec
-        int4 = spec is not None and spec.weights == "int4"  # two of its elements share a byte
+        int4 = spec is not None and "int4" in (spec.weights, spec.factors)  # two of its elements share a byte
         point["bits"] = 4 if int4 else 8 * min(size // reader.parameters(name) for name, size in sizes.items())
     perplexity = point["perplexity"] = dict(known.get("perplexity", {}))
     for name, file in settings.texts.items():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from neuronmm.kernels import Int4, Int8, quantise, quantise_int4
+from neuronmm.kernels.int4_layout import int4_shape
 from neuronmm.kernels.low_bits import Weight
 from neuronmm.models.errors import UserError
 from neuronmm.models.tensors import EMBEDDING, HEAD
@@ -23,6 +24,7 @@ WeightDtype = Literal["int8", "int4"]
 """What the dense weights of a model are rounded to."""
 
 Module = TypeVar("Module", bound="LowBitsModule")
+LowBitsLinear = TypeVar("LowBitsLinear", "Int8Linear", "Int4Linear")
 
 
 class LowBitsModule(nn.Module):
@@ -82,10 +84,19 @@ class Int4Linear(LowBitsModule):
     Dimensions: x [..., in_features] -> [..., out_features]; weight uint8, the ``values`` of W.
     """
 
-    def __init__(self, matrix: Int4, bias: nn.Parameter | None) -> None:
-        super().__init__(matrix)
-        self.out_features, self.in_features = matrix.shape
-        self.bias = bias
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        weight = torch.zeros(int4_shape(out_features, in_features), dtype=torch.uint8, device=device)
+        super().__init__(Int4(weight, torch.zeros(out_features, dtype=torch.float32, device=device), in_features))
+        self.in_features, self.out_features = in_features, out_features
+        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.bias = None if zeros is None else nn.Parameter(zeros)
 
     @property
     def matrix(self) -> Int4:
@@ -185,18 +196,19 @@ def _replace_weights(
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head and not name.endswith((".A", ".B")):
             if dtype == "int4":
-                low: nn.Module = Int4Linear(low_bits_of(module.weight, quantise_int4), module.bias)
+                low: Int8Linear | Int4Linear = _with(Int4Linear, module, low_bits_of(module.weight, quantise_int4))
             else:
-                low = _in_int8(module, low_bits_of(module.weight, quantise))
+                low = _with(Int8Linear, module, low_bits_of(module.weight, quantise))
             model.set_submodule(name, low)
     rounded = Int8Embedding(low_bits_of(table.weight, quantise), table.weight.dtype)
     model.set_input_embeddings(rounded)
-    model.set_output_embeddings(_in_int8(head, rounded.matrix if tied else low_bits_of(head.weight, quantise)))
+    matrix = rounded.matrix if tied else low_bits_of(head.weight, quantise)
+    model.set_output_embeddings(_with(Int8Linear, head, matrix))
 
 
-def _in_int8(module: nn.Linear, matrix: Int8) -> Int8Linear:
-    """Return ``module`` with the weight ``matrix``."""
-    low = Int8Linear(module.in_features, module.out_features, False, torch.device("meta"))
+def _with(kind: type[LowBitsLinear], module: nn.Linear, matrix: Int8 | Int4) -> LowBitsLinear:
+    """Return ``module`` with the weight ``matrix``, as a ``kind``."""
+    low = kind(module.in_features, module.out_features, False, torch.device("meta"))
     low.weight, low.weight_scale, low.bias = frozen(matrix.values), frozen(matrix.scales), module.bias
     return low
 

@@ -8,11 +8,11 @@ from torch import nn
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
-from neuronmm.models.low_bits import Int8Linear, shape_weights
-from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
+from neuronmm.models.low_bits import Int4Linear, Int8Linear, LowBitsModule, shape_weights
+from neuronmm.models.lowrank import FactorKind, LowRankLinear, LowRankSwiGLU
 from neuronmm.models.spec import CompressionSpec
 
-_KINDS: dict[str, type[nn.Linear] | type[Int8Linear]] = {"model": nn.Linear, "int8": Int8Linear}
+_KINDS: dict[str, FactorKind] = {"model": nn.Linear, "int8": Int8Linear, "int4": Int4Linear}
 _MLP = tuple(name.removeprefix("mlp.") for name in TARGETS["mlp"])
 
 
@@ -102,7 +102,7 @@ def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     for module in model.modules():
         if isinstance(module, LowRankSwiGLU):
             gate, up = module.gate_proj.A, module.up_proj.A
-            if gate is not up and not any(isinstance(factor, Int8Linear) for factor in (gate, up)):
+            if gate is not up and not any(isinstance(factor, LowBitsModule) for factor in (gate, up)):
                 with torch.no_grad():
                     gate.weight.data, up.weight.data = stack(gate.weight, up.weight)
         if isinstance(module, (LowRankLinear, LowRankSwiGLU)):

@@ -56,10 +56,10 @@ class CompressionSpec(BaseModel):
 
     ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
     factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors;
-    they need format 2. ``factors`` is the precision of the stored factors: the model's, or int8 with one float32 scale
-    per row. ``weights`` is that of all other linears, where int4 is :class:`neuronmm.kernels.Int4`, and of embedding
-    and head, which are int8 even if the others are int4; it needs format 3, and then no linear has to be factorised.
-    Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
+    they need format 2. ``factors`` is the precision of the stored factors: the model's, int8 with one float32 scale per
+    row, or :class:`neuronmm.kernels.Int4`, which needs format 3 and two factors. ``weights`` is that of all other
+    linears, and of embedding and head, which are int8 even beside int4; it needs format 3, and then no linear has to be
+    factorised. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
     fraction of all parameters. Every rank is a multiple of ``align``.
     """
 
@@ -71,7 +71,7 @@ class CompressionSpec(BaseModel):
     ranks: dict[str, PositiveInt]
     shared: dict[str, str] = {}
     forms: dict[str, PivotedForm] = {}
-    factors: Literal["model", "int8"] = "model"
+    factors: Literal["model", "int8", "int4"] = "model"
     method: str
     targets: str
     asked_ratio: FiniteFloat
@@ -125,6 +125,20 @@ class CompressionSpec(BaseModel):
             if entry.form == "columns" and (entry.first is not None or name in shared.values()):
                 raise ValueError(f"{name} has the form columns, which has no first pivot and shares no A")
         return forms
+
+    @field_validator("factors")
+    @classmethod
+    def _factors_fit(cls, factors: str, info: ValidationInfo) -> str:
+        if factors == "int4" and (info.data.get("format") != 3 or info.data.get("forms")):
+            raise ValueError("int4 needs format 3, and no pivoted forms")
+        return factors
+
+    @property
+    def few_bits(self) -> str | None:
+        """What is stored in few bits that only the CPU and torch can run, in words; None if nothing is."""
+        if self.weights != "model":
+            return f"its dense weights are stored in {self.weights}"
+        return "its factors are stored in int4" if self.factors == "int4" else None
 
     def form_of(self, linear: str) -> Form:
         """Return the form in which a factorised linear is stored."""

@@ -44,11 +44,8 @@ class LowRankConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LowRankConfig:
         spec = CompressionSpec.parse(config, "config.json")
-        if spec.weights != "model":
-            raise UserError(
-                f"config.json: the dense weights are stored in {spec.weights}, which vLLM cannot run; serve the "
-                "checkpoint with neuronmm serve, or compress the dense model without --weight-dtype"
-            )
+        if spec.few_bits is not None:
+            raise UserError(f"config.json: {spec.few_bits}, which vLLM cannot run; use neuronmm serve")
         return cls(spec)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:

@@ -242,7 +242,8 @@ def test_a_methods_words_are_values_of_settings() -> None:
     wanted = {"method": "anchored", "allocation": "global", "share_a": "auto", "refine": "fast"}
     assert parse_method("anchored+global+share+fast") == wanted
     assert parse_method("svd+int8") == {"method": "svd", "factor_dtype": "int8", "weight_dtype": "int8"}
-    assert parse_method("svd+int4") == {"method": "svd", "factor_dtype": "int8", "weight_dtype": "int4"}
+    assert parse_method("svd+int4") == {"method": "svd", "factor_dtype": "int4", "weight_dtype": "int4"}
+    assert parse_method("pivoted+int4") == {"form": "pivoted", "factor_dtype": "int8", "weight_dtype": "int4"}
     assert parse_method("int4") == {"ratio": 0.0, "weight_dtype": "int4"}
     assert parse_method("whitened+pivoted") == {"method": "whitened", "form": "pivoted"}
     assert parse_method("whitened+two") == {"method": "whitened", "form": "two"}
@@ -298,7 +299,7 @@ def test_low_rank_and_few_bits_in_one_sweep(model: Path, texts: list[Path], tmp_
     sizes = {point["name"]: point["bytes"] for point in result.points if point["ratio"] in (0, 0.2)}
     assert sizes["int4"] < sizes["int8"] < sizes["dense"] and sizes["svd+int4"] < sizes["svd"]
     block = json.loads((tmp_path / "out" / "svd+int4-0.2" / "config.json").read_text())["quantization_config"]
-    assert (block["weights"], block["factors"], block["format"]) == ("int4", "int8", 3)
+    assert (block["weights"], block["factors"], block["format"]) == ("int4", "int4", 3)
     assert "targets" not in result.points[1] and result.points[4]["targets"] == "mlp"
     kept = states(tmp_path / "out")
     sweep(model, tmp_path / "out", ratios=[0.4], methods=["int4"], texts=texts[:1], resume=True)
