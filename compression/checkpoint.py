@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,26 +119,43 @@ def store_int8(folder: Path) -> None:
     Raises:
         UserError: the disk is full or refuses a file; the checkpoint is then untouched.
     """
-    files = weight_files(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     spec = CompressionSpec.parse(config["quantization_config"], str(folder / "config.json"))
-    original = Reader(folder, files)  # the pivots of a linear may be in another shard
+    original = Reader(folder)  # the pivots of a linear may be in another shard
+
+    def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in [name for name in tensors if name.endswith(FACTORS)]:
+            tensors[name], tensors[f"{name}_scale"] = _quantise_factor(name, tensors[name], spec, original)
+        return tensors
+
+    rewrite(folder, quantised, {"factors": "int8"})
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], block: dict[str, Any]) -> None:
+    """Replace the tensors of each shard of a compressed checkpoint by ``change(tensors)``.
+
+    The entries of ``block`` replace those of ``quantization_config``.
+
+    Raises:
+        UserError: the disk is full or refuses a file; the checkpoint is then untouched.
+    """
+    files = weight_files(folder)
     where: dict[str, str] = {}
     total = 0
 
-    def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def counted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         nonlocal total
         file = files[next(iter(tensors))].name
-        for name in [name for name in tensors if name.endswith(FACTORS)]:
-            tensors[name], tensors[f"{name}_scale"] = _quantise_factor(name, tensors[name], spec, original)
-        where.update(dict.fromkeys(tensors, file))
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        return tensors
+        changed = change(tensors)
+        where.update(dict.fromkeys(changed, file))
+        total += sum(tensor.nbytes for tensor in changed.values())
+        return changed
 
-    rewrite_shards(set(files.values()), quantised)
+    rewrite_shards(set(files.values()), counted)
     if len(set(where.values())) > 1:
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    config["quantization_config"]["factors"] = "int8"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] |= block
     write_json(folder / "config.json", config)
 
 

@@ -80,16 +80,18 @@ class Rows:
 class CompressionConfig(BaseModel):
     """The settings of one run; a recipe YAML has these names.
 
-    ``ratio`` is the fraction of the targeted linears' parameters to remove. With ``budget``, the largest KL divergence
-    from the dense model in nats per token or a name of :data:`BUDGETS`, it is found by measurement; ``ratio`` is then
-    where the search starts, and the targets are all linears unless given. ``calibration`` is ``self``, a file, or a
-    list of these, which get equal shares of the ``calibration_rows`` rows of ``calibration_length`` tokens. ``damping``
-    is relative to the mean diagonal entry of the Gram matrix. ``seed`` is below 2**32.
+    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. With
+    ``budget``, the largest KL divergence from the dense model in nats per token or a name of :data:`BUDGETS`, it is
+    found by measurement; ``ratio`` is then where the search starts, and the targets are all linears unless given.
+    ``factor_dtype`` and ``weight_dtype`` are those in which the factors and all other weights are stored at the end.
+    ``calibration`` is ``self``, a file, or a list of these, which get equal shares of the ``calibration_rows`` rows of
+    ``calibration_length`` tokens. ``damping`` is relative to the mean diagonal entry of the Gram matrix. ``seed`` is
+    below 2**32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ratio: float = Field(default=0.2, ge=MIN_RATIO, le=MAX_RATIO)
+    ratio: float = Field(default=0.2, ge=0, le=MAX_RATIO)
     budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     targets: Literal["mlp", "attention", "all"] = "mlp"
     method: Literal["svd", "asvd", "whitened", "fisher", "anchored"] = "fisher"
@@ -98,7 +100,8 @@ class CompressionConfig(BaseModel):
     refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
     form: Literal["two", "pivoted"] = "pivoted"
-    factor_dtype: Literal["model", "int8"] = "model"
+    factor_dtype: Literal["model", "int8", "int4"] = "model"
+    weight_dtype: Literal["model", "int8", "int4"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str | Annotated[list[str], Field(min_length=1)] = SELF
     calibration_rows: int = Field(default=128, ge=1)
@@ -126,9 +129,33 @@ class CompressionConfig(BaseModel):
             raise ValueError("a budget needs a method whose ranks are nested, and anchored is not; use fisher")
         return {"targets": "all", **values, "budget": _nats(values["budget"]), "ratio": MIN_RATIO}
 
+    @model_validator(mode="after")
+    def _removes_or_rounds(self) -> CompressionConfig:
+        if 0 < self.ratio < MIN_RATIO:
+            raise ValueError(f"ratio {self.ratio:g}: must be {MIN_RATIO} to {MAX_RATIO}, or 0 with a weight_dtype")
+        if not self.factorises and self.weight_dtype == "model":
+            raise ValueError("ratio 0: removes nothing and rounds nothing; give a weight_dtype or a higher ratio")
+        if not self.factorises and (self.recover != "off" or self.factor_dtype != "model"):
+            raise ValueError("ratio 0: leaves no factors to recover or to round; give a higher ratio")
+        if self.factor_dtype == "int4" and self.form != "two":
+            raise ValueError("factor_dtype int4: pivoted factors lose too much in 4 bits; use the form two")
+        return self
+
+    @property
+    def factorises(self) -> bool:
+        """Whether linears are factorised; if not, their weights are only rounded."""
+        return self.ratio > 0
+
+    @property
+    def needs_format_3(self) -> bool:
+        """Whether the checkpoint is of format 3 because of what is stored in few bits."""
+        return self.weight_dtype != "model" or self.factor_dtype == "int4"
+
     @property
     def needs_text(self) -> bool:
         """Whether the run needs calibration text: always, except for plain SVD at uniform ranks without training."""
+        if not self.factorises:
+            return self.method != "svd"
         planned = (self.allocation == "global", self.share_a == "auto", self.budget is not None)
         trained = (self.refine != "off", self.recover != "off")
         return self.method != "svd" or any(planned) or any(trained)

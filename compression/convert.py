@@ -103,8 +103,17 @@ def _open(folder: Path, form: str) -> tuple[Contents, CompressionSpec]:
     contents = inspect(folder) if "quantization_config" in read_config(folder) else None
     if contents is None or contents.spec is None:
         raise UserError(f"{folder}: is not compressed, so it has no factors to convert; use compress --form {form}")
-    if contents.spec.factors == "int8":
-        raise UserError(f"{folder}: int8 factors cannot be converted; convert the checkpoint that they were made from")
+    if not contents.spec.ranks:
+        raise UserError(
+            f"{folder}: its weights are rounded only, so it has no factors to convert; use compress --ratio"
+        )
+    if contents.spec.weights != "model":
+        raise UserError(f"{folder}: {contents.spec.weights} weights cannot be converted; compress with --form {form}")
+    if contents.spec.factors != "model":
+        raise UserError(
+            f"{folder}: {contents.spec.factors} factors cannot be converted; convert the checkpoint that they were made"
+            " from"
+        )
     if (form == "pivoted") == bool(contents.spec.forms):
         raise UserError(f"{folder}: has the form {form} already; there is nothing to convert")
     return contents, contents.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,23 +53,27 @@ def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
     return {"kind": "measured", "distance": measured, "samples": samples, "warnings": warnings}
 
 
-def divergence(dense: StreamedModel, expected: Tensor, states: Tensor) -> dict[str, Any]:
+def divergence(
+    dense: StreamedModel, expected: Tensor, states: Tensor, low: StreamedModel | None = None
+) -> dict[str, Any]:
     """Return how far the next-token distributions of a compressed model are from the dense ones.
 
     Args:
-        dense: the dense model; compression changes neither its last norm nor its head.
+        dense: the dense model.
         expected: the outputs [rows, length, hidden] of its last layer, for the rows of this process.
         states: those of the compressed model.
+        low: the compressed model; None if it has the last norm and the head of the dense one, which only rounding
+            changes.
 
     Returns:
         Plain values: ``rows``, ``length``, ``kl``, ``agreement``, ``kl_standard_error`` over the rows (None for one).
     """
     divergences, same, positions = list[float](), 0, expected[:, 1:, 0].numel()
-    with dense.head() as logits:
+    with dense.head() as logits, nullcontext(logits) if low is None else low.head() as low_logits:
         for want, got in zip(expected, states, strict=True):
             total = 0.0
             for a, b in zip(want[:-1].split(_CHUNK), got[:-1].split(_CHUNK), strict=True):
-                target, result = logits(a).log_softmax(-1), logits(b).log_softmax(-1)
+                target, result = logits(a).log_softmax(-1), low_logits(b).log_softmax(-1)
                 total += float(kl_div(result, target, reduction="sum", log_target=True))
                 same += int((target.argmax(-1) == result.argmax(-1)).sum())
             divergences.append(total / max(len(want) - 1, 1))
@@ -98,7 +103,8 @@ def _distance(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
     dense = StreamedModel(run.dense.folder, torch.float32, run.device)
     low = StreamedModel(folder, torch.float32, run.device)
     step = partial(run.progress, "comparing", 0.5 / (len(dense) + len(low)))
-    return divergence(dense, final_states(dense, rows, step), final_states(low, rows, step))
+    rounded = None if run.config.weight_dtype == "model" else low
+    return divergence(dense, final_states(dense, rows, step), final_states(low, rows, step), rounded)
 
 
 def final_states(model: StreamedModel, rows: Tensor, step: Callable[[], None]) -> Tensor:

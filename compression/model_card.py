@@ -28,25 +28,32 @@ def _content(report: dict[str, Any], warnings: list[str]) -> str:
     model, targets = str(report["model"]), str(report["targets"])
     base = _hub_id(model)
     name = _code(base or Path(model).name)
+    factorised, rounded = report["asked_ratio"] > 0, report.get("weight_dtype", "model")
+    steps, removed = list[str](), list[str]()
+    if factorised:
+        where, method = _TARGETS.get(targets, _code(targets)), _code(report["method"])
+        steps.append(f"the linears of {where} were replaced by low-rank factors (method {method})")
+        share, of_model = report["realised_ratio"], report["model_ratio"]
+        removed = ["", f"Removed: {share:.2%} of the targeted weights, {of_model:.2%} of the model."]
+    if rounded != "model":
+        steps.append(f"the dense linears were rounded to {_code(rounded)}, embedding and head to int8")
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["neuronmm", "svd", "low-rank", "compressed"],
+        tags=["neuronmm", *(["svd", "low-rank"] if factorised else []), "compressed"],
     )
     parameters, size = report["parameters"], report["bytes"]
     lines = [
-        f"# {name}, compressed by SVD",
+        f"# {name}, {'compressed by SVD' if factorised else f'in {rounded}'}",
         "",
-        f"The linears of {_TARGETS.get(targets, _code(targets))} in {name} were replaced by low-rank factors with "
-        f"neuronmm {_code(report['version'])} (method {_code(report['method'])}).",
+        f"In {name}, {' and '.join(steps)}, by neuronmm {_code(report['version'])}.",
         "",
         "| | dense | compressed |",
         "|---|---:|---:|",
         f"| parameters | {parameters['dense']:,} | {parameters['compressed']:,} |",
         f"| weight files, MB | {size['dense'] / 1e6:,.1f} | {size['compressed'] / 1e6:,.1f} |",
-        "",
-        f"Removed: {report['realised_ratio']:.2%} of the targeted weights, {report['model_ratio']:.2%} of the model.",
+        *removed,
         *_distance(report),
         *(f"\n**Warning:** {printable(warning)}" for warning in warnings),
         "",

@@ -86,7 +86,7 @@ def compress(
         check_rows(rows, held_out)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
-        if config.method == "fisher" and not _factorised(run, plan.linears, len(streamed)):
+        if _needs_gradients(config) and not _factorised(run, plan.linears, len(streamed)):
             check_disk(workspace.out, _moment_bytes(config, plan, store) + working_bytes(rows.numel(), contents.config))
             measure_gradients(run, streamed, plan.linears, rows)
         if needs_spectra(config):
@@ -95,20 +95,21 @@ def compress(
                 ratio, search = find_ratio(run, streamed, linears, spectra, held_out)
                 run = replace(run, config=config.model_copy(update={"ratio": ratio}))
             plan = processes.of_first(make_plan(linears, run.config, spectra))
-        resumed_layers = _compress_layers(run, streamed, plan, rows)
+        resumed_layers = _compress_layers(run, streamed, plan, rows) if config.factorises else 0
         processes.meet()
         if processes.rank() == 0:
             shutil.rmtree(workspace.moments, ignore_errors=True)  # make room for the checkpoint
 
-        layers = workspace.layer_facts(len(streamed))
+        layers = workspace.layer_facts(len(streamed)) if config.factorises else []
         spec = _spec(run, plan, rows, layers)
         result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers), "search": search}
 
         def finish(final: Path) -> None:
+            recovery = None
             if processes.rank() == 0:
                 _assemble(run, final, contents, spec)
+                recovery = result["recovery"] = last_steps(run, final, rows)
             processes.meet()
-            recovery = result["recovery"] = last_steps(run, final, rows)
             result["fidelity"] = compare(run, final, held_out)
             # A resumed run adds the time of the layers and epochs that the interrupted run finished.
             earlier = sum(layer["seconds"] for layer in layers[:resumed_layers])
@@ -116,7 +117,7 @@ def compress(
             result["bytes"] = {"dense": dense.total_bytes(), "compressed": Reader(final).total_bytes()}
             result["seconds"] = earlier + time.perf_counter() - began + run.store.seconds
             result["peak_rss_bytes"] = max(
-                *processes.of_all(peak_rss()), *(layer["peak_rss_bytes"] for layer in layers)
+                [*processes.of_all(peak_rss()), *(layer["peak_rss_bytes"] for layer in layers)]
             )
             if processes.rank() == 0:
                 report.write(result, final)
@@ -169,7 +170,7 @@ def _moment_bytes(config: CompressionConfig, plan: Plan, store: Path | None) -> 
     """Return the size of the moments that the run keeps on the disk itself, because it has no store in a folder."""
     if store is not None or not _reads_moments_twice(config):
         return 0
-    return stored_bytes(plan.linears, gradients=config.method == "fisher")
+    return stored_bytes(plan.linears, gradients=_needs_gradients(config))
 
 
 def _store(
@@ -187,7 +188,11 @@ def _store(
 
 def _reads_moments_twice(config: CompressionConfig) -> bool:
     """Return whether the dense model's moments decide the ranks and then the factors, or go with the gradients'."""
-    return config.method == "fisher" or (needs_spectra(config) and config.method != "anchored")
+    return _needs_gradients(config) or (needs_spectra(config) and config.method != "anchored")
+
+
+def _needs_gradients(config: CompressionConfig) -> bool:
+    return config.method == "fisher" and config.factorises
 
 
 @torch.no_grad()
@@ -219,9 +224,11 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
 
 
 def _assemble(run: Run, final: Path, contents: Contents, spec: CompressionSpec) -> None:
-    """Write the checkpoint ``final`` from the layers' files and the dense checkpoint."""
-    layer_files = [run.workspace.part(index) for index in range(contents.config.num_hidden_layers)]
-    others = [name for name in run.dense.names if not name.startswith(f"{LAYERS}.")]
+    """Write the checkpoint ``final`` from the layers' files and the dense checkpoint, not yet rounded."""
+    layer_files, others = list[Path](), run.dense.names
+    if run.config.factorises:
+        layer_files = [run.workspace.part(index) for index in range(contents.config.num_hidden_layers)]
+        others = [name for name in others if not name.startswith(f"{LAYERS}.")]
     assemble(final, run.dense, others, layer_files, {**contents.settings, "quantization_config": spec.model_dump()})
 
 
@@ -232,7 +239,7 @@ def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]]) -> C
         text = {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed}
     forms = {name: form for layer in layers for name, form in layer["forms"].items()}
     return CompressionSpec(
-        format=2 if forms else 1,
+        format=2 if forms else 1 if plan.part_ranks else 3,
         ranks=plan.part_ranks,
         shared=plan.shared,
         forms=forms,
@@ -253,10 +260,11 @@ def _facts(run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, A
     errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
     total = run.dense.total_parameters()
     return {
-        **spec.model_dump(exclude={"ranks", "shared", "forms", "factors", "quant_method"}),
+        **spec.model_dump(exclude={"ranks", "shared", "forms", "factors", "weights", "quant_method"}),
+        **({"format": 3} if run.config.needs_format_3 else {}),
         **run.config.model_dump(include=set(report.SETTINGS)),
         "parameters": {"dense": total, "compressed": total - plan.removed},
-        "mean_relative_error": sum(errors) / len(errors),
+        "mean_relative_error": sum(errors) / max(len(errors), 1),
         "block_loss": _block_loss(layers),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

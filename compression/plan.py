@@ -82,7 +82,8 @@ def targeted(reader: Reader, layers: int, config: CompressionConfig) -> list[Lin
 
 def needs_spectra(config: CompressionConfig) -> bool:
     """Return whether the plan depends on the calibration text."""
-    return config.allocation == "global" or config.share_a == "auto" or config.budget is not None
+    planned = config.allocation == "global" or config.share_a == "auto" or config.budget is not None
+    return planned and config.factorises
 
 
 def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[str, Tensor] | None = None) -> Plan:
@@ -100,6 +101,8 @@ def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[st
     Raises:
         UserError: the ratio is out of range, or the tile is so wide that no matrix can be compressed.
     """
+    if not config.factorises:
+        return Plan(linears, {linear.name: None for linear in linears}, 1)
     align = auto_align(linears) if config.align == "auto" else config.align
     uniform = balance(linears, config.ratio, align)  # also refuses what is impossible
     if not spectra:

@@ -21,6 +21,7 @@ from neuronmm.compression.config import CompressionConfig, accepts_old_names
 from neuronmm.compression.distillation import rows_per_pass
 from neuronmm.compression.factor_training import Recovery, train_factors
 from neuronmm.compression.fidelity import compare
+from neuronmm.compression.low_bits import store_low_bits
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run, check_device
@@ -48,7 +49,8 @@ def recover(
     calibration: str | list[str] | None = None,
     calibration_rows: int | None = None,
     calibration_length: int | None = None,
-    factor_dtype: Literal["model", "int8"] = "model",
+    factor_dtype: Literal["model", "int8", "int4"] = "model",
+    weight_dtype: Literal["model", "int8", "int4"] = "model",
     resume: bool = False,
     force: bool = False,
     device: str = "cpu",
@@ -67,6 +69,7 @@ def recover(
         calibration_rows: number of rows.
         calibration_length: tokens per row.
         factor_dtype: the dtype in which the trained factors are stored.
+        weight_dtype: the dtype in which the dense weights are stored.
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
         device: torch's name of the device to train on: ``cpu`` or ``cuda``.
@@ -82,6 +85,7 @@ def recover(
     settings = {
         "recover": train,
         "factor_dtype": factor_dtype,
+        "weight_dtype": weight_dtype,
         "calibration": calibration,
         "calibration_rows": calibration_rows,
         "calibration_length": calibration_length,
@@ -110,13 +114,14 @@ def recover(
             result["peak_rss_bytes"] = max(peak_rss(), result["peak_rss_bytes"])
             report.write(result, final)
 
-        result |= {"recover": config.recover, "factor_dtype": config.factor_dtype}
+        result |= config.model_dump(include={"recover", "factor_dtype", "weight_dtype"})
+        result |= {"format": 3} if config.needs_format_3 else {}
         workspace.finish(finish)
         return result
 
 
 def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
-    """Train the factors of the checkpoint in ``folder`` on ``rows`` and convert them to int8, as the settings ask.
+    """Train the factors of the checkpoint in ``folder`` on ``rows`` and round its weights, as the settings ask.
 
     Returns:
         The facts of the recovery for the report; None without recovery.
@@ -130,6 +135,8 @@ def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
         recovery["text"] = config.calibration
     if config.factor_dtype == "int8":
         store_int8(folder)
+    if config.needs_format_3:
+        store_low_bits(run, folder, rows)
     return recovery
 
 
@@ -154,10 +161,14 @@ def _open(folder: Path) -> tuple[CompressionSpec, dict[str, Any]]:
     spec = inspect(folder).spec if "quantization_config" in read_config(folder) else None
     if spec is None:
         raise UserError(f"{folder}: is not compressed, so it has no factors to train; use compress --recover")
-    if spec.factors == "int8":
-        raise UserError(
-            f"{folder}: int8 factors cannot be trained; compress without int8, then recover with --factor-dtype int8"
-        )
+    if not spec.ranks:
+        raise UserError(f"{folder}: its weights are rounded only, so it has no factors to train; use compress --ratio")
+    for option, stored in (("factor", spec.factors), ("weight", spec.weights)):
+        if stored != "model":
+            raise UserError(
+                f"{folder}: {stored} {option}s cannot be trained; compress without {stored}, then recover with "
+                f"--{option}-dtype {stored}"
+            )
     result = report.read(folder)
     if result["recovery"] and result["recovery"]["kept"]:
         raise UserError(f"{folder}: its factors were recovered already; start from the checkpoint before its recovery")
@@ -168,7 +179,7 @@ def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfi
     """Return the settings of the run; those that are None are taken from the calibration of the compression."""
     text = spec.calibration or {}
     names = {"calibration": "source", "calibration_rows": "rows", "calibration_length": "length", "seed": "seed"}
-    fitted = {name: text.get(key) for name, key in names.items()}
+    fitted = {name: text.get(key) for name, key in names.items()} | {"form": "pivoted" if spec.forms else "two"}
     asked = {name: value for name, value in settings.items() if value is not None}
     return CompressionConfig.build(**{**fitted, **asked})
 

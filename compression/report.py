@@ -34,7 +34,9 @@ class Matrix(TypedDict):
 REPORT = "compression_report.json"
 """The file name of the JSON document in the folder of a compressed checkpoint."""
 
-SETTINGS = ("budget", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "damping")
+SETTINGS = (
+    "budget", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "weight_dtype", "damping",
+)  # fmt: skip
 """The settings that the report adds to those of the checkpoint's ``quantization_config``."""
 
 _TABLE = "compression_report.md"
@@ -72,20 +74,19 @@ def read(folder: Path) -> dict[str, Any]:
 def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the summary of the report as (name, value) pairs."""
     calibration = report["calibration"]
-    text = "none (plain SVD)"
+    text = "none"
     if calibration:
         size = f"{calibration['rows']} x {calibration['length']} tokens"
         text = f"{calibration['source']}, {size}, seed {calibration['seed']}"
+    rounded = report.get("weight_dtype", "model")  # older reports have none
     return [
         ("model", report["model"]),
-        ("method, targets", f"{_method(report)}, {report['targets']}"),
-        _ratio_row(report),
-        ("ratio realised", f"{report['realised_ratio']:.2%} (ranks in multiples of {report['align']})"),
-        ("whole model", f"{report['parameters']['dense']:,} -> {report['parameters']['compressed']:,} parameters "
-                        f"({report['model_ratio']:.2%} removed)"),
+        *(_factorisation_rows(report) if report["asked_ratio"] > 0 else []),
+        *([("dense weights", f"{rounded}, embedding and head int8")] if rounded != "model" else []),
         ("weight files", f"{report['bytes']['dense'] / 1e6:,.1f} -> {report['bytes']['compressed'] / 1e6:,.1f} MB"),
         ("calibration", text),
-        ("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised {loss_kind(report)})"),
+        *([("mean relative error", f"{report['mean_relative_error']:.4f} (of a factorised {loss_kind(report)})")]
+          if report["asked_ratio"] > 0 else []),
         *([("block error", f"{loss['before']:.4f} -> {loss['after']:.4f} of the hidden states' power, by refinement, "
                            "on held-out rows")] if (loss := report["block_loss"]) else []),
         *([("recovery", f"{loss['loss_before']:.4f} -> {loss['loss_after']:.4f} nats per token from the dense model, "
@@ -103,6 +104,17 @@ def loss_kind(report: dict[str, Any]) -> str:
     if report["method"] == "fisher":
         return "linear's effect on the predictions, on that text"
     return "linear's output, on that text"
+
+
+def _factorisation_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows about what was factorised."""
+    return [
+        ("method, targets", f"{_method(report)}, {report['targets']}"),
+        _ratio_row(report),
+        ("ratio realised", f"{report['realised_ratio']:.2%} (ranks in multiples of {report['align']})"),
+        ("whole model", f"{report['parameters']['dense']:,} -> {report['parameters']['compressed']:,} parameters "
+                        f"({report['model_ratio']:.2%} removed)"),
+    ]  # fmt: skip
 
 
 def _ratio_row(report: dict[str, Any]) -> tuple[str, str]:

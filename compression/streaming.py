@@ -13,21 +13,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from neuronmm.compression.reader import Reader
+from neuronmm.kernels import Int8
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import LAYERS
 from neuronmm.models.load import load_config, quiet
 from neuronmm.models.patch import patch
 from neuronmm.models.source import read_config
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.tensors import check_tokens
+from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_tokens
 
 RESIDENT_BYTES = 1 << 30
 """A checkpoint up to this size stays in memory between passes; a larger one is read again for each pass."""
 
 BATCH_TOKENS = 2048
 """Calibration tokens per forward pass of a layer."""
-
-_EMBEDDING = "model.embed_tokens.weight"
 
 Rotary = tuple[Tensor, Tensor]
 """RoPE's cos and sin [1, length, head_dim]."""
@@ -64,7 +63,7 @@ class StreamedModel:
     def __init__(self, folder: Path, dtype: torch.dtype | None, device: str = "cpu") -> None:
         self.config = load_config(folder)
         self.reader = Reader(folder)
-        self.dtype, self.device = dtype or self.reader[_EMBEDDING].dtype, torch.device(device)
+        self.dtype, self.device = dtype or self.reader[NORM].dtype, torch.device(device)
         with quiet(), reading(f"{folder / 'config.json'}: transformers cannot build this model"):
             with torch.device("meta"):
                 skeleton = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa").eval()
@@ -86,9 +85,12 @@ class StreamedModel:
         Raises:
             UserError: a token is outside the vocabulary.
         """
-        table = self.reader[_EMBEDDING]
+        table = self.reader[EMBEDDING]
         check_tokens(tokens, len(table))
-        return nn.functional.embedding(tokens, table).to(self.device, self.dtype)
+        rows = nn.functional.embedding(tokens, table)
+        if table.dtype is torch.int8:
+            rows = rows * self.reader[f"{EMBEDDING}_scale"][tokens][..., None]
+        return rows.to(self.device, self.dtype)
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> Rotary:
         """Return RoPE's cos and sin [1, length, head_dim] for ``positions`` [1, length]."""
@@ -110,7 +112,10 @@ class StreamedModel:
     def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """Load the final norm and the head for the duration of the block: [rows, hidden] -> [rows, vocab], float32."""
         tied = self.config.tie_word_embeddings
-        weight = self._weight(_EMBEDDING if tied else "lm_head.weight")
+        name = EMBEDDING if tied else HEAD
+        weight = self._weight(name)
+        if weight.dtype is torch.int8:
+            weight = Int8(weight, self._weight(f"{name}_scale")).dequantise(self.dtype)
         with self._loaded(self._norm, "model.norm.") as norm:
             yield lambda hidden: nn.functional.linear(norm(hidden), weight).float()
 

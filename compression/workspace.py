@@ -31,7 +31,8 @@ FINAL, _REPLACED, MOMENTS = "final", "replaced", "moments"
 MEMBER = "process-{}"
 """The folder with the states of the rows that another process than the first has."""
 
-_STATES = ("calibration", "gradient-*", "hidden-*", "inputs-*", "layer-*", "spectra-*", "recovery-*")
+_STATES = ("calibration", "gradient-*", "hidden-*", "inputs-*", "layer-*", "spectra-*", "recovery-*", "rounded-*",
+            "rounding-*")  # fmt: skip
 _UNFINISHED = (f"*{WRITING}", f"*{WRITING}/")
 _FOLDERS = tuple(f"{name}/" for name in (FINAL, _REPLACED, MOMENTS, MEMBER.format("*")))
 _KNOWN = (MARK, RUN, SEARCH, *_FOLDERS, *(f"{state}.safetensors" for state in _STATES), *_UNFINISHED)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GROUP, TILE = 32, 16
-"""Columns of a group of :class:`Int4`, and rows that are stored together."""
+from neuronmm.kernels.int4_layout import GROUP, GROUP_BYTES, TILE
 
 _OFFSET = 16
 """Unit of a group's offset, in units of the row's scale."""
@@ -60,7 +59,7 @@ class Int4(NamedTuple):
 
     def integers(self) -> Tensor:
         """Return ``s q - 16 m``, int16 [out, in]."""
-        tiles, groups = len(self.values), self.values.shape[1] // 288
+        tiles, groups = len(self.values), self.values.shape[1] // GROUP_BYTES
         words, rest = self.values.split([256 * groups, 32 * groups], dim=1)
         pairs = words.reshape(tiles, groups, 4, TILE, 2, 2)  # 8 columns, row, h, two bytes
         q = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)  # k
@@ -99,20 +98,61 @@ def quantise_int4(weight: Tensor) -> Int4:
     The steps of a group reach from its smallest to its largest element, and to zero. A row's scale is its largest step
     / 255. No element changes by more than half a step and 16 scales, apart from float32 rounding.
     """
+    wide = weight.detach().float()
+    groups = pad(wide, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    scales = int4_scales(wide)
+    steps, offsets = int4_levels(groups, scales[:, None, None])
+    return pack_int4(wide, scales, steps[..., 0], offsets[..., 0])
+
+
+def int4_scales(weight: Tensor) -> Tensor:
+    """Return the scales [out] of a matrix [out, in] of float32: the largest step of each row / 255."""
+    groups = pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    low, high = _range(groups)
+    largest = ((high - low) / 15).amax((1, 2)) if groups.shape[1] else weight.new_zeros(len(weight))
+    return (largest / 255).clamp_min_(torch.finfo(torch.float32).tiny)
+
+
+def int4_levels(group: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the step s and the offset m [..., 1] of groups [..., at most 32]; ``scales`` are those of their rows.
+
+    A group whose elements need a larger step than 255 scales gets that one.
+    """
+    low, high = _range(group)
+    steps = ((high - low) / 15 / scales).round_().clamp_(1, 255)
+    return steps, (-low / (_OFFSET * scales)).round_().clamp_(0, 255)
+
+
+def int4_integers(weight: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor) -> Tensor:
+    """Return the nearest q in 0 to 15 of each element, float32; the other tensors broadcast to ``weight``."""
+    return ((weight / scales + _OFFSET * offsets) / steps).round_().clamp_(0, 15)
+
+
+def int4_elements(q: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor) -> Tensor:
+    """Return the elements that the integers ``q`` stand for, float32; the other tensors broadcast to ``q``."""
+    return (steps * q - _OFFSET * offsets) * scales
+
+
+def pack_int4(weight: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor) -> Int4:
+    """Round a matrix to given levels.
+
+    Dimensions: ``weight`` float32 [out, in], ``scales`` [out], ``steps`` and ``offsets`` [out, groups].
+    """
     rows, columns = weight.shape
-    wide = pad(weight.detach().float(), (0, -columns % GROUP, 0, -rows % TILE))
-    tiles, groups = len(wide) // TILE, wide.shape[1] // GROUP
-    wide = wide.view(tiles * TILE, groups, GROUP)
-    low, high = wide.amin(2, keepdim=True).clamp_max_(0), wide.amax(2, keepdim=True).clamp_min_(0)
-    step = (high - low) / 15
-    largest = step.amax(1, keepdim=True) if groups else step.new_zeros(len(wide), 1, 1)
-    scales = (largest / 255).clamp_min_(torch.finfo(torch.float32).tiny)
-    s, m = (step / scales).round_().clamp_(1, 255), (-low / (_OFFSET * scales)).round_()
-    q = ((wide / scales + _OFFSET * m) / s).round_().clamp_(0, 15).to(torch.uint8)
+    short = -rows % TILE
+    wide = pad(weight, (0, -columns % GROUP, 0, short)).unflatten(1, (-1, GROUP))
+    s, m = pad(steps, (0, 0, 0, short), value=1.0)[..., None], pad(offsets, (0, 0, 0, short))[..., None]
+    q = int4_integers(wide, pad(scales, (0, short), value=1.0)[:, None, None], s, m).to(torch.uint8)
+    tiles, groups = len(wide) // TILE, wide.shape[1]
     q = q.view(tiles, TILE, groups, 4, 2, 2, 2).permute(0, 2, 3, 1, 6, 4, 5)  # ..., h, bytes of h, halves of a byte
     words = (q[..., 0] | q[..., 1] << 4).reshape(tiles, 256 * groups)
     rest = torch.cat([s, m], dim=2).view(tiles, TILE, groups, 2).permute(0, 2, 3, 1).reshape(tiles, 32 * groups)
-    return Int4(torch.cat([words, rest.to(torch.uint8)], dim=1), scales.view(-1)[:rows].clone(), columns)
+    return Int4(torch.cat([words, rest.to(torch.uint8)], dim=1), scales.clone(), columns)
+
+
+def _range(group: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest element [..., 1] of each group, or zero if that is beyond."""
+    return group.amin(-1, keepdim=True).clamp_max_(0), group.amax(-1, keepdim=True).clamp_min_(0)
 
 
 def stored(weight: Weight) -> tuple[Tensor, ...]:

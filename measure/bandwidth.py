@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from neuronmm.kernels.cpu.arena import gather
+from neuronmm.models.low_bits import Int4Linear
 from neuronmm.models.lowrank import LowRankLinear
 
 SMALLEST, LARGEST = 64 * 2**20, 2**30
@@ -50,7 +51,8 @@ def factor_bytes(model: Any) -> dict[str, int]:
     totals: dict[str, int] = {}
     for module in model.modules():
         for factor in module.children() if isinstance(module, LowRankLinear) else ():
-            precision = str(factor.weight.dtype).removeprefix("torch.")
+            packed = isinstance(factor, Int4Linear)
+            precision = "int4" if packed else str(factor.weight.dtype).removeprefix("torch.")
             size = sum(p.nbytes for name, p in factor.named_parameters() if name != "bias")
             totals[precision] = totals.get(precision, 0) + size
     return totals

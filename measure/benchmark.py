@@ -37,6 +37,7 @@ from neuronmm.measure.config import BenchmarkConfig
 from neuronmm.measure.machine import describe_machine, measure_growth
 from neuronmm.measure.statistics import summarise
 from neuronmm.models.errors import UserError
+from neuronmm.models.low_bits import weight_dtype_of
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
@@ -191,7 +192,7 @@ def _load(config: BenchmarkConfig, folders: dict[str, Path], dtype: torch.dtype)
         if not isinstance(runner, TorchRunner):
             raise UserError(f"the benchmark does not run on backend {backend.name}; use cpu or cuda")
         step_bytes = weight_bytes_per_step(runner.model)
-        if name == "fused" and not rounded:
+        if name == "fused" and weight_dtype_of(runner.model) is None:
             variants["naive"] = _Loaded(runner.sibling("naive"), seconds, step_bytes)  # the same weights
         variants[name] = _Loaded(runner, seconds, step_bytes)
     if len({variant.runner.model.config.vocab_size for variant in variants.values()}) > 1:

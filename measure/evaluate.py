@@ -17,6 +17,7 @@ from neuronmm.measure.perplexity import Windows, cut, read_text, window_nlls
 from neuronmm.measure.statistics import Estimate, estimate
 from neuronmm.measure.tasks import Question, answer, encode, guessing, read_task, score
 from neuronmm.models.errors import UserError
+from neuronmm.models.low_bits import weight_dtype_of
 from neuronmm.models.progress import Progress, no_progress
 
 
@@ -175,7 +176,8 @@ def _score(
     dtype = str(runner.dtype).removeprefix("torch.")
     for precision in factor_bytes(runner.model).keys() - {dtype}:
         dtype += f", {precision} factors"
-    dtype += f", {weight_dtype} weights" if weight_dtype else ""
+    rounded = weight_dtype_of(runner.model)
+    dtype += f", {rounded} weights" if rounded else ""
     windows, nlls = None, []
     if content is not None:
         sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}

@@ -23,7 +23,7 @@ from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, headers, promised
 
 KINDS = ("embedding", "attention", "MLP", "norms", "head")
 _NOT_WEIGHTS = (".pivots", "_scale")
-_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I32": 32, "I8": 8}
+_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I32": 32, "I8": 8, "U8": 8}
 
 
 class Stored(NamedTuple):
@@ -139,12 +139,15 @@ def _inspection(
     tensors: Mapping[str, Stored],
     linear_bytes: int,
 ) -> Inspection:
+    # int4 packs two elements into a byte; their shapes are those of floats.
+    floats = None if spec is None else spec.model_copy(update={"weights": "model", "factors": "model"})
+    promises = {name: promise.shape for name, promise in promised(config, floats)}
     parameters: dict[str, int] = {kind: 0 for kind in KINDS}
     sizes = Counter[str]()
     for name, tensor in tensors.items():
         sizes[tensor.dtype] += tensor.bytes
         if not name.endswith(_NOT_WEIGHTS):
-            parameters[_kind(name)] += math.prod(tensor.shape)
+            parameters[_kind(name)] += math.prod(promises.get(name, tensor.shape))
     shapes = {name.removesuffix(".weight"): promise.shape for name, promise in promised(config, None)}
     return Inspection(
         model=str(model),
@@ -152,7 +155,7 @@ def _inspection(
         parameters=parameters,
         bytes=dict(sizes.most_common()),
         spec=spec,
-        linears=[] if spec is None else list(_linears(spec, shapes, tensors)),
+        linears=[] if spec is None else list(_linears(spec, shapes, promises)),
         worth=worths(shapes, config.num_hidden_layers, sum(parameters.values()), linear_bytes) if spec is None else [],
     )
 
@@ -169,21 +172,24 @@ def _kind(name: str) -> str:
 
 
 def _linears(
-    spec: CompressionSpec, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Stored]
+    spec: CompressionSpec, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]
 ) -> Iterable[FactorisedLinear]:
-    """Yield the factorised linears, in the order of the layers. ``shapes`` are those of the dense weights."""
+    """Yield the factorised linears, in the order of the layers. ``shapes`` are those of the dense weights.
+
+    ``stored`` are those of all tensors, as floats.
+    """
     names = [name for name in shapes if name in spec.ranks]
     for name in names:
         layer, _, inside = name.removeprefix(f"{LAYERS}.").partition(".")
         short = next(short for short, path in LINEARS.items() if path == inside)
         leader = spec.shared.get(name)
-        factors = [tensors[f"{name}.{factor}.weight"] for factor in ("A", "B") if factor == "B" or leader is None]
+        factors = [stored[f"{name}.{factor}.weight"] for factor in ("A", "B") if factor == "B" or leader is None]
         yield FactorisedLinear(
             layer=int(layer),
             linear=short,
             form="two" if spec.form_of(leader or name) is Form.TWO else "pivoted",
             rank=spec.ranks[name],
             shares_a_of=None if leader is None else leader.rpartition(".")[2].removesuffix("_proj"),
-            parameters=sum(math.prod(factor.shape) for factor in factors),
+            parameters=sum(map(math.prod, factors)),
             dense_parameters=math.prod(shapes[name]),
         )

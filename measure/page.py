@@ -106,6 +106,8 @@ def _facts(model: Inspection, report: dict[str, Any] | None) -> list[tuple[str, 
     rows = [("architecture", architecture)]
     if report is not None:
         return [*rows, *summary(report)]
+    if spec.weights != "model":
+        rows.append(("dense weights", f"{spec.weights}, embedding and head int8"))
     return [
         *rows,
         ("method, targets", f"{spec.method}, {spec.targets}"),

@@ -41,7 +41,7 @@ def ratio_map(removed: Cells, layers: int) -> str:
     names = list(LINEARS)
     grid = [[removed.get((layer, name), math.nan) for name in names] for layer in range(layers)]
     figure, axes = _figure(1.1 + 0.2 * layers)
-    mesh = axes.pcolormesh(grid, cmap="viridis", vmin=0, vmax=max(0.6, *removed.values()), edgecolors="none")
+    mesh = axes.pcolormesh(grid, cmap="viridis", vmin=0, vmax=max([0.6, *removed.values()]), edgecolors="none")
     for layer, row in enumerate(grid):
         for column, value in enumerate(row):
             dense = math.isnan(value)

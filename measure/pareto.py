@@ -40,17 +40,15 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def mark_fronts(points: list[SweepPoint], costs: list[str], texts: list[str]) -> None:
-    """Set each point's ``fronts``, the fronts it is on; only points of one precision are compared."""
+    """Set each point's ``fronts``, the fronts it is on."""
     for point in points:
         point["fronts"] = []
-    for bits in {point["bits"] for point in points}:
-        group = [point for point in points if point["bits"] == bits]
-        for cost in costs:
-            for text in texts:
-                measured = [point for point in group if is_measured(point, cost, text)]
-                pairs = [(cost_of(point, cost), point["perplexity"][text]["value"]) for point in measured]
-                for index in front(pairs):
-                    measured[index]["fronts"].append(f"{cost}, {text}")
+    for cost in costs:
+        for text in texts:
+            measured = [point for point in points if is_measured(point, cost, text)]
+            pairs = [(cost_of(point, cost), point["perplexity"][text]["value"]) for point in measured]
+            for index in front(pairs):
+                measured[index]["fronts"].append(f"{cost}, {text}")
 
 
 def draw_sweep(points: list[SweepPoint], costs: list[str], texts: list[str], title: str, path: Path) -> None:
@@ -85,14 +83,14 @@ def draw_sweep(points: list[SweepPoint], costs: list[str], texts: list[str], tit
 def panel(axes: Any, points: list[SweepPoint], text: str, cost: str) -> None:
     """Draw one text against one cost.
 
-    Each method has a colour, each choice of targets a marker, each precision a filling and a front.
+    Each method has a colour, each choice of targets a marker; points of few bits are hollow.
     """
 
     def value(point: SweepPoint) -> float:
         return point["perplexity"][text]["value"]
 
     dense = next(point for point in points if point["name"] == "dense")
-    several = len({point["targets"] for point in points if point is not dense}) > 1
+    several = len({point.get("targets") for point in points} - {None}) > 1
     methods = dict.fromkeys(method_of(point) for point in points if point is not dense)
     colours = dict(zip(methods, itertools.cycle(_COLOURS), strict=False))
     usual, top = dense["bits"], _TOP * value(dense)
@@ -100,7 +98,7 @@ def panel(axes: Any, points: list[SweepPoint], text: str, cost: str) -> None:
         series = [p for p in points if _series(p) == (method, targets, bits) and is_measured(p, cost, text)]
         colour, label = colours.get(method, "#333333"), method
         label += f", {targets}" if several and targets else ""
-        label += "" if bits == usual else f" ({bits} bit)"
+        label += "" if bits == usual or f"int{bits}" in method.split("+") else f" ({bits} bit)"
         filling = colour if bits == usual else "white"
         style: dict[str, Any] = {"color": colour, "markerfacecolor": filling, "zorder": 3}
         shown = [point for point in series if value(point) <= top]
@@ -113,11 +111,9 @@ def panel(axes: Any, points: list[SweepPoint], text: str, cost: str) -> None:
         for point in series if targets else ():
             at = (_x(point, cost), min(value(point), top))
             axes.annotate(f"{point['ratio']:g}", at, (5, 5), textcoords="offset points", fontsize=8)
-    for bits in sorted({point["bits"] for point in points}, reverse=True):
-        best = [p for p in points if p["bits"] == bits and f"{cost}, {text}" in p["fronts"]]
-        line = sorted((_x(point, cost), value(point)) for point in best if value(point) <= top)
-        dashes = "-" if bits == usual else "--"
-        axes.plot([x for x, _ in line], [y for _, y in line], dashes, color="#999999", linewidth=1.2, zorder=1)
+    best = [point for point in points if f"{cost}, {text}" in point["fronts"]]
+    line = sorted((_x(point, cost), value(point)) for point in best if value(point) <= top)
+    axes.plot([x for x, _ in line], [y for _, y in line], "-", color="#999999", linewidth=1.2, zorder=1)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
@@ -129,7 +125,7 @@ def panel(axes: Any, points: list[SweepPoint], text: str, cost: str) -> None:
 
 
 def _series(point: SweepPoint) -> tuple[str, str | None, int]:
-    """Return what identifies a line of the legend: method, targets (None for the dense model) and bits per weight."""
+    """Return what identifies a line of the legend: method, targets (None without factors) and bits per weight."""
     return method_of(point), point.get("targets"), point["bits"]
 
 

@@ -131,7 +131,10 @@ def _compression(result: BenchmarkResult) -> str:
     spec = result.compression
     if spec is None:
         return ""
-    return (
+    rounded = "" if spec.weights == "model" else f", dense weights in {spec.weights}"
+    if not spec.ranks:
+        return rounded
+    return rounded + (
         f", {spec.method} on {spec.targets}: ratio asked {spec.asked_ratio:.3g}, realised "
         f"{spec.realised_ratio:.3f} of the targets, {spec.model_ratio:.3f} of the model"
     )

@@ -117,7 +117,7 @@ def _facts(point: PlannedPoint, folder: Path) -> SweepPoint:
         "name": point.name,
         "ratio": point.config.ratio,
         "settings": point.settings,
-        "targets": point.config.targets,
+        **({"targets": point.config.targets} if point.config.factorises else {}),
         "folder": folder.name,
         "realised_ratio": report["realised_ratio"],
         "model_ratio": report["model_ratio"],

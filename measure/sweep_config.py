@@ -11,6 +11,12 @@ from neuronmm.compression.config import BARE, RENAMED, CompressionConfig
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import expanded
 
+ROUNDED: dict[str, dict[str, Any]] = {
+    "int8": {"factor_dtype": "int8", "weight_dtype": "int8"},
+    "int4": {"factor_dtype": "int4", "weight_dtype": "int4"},
+}
+"""Word -> the settings that store all weights in few bits; alone, the word is a method without factors."""
+
 
 @dataclass(frozen=True)
 class PlannedPoint:
@@ -62,15 +68,19 @@ class SweepConfig:
 
     @property
     def points(self) -> list[PlannedPoint]:
-        """The points in the order of their creation: at each ratio those with recovery last."""
+        """The points in the order of their creation: at each ratio those with recovery last.
+
+        A method without factors has one point, of the ratio 0.
+        """
         settings = {name: parse_method(name) for name in self.methods}
         names = sorted(settings, key=lambda name: "recover" in settings[name])
         shared = self.base.model_dump()
-        points = {
-            (name, ratio): CompressionConfig.build(None, **{**shared, **settings[name], "ratio": ratio})
+        configs = {
+            (name, ratio): CompressionConfig.build(None, **{**shared, "ratio": ratio, **settings[name]})
             for ratio in self.ratios
             for name in names
         }
+        points = {(name, config.ratio): config for (name, _), config in configs.items()}
         return [PlannedPoint(name, settings[name], config) for (name, _), config in points.items()]
 
     @property
@@ -87,26 +97,32 @@ class SweepConfig:
 def parse_method(text: str) -> dict[str, Any]:
     """Return the settings of a method such as ``anchored+fast``.
 
-    A word is a value of a setting with named values (``whitened``), or the name of a setting that has one value beside
-    ``off`` (``share_a``, formerly ``share``).
+    A word is a value of a setting with named values (``whitened``), the name of a setting that has one value beside
+    ``off`` (``share_a``, formerly ``share``), or one of :data:`ROUNDED`.
 
     Raises:
         UserError: a word is unknown, ambiguous, or contradicts another.
     """
-    meanings: dict[str, list[tuple[str, Any]]] = {}
+    if text in ROUNDED:
+        return {"ratio": 0.0, "weight_dtype": text}
+    meanings: dict[str, list[dict[str, Any]]] = {word: [settings] for word, settings in ROUNDED.items()}
     for name, field_info in CompressionConfig.model_fields.items():
+        if name in ("factor_dtype", "weight_dtype"):
+            continue
         values = get_args(field_info.annotation) if get_origin(field_info.annotation) is Literal else ()
         for value in values:
             word = name if len(values) == 2 and values[0] == "off" and value == values[1] else value
-            meanings.setdefault(str(word), []).append((name, value))
+            meanings.setdefault(str(word), []).append({name: value})
     settings: dict[str, Any] = {}
     for word in text.split("+"):
         candidates = meanings.get(word) or meanings.get(RENAMED.get(word, word), [])
         if len(candidates) != 1:
             known = ", ".join(word for word, several in meanings.items() if len(several) == 1)
             raise UserError(f"--methods {text}: {word!r} is not one of {known}")
-        ((name, value),) = candidates
-        if name in settings:
-            raise UserError(f"--methods {text}: {settings[name]!r} and {word!r} are both a {name}")
-        settings[name] = value
+        for name, value in candidates[0].items():
+            if name in settings:
+                raise UserError(f"--methods {text}: {settings[name]!r} and {word!r} are both a {name}")
+            settings[name] = value
+    if settings.get("form") == "pivoted" and settings.get("factor_dtype") == "int4":
+        settings["factor_dtype"] = "int8"  # pivoted factors have no int4
     return settings

@@ -94,8 +94,9 @@ def write_settings(out: Path, settings: SweepSettings) -> None:
     run = json.loads(json.dumps(settings.to_json()))
     before = read_own(out / RUN) or run
     if isinstance(before.get("base"), dict):
-        # A sweep of a version without the setting ``form`` has two factors.
-        before = {**before, "base": {"form": "two", **renamed(before["base"], notice=False)}}
+        # A sweep of a version without the setting ``form`` has two factors, and one without ``weight_dtype`` floats.
+        added = {"form": "two", "weight_dtype": "model"}
+        before = {**before, "base": {**added, **renamed(before["base"], notice=False)}}
     texts = before.get("texts")
     known = {name: file for name, file in run["texts"].items() if isinstance(texts, dict) and name in texts}
     comparable = {**run, "texts": known}

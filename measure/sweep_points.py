@@ -23,6 +23,7 @@ from neuronmm.measure.evaluate import run_evaluation
 from neuronmm.measure.statistics import Estimate
 from neuronmm.measure.sweep_config import PlannedPoint
 from neuronmm.measure.sweep_folder import SweepSettings, read_settings
+from neuronmm.models.contents import inspect
 from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.progress import Progress
 
@@ -30,14 +31,14 @@ SPEED: dict[str, Any] = {"prompt_lengths": (32,), "new_tokens": 64, "batches": (
 """The benchmark that gives a point's speed."""
 
 _POINT = ".point.json"
-_RECOVERY = {"recover", "factor_dtype"}  # settings that `recover` can apply to a finished checkpoint
+_RECOVERY = {"recover", "factor_dtype", "weight_dtype"}  # settings that `recover` can apply to a finished checkpoint
 
 
 class SweepPoint(TypedDict, total=False):
     """The JSON object of a point. Facts that are unknown and measures that were not taken are absent.
 
-    ``name`` and ``ratio`` are always there; ``fronts`` only in a result. ``perplexity`` and ``accuracy`` hold a
-    ``value`` and a ``standard_error``.
+    ``name`` and ``ratio`` are always there; ``targets`` if linears are factorised; ``fronts`` only in a result.
+    ``perplexity`` and ``accuracy`` hold a ``value`` and a ``standard_error``.
     """
 
     name: str
@@ -79,6 +80,7 @@ def create_point(dense: Path, out: Path, point: PlannedPoint, base: CompressionC
         calibration_rows=config.calibration_rows,
         calibration_length=config.calibration_length,
         factor_dtype=config.factor_dtype,
+        weight_dtype=config.weight_dtype,
         resume=True,
         store=store,
         progress=progress,
@@ -87,7 +89,8 @@ def create_point(dense: Path, out: Path, point: PlannedPoint, base: CompressionC
 
 def _start(out: Path, planned: PlannedPoint, base: CompressionConfig) -> Path | None:
     """Return the checkpoint of the point in ``out`` that differs from ``planned`` by recovery alone."""
-    if "recover" not in planned.settings or base.recover != "off" or base.factor_dtype != "model":
+    started = base.recover != "off" or base.factor_dtype != "model" or base.weight_dtype != "model"
+    if "recover" not in planned.settings or started:
         return None
     ratio = planned.config.ratio
     settings = {name: value for name, value in planned.settings.items() if name not in _RECOVERY}
@@ -143,7 +146,9 @@ def _measure(known: SweepPoint, folder: Path, settings: SweepSettings) -> SweepP
         reader = Reader(folder)
         sizes = {name: reader.nbytes(name) for name in reader.names}
         point.setdefault("bytes", sum(sizes.values()))
-        point["bits"] = 8 * min(size // reader.parameters(name) for name, size in sizes.items())
+        spec = inspect(folder).spec
+        int4 = spec is not None and "int4" in (spec.weights, spec.factors)  # two of its elements share a byte
+        point["bits"] = 4 if int4 else 8 * min(size // reader.parameters(name) for name, size in sizes.items())
     perplexity = point["perplexity"] = dict(known.get("perplexity", {}))
     for name, file in settings.texts.items():
         if name not in perplexity:

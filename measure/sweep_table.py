@@ -1,4 +1,4 @@
-"""Format a sweep for people: one table per precision, for the terminal and as Markdown."""
+"""Format a sweep for people: one table per choice of targets, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -17,32 +17,27 @@ SPEED_COLUMNS = ["tokens/s", "x dense"]
 
 
 def tables(result: SweepResult) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return (title, columns, rows) for each precision and choice of targets.
+    """Return (title, columns, rows) for each choice of targets.
 
-    A table holds points of one precision only; the dense model is the first row of those of its precision.
+    The dense model and what is only rounded belong to every choice.
     """
-    columns = ["method", "asked", "removed", "MB", *(f"perplexity, {text}" for text in result.settings.texts)]
+    columns = ["method", "bits", "asked", "removed", "MB", *(f"perplexity, {text}" for text in result.settings.texts)]
     columns += ["accuracy"] if result.settings.tasks else []
     columns += SPEED_COLUMNS if "speed" in result.costs else []
     columns += ["minutes", "GiB"]
     parts = []
-    kinds = {(-point["bits"], point["targets"]) for point in result.points if point["name"] != "dense"}
-    for bits, targets in sorted(kinds):
-        rows = [
-            _row(result, point)
-            for point in result.points
-            if point["bits"] == -bits and point.get("targets", targets) == targets
-        ]
-        parts.append((f"{-bits} bits per weight, {targets}", columns, rows))
+    for targets in sorted({point["targets"] for point in result.points if "targets" in point}) or [""]:
+        rows = [_row(result, point) for point in result.points if point.get("targets", targets) == targets]
+        parts.append((f"targets: {targets or 'none'}", columns, rows))
     return parts
 
 
 def notes(result: SweepResult) -> list[str]:
     """Return the notes that explain the columns and the mark."""
     lines = [
-        f"{MARK}: no point of the same precision has fewer bytes and a lower perplexity on that text",
-        "removed: fraction of the targeted weights; MB: all weights, 10^6 bytes; perplexity ± one standard error; "
-        "minutes and GiB: time and peak memory of compressing",
+        f"{MARK}: no point has fewer bytes and a lower perplexity on that text",
+        "bits: of the smallest weights; removed: fraction of the targeted weights; MB: all weights, 10^6 bytes; "
+        "perplexity ± one standard error; minutes and GiB: time and peak memory of compressing",
     ]
     if result.settings.tasks:
         names = ", ".join(result.settings.tasks)
@@ -75,8 +70,8 @@ def speed_cells(speed: dict[str, float] | None) -> list[str]:
 
 
 def _row(result: SweepResult, point: SweepPoint) -> list[str]:
-    dense = point["name"] == "dense"
-    cells = [point["name"], "" if dense else f"{point['ratio']:.2f}", "" if dense else f"{point['realised_ratio']:.2%}"]
+    cells = [point["name"], str(point["bits"])]
+    cells += [f"{point['ratio']:.2f}", f"{point['realised_ratio']:.2%}"] if "targets" in point else ["", ""]
     cells.append(f"{point['bytes'] / 1e6:.1f}")
     for text in result.settings.texts:
         mark = f" {MARK}" if f"bytes, {text}" in point["fronts"] else ""
@@ -88,6 +83,6 @@ def _row(result: SweepResult, point: SweepPoint) -> list[str]:
         rate, gain = speed_cells(point.get("speed"))
         mark = f" {MARK}" if all(f"speed, {text}" in point["fronts"] for text in result.settings.texts) else ""
         cells += [rate + mark, gain]
-    if dense:
+    if point["name"] == "dense":
         return [*cells, "", ""]
     return [*cells, f"{point['seconds'] / 60:.1f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]

@@ -18,11 +18,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
-from neuronmm.models.low_bits import Int8Linear
+from neuronmm.models.low_bits import LowBitsModule, tie_head
 from neuronmm.models.lowrank import FACTORS, LowRankLinear
 from neuronmm.models.patch import patch
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
-from neuronmm.models.tensors import check_pivots
+from neuronmm.models.tensors import EMBEDDING, check_pivots
 
 
 class _Method(str, Enum):
@@ -97,8 +97,9 @@ class NeuronMMQuantizer(HfQuantizer):
         set_module_tensor_to_device(model, param_name, target_device, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        tie_head(model)  # 4.x ties the values only
         for name, module in model.named_modules():
-            if isinstance(module, Int8Linear):
+            if isinstance(module, LowBitsModule):
                 module.weight_scale.requires_grad_(False)
             pivots = module.factors.pivots if isinstance(module, LowRankLinear) else None
             if isinstance(pivots, Tensor) and not pivots.is_meta:  # offloaded buffers have no values here
@@ -123,9 +124,9 @@ class NeuronMMQuantizer(HfQuantizer):
 
 
 def _refuse_missing(model: Any, names: Iterable[str]) -> None:
-    """Raise if the missing ``names`` include a weight of a decoder layer or a factor."""
+    """Raise if the missing ``names`` include a weight of a decoder layer, a factor, or the scales of the embedding."""
     for name in names:
-        if LAYERS in name or name.endswith(FACTORS):
+        if LAYERS in name or name.endswith((*FACTORS, f"{EMBEDDING}_scale")):
             where = f"{model.name_or_path}: config.json and weights disagree"
             raise UserError(f"{where}: {name} is in no shard; compress the model again")
 

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from neuronmm.kernels import Int4, Int8, quantise, quantise_int4
+from neuronmm.kernels.int4_layout import int4_shape
 from neuronmm.kernels.low_bits import Weight
 from neuronmm.models.errors import UserError
+from neuronmm.models.tensors import EMBEDDING, HEAD
 
 WeightDtype = Literal["int8", "int4"]
-"""What the dense weights of a loaded model are rounded to."""
+"""What the dense weights of a model are rounded to."""
 
 Module = TypeVar("Module", bound="LowBitsModule")
+LowBitsLinear = TypeVar("LowBitsLinear", "Int8Linear", "Int4Linear")
 
 
 class LowBitsModule(nn.Module):
@@ -81,10 +84,19 @@ class Int4Linear(LowBitsModule):
     Dimensions: x [..., in_features] -> [..., out_features]; weight uint8, the ``values`` of W.
     """
 
-    def __init__(self, matrix: Int4, bias: nn.Parameter | None) -> None:
-        super().__init__(matrix)
-        self.out_features, self.in_features = matrix.shape
-        self.bias = bias
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        weight = torch.zeros(int4_shape(out_features, in_features), dtype=torch.uint8, device=device)
+        super().__init__(Int4(weight, torch.zeros(out_features, dtype=torch.float32, device=device), in_features))
+        self.in_features, self.out_features = in_features, out_features
+        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.bias = None if zeros is None else nn.Parameter(zeros)
 
     @property
     def matrix(self) -> Int4:
@@ -105,20 +117,30 @@ class Int8Embedding(LowBitsModule):
 
     def __init__(self, matrix: Int8, dtype: torch.dtype) -> None:
         super().__init__(matrix)
-        self._like: Tensor
-        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=matrix.values.device), persistent=False)
+        self.dtype = dtype
 
     @property
     def matrix(self) -> Int8:
         return Int8(self.weight, self.weight_scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return (self.weight[ids] * self.weight_scale[ids][..., None]).to(self._like.dtype)
+        return (self.weight[ids] * self.weight_scale[ids][..., None]).to(self.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Embedding:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
 
 
 def matrix_of(module: Any) -> Weight:
     """Return the weight of a linear or an embedding in the form that the kernels take."""
     return module.matrix if isinstance(module, LowBitsModule) else module.weight
+
+
+def weight_dtype_of(model: Any) -> WeightDtype | None:
+    """Return what the dense weights of a transformers model are rounded to; None if they are floats."""
+    if not isinstance(model.get_input_embeddings(), LowBitsModule):
+        return None
+    return "int4" if any(isinstance(module, Int4Linear) for module in model.modules()) else "int8"
 
 
 def quantise_weights(model: Any, dtype: WeightDtype) -> None:
@@ -134,24 +156,59 @@ def quantise_weights(model: Any, dtype: WeightDtype) -> None:
     if dtype not in get_args(WeightDtype):
         raise UserError(f"unknown weight dtype {dtype!r}; there are: {', '.join(get_args(WeightDtype))}")
     if isinstance(model.get_input_embeddings(), LowBitsModule):
-        raise UserError("the weights of this model have few bits already; load it again to round it in another way")
+        raise UserError("the weights of this model have few bits already; round those of the dense model instead")
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    _replace_weights(model, dtype, lambda weight, rounded: rounded(weight), tied)
+
+
+def shape_weights(model: Any, dtype: WeightDtype) -> None:
+    """Give an empty transformers model the modules that :func:`quantise_weights` gives it, with zeros as their values.
+
+    A head that config.json ties shares both tensors with the embedding.
+    """
+
+    def zeros(weight: Tensor, rounded: Callable[[Tensor], Int8 | Int4]) -> Int8 | Int4:
+        shapes = rounded(weight.to("meta"))
+        values, scales = (torch.zeros_like(tensor, device=weight.device) for tensor in shapes[:2])
+        return shapes._replace(values=values, scales=scales)
+
+    tied = bool(model.config.tie_word_embeddings)
+    _replace_weights(model, dtype, zeros, tied)
+    if tied and hasattr(model, "all_tied_weights_keys"):  # transformers 5 ties by name; the bridge does it for 4.x
+        model.all_tied_weights_keys[f"{HEAD}_scale"] = f"{EMBEDDING}_scale"
+
+
+def tie_head(model: Any) -> None:
+    """Let a tied head of few bits use both tensors of the embedding."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head.weight is table.weight
+    if isinstance(table, Int8Embedding) and model.config.tie_word_embeddings:
+        head.weight, head.weight_scale = table.weight, table.weight_scale
+
+
+def _replace_weights(
+    model: Any,
+    dtype: WeightDtype,
+    low_bits_of: Callable[[Tensor, Callable[[Tensor], Int8 | Int4]], Any],
+    tied: bool,
+) -> None:
+    """Replace the dense linears, the embedding and the head; ``low_bits_of(weight, rounding)`` gives their matrices."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head and not name.endswith((".A", ".B")):
             if dtype == "int4":
-                low: nn.Module = Int4Linear(quantise_int4(module.weight), module.bias)
+                low: Int8Linear | Int4Linear = _with(Int4Linear, module, low_bits_of(module.weight, quantise_int4))
             else:
-                low = _in_int8(module, quantise(module.weight))
+                low = _with(Int8Linear, module, low_bits_of(module.weight, quantise))
             model.set_submodule(name, low)
-    rounded = Int8Embedding(quantise(table.weight), table.weight.dtype)
+    rounded = Int8Embedding(low_bits_of(table.weight, quantise), table.weight.dtype)
     model.set_input_embeddings(rounded)
-    model.set_output_embeddings(_in_int8(head, rounded.matrix if tied else quantise(head.weight)))
+    matrix = rounded.matrix if tied else low_bits_of(head.weight, quantise)
+    model.set_output_embeddings(_with(Int8Linear, head, matrix))
 
 
-def _in_int8(module: nn.Linear, matrix: Int8) -> Int8Linear:
-    """Return ``module`` with the weight ``matrix``."""
-    low = Int8Linear(module.in_features, module.out_features, False, torch.device("meta"))
+def _with(kind: type[LowBitsLinear], module: nn.Linear, matrix: Int8 | Int4) -> LowBitsLinear:
+    """Return ``module`` with the weight ``matrix``, as a ``kind``."""
+    low = kind(module.in_features, module.out_features, False, torch.device("meta"))
     low.weight, low.weight_scale, low.bias = frozen(matrix.values), frozen(matrix.scales), module.bias
     return low
 

@@ -1,25 +1,29 @@
 """The two modules of a compressed model: a low-rank linear and a low-rank SwiGLU MLP.
 
 Both have ordinary ``nn.Linear`` children. Their parameters are therefore named ``<linear>.A.weight`` and
-``<linear>.B.weight``, load from safetensors, move with ``device_map`` and take LoRA adapters like any linear. (8-bit
-factors are :class:`Int8Linear` children, which take no adapter.) With ``impl`` None the modules call these children, so
-that hooks and adapters work. With the name of an implementation they pass the weights to :mod:`neuronmm.kernels`.
-``fuse`` sets ``impl``, for inference.
+``<linear>.B.weight``, load from safetensors, move with ``device_map`` and take LoRA adapters like any linear. (Factors
+of few bits are :class:`Int8Linear` or :class:`Int4Linear` children, which take no adapter.) With ``impl`` None the
+modules call these children, so that hooks and adapters work. With the name of an implementation they pass the weights
+to :mod:`neuronmm.kernels`. ``fuse`` sets ``impl``, for inference.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from neuronmm.kernels import Form, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.factors import place_pivots
-from neuronmm.models.low_bits import Int8Linear, frozen, matrix_of
+from neuronmm.models.low_bits import Int4Linear, Int8Linear, frozen, matrix_of
 
 FACTORS = (".A.weight", ".B.weight")
 """The endings of the factors' tensor names; no other tensor has them."""
+
+
+FactorKind: TypeAlias = type[nn.Linear] | type[Int8Linear] | type[Int4Linear]
+"""The class of a factor."""
 
 
 class LowRankLinear(nn.Module):
@@ -46,7 +50,7 @@ class LowRankLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         leader: LowRankLinear | None = None,
-        kind: type[nn.Linear] | type[Int8Linear] = nn.Linear,
+        kind: FactorKind = nn.Linear,
         form: Form = Form.TWO,
         first_pivot: int | None = None,
     ) -> None:

@@ -8,11 +8,11 @@ from torch import nn
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
-from neuronmm.models.low_bits import Int8Linear
-from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
+from neuronmm.models.low_bits import Int4Linear, Int8Linear, LowBitsModule, shape_weights
+from neuronmm.models.lowrank import FactorKind, LowRankLinear, LowRankSwiGLU
 from neuronmm.models.spec import CompressionSpec
 
-_KINDS: dict[str, type[nn.Linear] | type[Int8Linear]] = {"model": nn.Linear, "int8": Int8Linear}
+_KINDS: dict[str, FactorKind] = {"model": nn.Linear, "int8": Int8Linear, "int4": Int4Linear}
 _MLP = tuple(name.removeprefix("mlp.") for name in TARGETS["mlp"])
 
 
@@ -21,7 +21,8 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
 
     The factors have the linear's device and dtype but no meaningful values; the checkpoint fills them. A SwiGLU MLP
     whose three linears are all low-rank becomes one :class:`LowRankSwiGLU`; parameter names do not change. A linear in
-    ``spec.shared`` uses the A of its leader. ``spec.factors`` selects the class of the factors.
+    ``spec.shared`` uses the A of its leader. ``spec.factors`` selects the class of the factors, ``spec.weights``
+    that of all other linears, of the embedding and of the head.
 
     Raises:
         UserError: a name is not a linear of this model, or a rank or a leader does not fit; the model is unchanged.
@@ -53,6 +54,8 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
             first_pivot=None if entry is None else entry.first,
         )
         model.set_submodule(name, low_rank[name].train(linear.training))
+    if spec.weights != "model":
+        shape_weights(model, spec.weights)
     if getattr(getattr(model, "config", None), "hidden_act", "silu") != "silu":
         return model  # other activations: the MLP keeps its module around the low-rank linears
     for name, module in list(model.named_modules()):
@@ -99,7 +102,7 @@ def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     for module in model.modules():
         if isinstance(module, LowRankSwiGLU):
             gate, up = module.gate_proj.A, module.up_proj.A
-            if gate is not up and not any(isinstance(factor, Int8Linear) for factor in (gate, up)):
+            if gate is not up and not any(isinstance(factor, LowBitsModule) for factor in (gate, up)):
                 with torch.no_grad():
                     gate.weight.data, up.weight.data = stack(gate.weight, up.weight)
         if isinstance(module, (LowRankLinear, LowRankSwiGLU)):

@@ -7,7 +7,6 @@ from typing import Any, Final, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
@@ -23,8 +22,9 @@ from neuronmm.models.errors import UserError, first_problem
 from neuronmm.models.families import same_input
 
 QUANT_METHOD = "neuronmm"
-FORMATS: Final = (1, 2)
-"""The checkpoint formats that this version reads: 1 has two factors for every linear, 2 has pivoted forms as well."""
+FORMATS: Final = (1, 2, 3)
+"""The checkpoint formats that this version reads. 1 has two factors for every linear; 2 adds pivoted forms; 3 adds
+weights of few bits for what is not factorised, which may be all linears."""
 
 
 class PivotedForm(BaseModel):
@@ -56,19 +56,22 @@ class CompressionSpec(BaseModel):
 
     ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
     factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors;
-    they need format 2. ``factors`` is the precision of the stored factors: the model's, or int8 with one float32 scale
-    per row. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
+    they need format 2. ``factors`` is the precision of the stored factors: the model's, int8 with one float32 scale per
+    row, or :class:`neuronmm.kernels.Int4`, which needs format 3 and two factors. ``weights`` is that of all other
+    linears, and of embedding and head, which are int8 even beside int4; it needs format 3, and then no linear has to be
+    factorised. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
     fraction of all parameters. Every rank is a multiple of ``align``.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     quant_method: Literal["neuronmm"] = "neuronmm"
-    format: Literal[1, 2] = 1
-    ranks: dict[str, PositiveInt] = Field(min_length=1)
+    format: Literal[1, 2, 3] = 1
+    weights: Literal["model", "int8", "int4"] = "model"
+    ranks: dict[str, PositiveInt]
     shared: dict[str, str] = {}
     forms: dict[str, PivotedForm] = {}
-    factors: Literal["model", "int8"] = "model"
+    factors: Literal["model", "int8", "int4"] = "model"
     method: str
     targets: str
     asked_ratio: FiniteFloat
@@ -77,6 +80,20 @@ class CompressionSpec(BaseModel):
     align: PositiveInt
     calibration: dict[str, Any] | None = None
     version: str
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_fit(cls, weights: str, info: ValidationInfo) -> str:
+        if weights != "model" and info.data.get("format") != 3:
+            raise ValueError(f"{weights} needs format 3")
+        return weights
+
+    @field_validator("ranks")
+    @classmethod
+    def _has_ranks(cls, ranks: dict[str, int], info: ValidationInfo) -> dict[str, int]:
+        if not ranks and info.data.get("format") != 3:
+            raise ValueError("no linear is factorised, which needs format 3")
+        return ranks
 
     @field_validator("shared")
     @classmethod
@@ -109,6 +126,20 @@ class CompressionSpec(BaseModel):
                 raise ValueError(f"{name} has the form columns, which has no first pivot and shares no A")
         return forms
 
+    @field_validator("factors")
+    @classmethod
+    def _factors_fit(cls, factors: str, info: ValidationInfo) -> str:
+        if factors == "int4" and (info.data.get("format") != 3 or info.data.get("forms")):
+            raise ValueError("int4 needs format 3, and no pivoted forms")
+        return factors
+
+    @property
+    def few_bits(self) -> str | None:
+        """What is stored in few bits that only the CPU and torch can run, in words; None if nothing is."""
+        if self.weights != "model":
+            return f"its dense weights are stored in {self.weights}"
+        return "its factors are stored in int4" if self.factors == "int4" else None
+
     def form_of(self, linear: str) -> Form:
         """Return the form in which a factorised linear is stored."""
         return Form(self.forms[linear].form) if linear in self.forms else Form.TWO
@@ -126,11 +157,13 @@ class CompressionSpec(BaseModel):
             )
 
     @model_serializer(mode="wrap")
-    def _without_empty_forms(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write format 1 as the versions that only know format 1 read it."""
+    def _without_later_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write formats 1 and 2 as the versions that only know these read them."""
         block = handler(self)
         if not self.forms:
             block.pop("forms", None)
+        if self.weights == "model":
+            block.pop("weights", None)
         return block
 
     @classmethod

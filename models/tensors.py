@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from neuronmm.kernels import Form
+from neuronmm.kernels.int4_layout import int4_shape
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, LINEARS
 from neuronmm.models.model_config import ModelConfig
@@ -52,9 +53,13 @@ def promised(config: ModelConfig, spec: CompressionSpec | None) -> Iterator[tupl
         "up": (wide, hidden),
         "down": (hidden, wide),
     }
-    yield EMBEDDING, Promise((config.vocab_size, hidden))
+    table, low = (config.vocab_size, hidden), spec is not None and spec.weights != "model"
+    yield from _matrix(EMBEDDING, table, "int8" if low else "model")
     yield NORM, Promise((hidden,))
-    yield HEAD, Promise((config.vocab_size, hidden), required=not config.tie_word_embeddings)
+    if not low:
+        yield HEAD, Promise(table, required=not config.tie_word_embeddings)
+    elif not config.tie_word_embeddings:
+        yield from _matrix(HEAD, table, "int8")
     for index in range(config.num_hidden_layers):
         layer = f"{LAYERS}.{index}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -70,10 +75,10 @@ def linear_tensors(
 ) -> Iterator[tuple[str, Promise]]:
     """Yield the full names of the tensors of one linear, dense or factorised, with their promises."""
     if spec is None or name not in spec.ranks:
-        yield f"{name}.weight", Promise((out_features, in_features))
+        yield from _matrix(f"{name}.weight", (out_features, in_features), "model" if spec is None else spec.weights)
         yield f"{name}.bias", Promise((out_features,), required=False)
         return
-    rank, form, int8 = spec.ranks[name], spec.form_of(name), spec.factors == "int8"
+    rank, form = spec.ranks[name], spec.form_of(name)
     spec.check_first_pivot(name, out_features)
     shapes = {
         "A": (rank, in_features - rank if form is Form.COLUMNS else in_features),
@@ -82,12 +87,20 @@ def linear_tensors(
     if name in spec.shared:
         del shapes["A"]
     for factor, shape in shapes.items():
-        yield f"{name}.{factor}.weight", Promise(shape, dtypes=("I8",) if int8 else FLOATS)
-        if int8:
-            yield f"{name}.{factor}.weight_scale", Promise(shape[:1], dtypes=("F32",))
+        yield from _matrix(f"{name}.{factor}.weight", shape, spec.factors)
     if name in spec.forms and spec.forms[name].indexed:
         yield f"{name}.pivots", Promise((rank,), dtypes=("I32",))
     yield bias_name(name, form), Promise((out_features,), required=False)
+
+
+def _matrix(name: str, shape: tuple[int, int], precision: str) -> Iterator[tuple[str, Promise]]:
+    """Yield the tensors of the matrix ``name`` of ``shape`` [out, in], with their promises."""
+    if precision == "model":
+        yield name, Promise(shape)
+        return
+    packed = {"int8": shape, "int4": int4_shape(*shape)}[precision]
+    yield name, Promise(packed, dtypes=({"int8": "I8", "int4": "U8"}[precision],))
+    yield f"{name}_scale", Promise(shape[:1], dtypes=("F32",))
 
 
 def check_tensors(folder: Path, files: dict[str, Path], config: ModelConfig, spec: CompressionSpec | None) -> None:

@@ -21,9 +21,23 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 def add_factor_dtype(parser: argparse.ArgumentParser) -> None:
     """Add the option for the dtype of the factors, and its old name."""
-    choices = ("model", "int8")
-    parser.add_argument("--factor-dtype", choices=choices, help="dtype of the stored factors (default the model's)")
+    choices = ("model", "int8", "int4")
+    parser.add_argument(
+        "--factor-dtype",
+        choices=choices,
+        help="dtype of the stored factors; int4 with --form two (default the model's)",
+    )
     parser.add_argument("--factors", choices=choices, help=argparse.SUPPRESS)
+
+
+def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the dtype of the weights that are not factorised."""
+    parser.add_argument(
+        "--weight-dtype",
+        choices=("model", "int8", "int4"),
+        help="dtype of the stored weights that are not factorised; embedding and head are int8 at least (default the "
+        "model's)",
+    )
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 INT8, INT8_X16, INT4 = 2, 3, 4
 """Type numbers of matrices of few bits. Activations of X16 and of int4 are rounded to 16 bits."""
 
-INT4_FACTORS = "factors in int4, which lose too much (docs/results/low_bits.md); the core takes floats or int8"
+INT4_PIVOTED = "pivoted factors in int4, which lose too much (docs/results/low_bits.md); the core takes floats or int8"
 
 FORMS = {Form.TWO: 0, Form.ROWS: 1, Form.COLUMNS: 2}
 """Form numbers of the core."""
@@ -74,6 +74,11 @@ def malformed(weight: Weight) -> str | None:
     return None
 
 
+def pivoted_int4(factors: LowRank) -> bool:
+    """Return whether a factor in a pivoted form is int4."""
+    return factors.form is not Form.TWO and any(isinstance(factor, Int4) for factor in factors[:2])
+
+
 class Linear(ctypes.Structure):
     """Mirrors ``Linear`` in core.h: ``a x + bias``, or a factorised linear where b is set."""
 
@@ -91,10 +96,10 @@ class Linear(ctypes.Structure):
         The caller keeps all tensors alive.
 
         Raises:
-            KernelError: the pivots are not strictly increasing outputs of the linear, or the factors are int4.
+            KernelError: the pivots are not strictly increasing outputs of the linear, or pivoted factors are int4.
         """
-        if isinstance(factors.A, Int4) or isinstance(factors.B, Int4):
-            raise KernelError(INT4_FACTORS)
+        if pivoted_int4(factors):
+            raise KernelError(INT4_PIVOTED)
         linear = cls(*(Matrix.of(m, activations) for m in factors[:2]), bias, form=FORMS[factors.form])
         if factors.form is Form.ROWS:
             if isinstance(factors.pivots, Tensor):

@@ -12,9 +12,17 @@ from ctypes import byref, c_void_p
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.cpu.library import INT4_FACTORS, MAX_BATCH, NOT_BUILT, TYPES, Linear, core, malformed
+from neuronmm.kernels.cpu.library import (
+    INT4_PIVOTED,
+    MAX_BATCH,
+    NOT_BUILT,
+    TYPES,
+    Linear,
+    core,
+    malformed,
+    pivoted_int4,
+)
 from neuronmm.kernels.factors import LowRank
-from neuronmm.kernels.low_bits import Int4
 from neuronmm.kernels.ops import Op, register
 
 
@@ -29,8 +37,8 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
         return "a tensor is not in main memory"
     if x.dtype not in TYPES or any(tensor.dtype != x.dtype for tensor in floats):
         return "it takes float32 or bfloat16, the same for all tensors, or factors of few bits"
-    if any(isinstance(weight, Int4) for factor in factors for weight in factor[:2]):
-        return INT4_FACTORS
+    if any(map(pivoted_int4, factors)):
+        return INT4_PIVOTED
     for reason in map(malformed, (weight for factor in factors for weight in factor[:2])):
         if reason is not None:
             return reason

@@ -32,6 +32,9 @@ class Checkpoint:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         content = inspect(folder)
+        low = None if content.spec is None else content.spec.few_bits
+        if low is not None:
+            raise UserError(f"{folder}: {low}, which the Neuron hosts cannot run; compress the dense model without")
         self.folder, self.dtype = folder, dtype
         self.architecture = Architecture.of(content.settings, str(folder / "config.json"))
         self.ranks: dict[str, int] = dict(content.spec.ranks) if content.spec else {}

@@ -4,6 +4,7 @@ examples:
   neuronmm compress meta-llama/Llama-3.2-1B -o llama-1b-low --budget balanced
   neuronmm compress ./Qwen3-4B -o qwen3-low --ratio 0.3 --targets all --calibration wiki.txt --calibration self
   neuronmm compress SmolLM2.gguf -o smol-low --method svd --json
+  neuronmm compress ./Qwen3-4B -o qwen3-int4 --ratio 0 --weight-dtype int4
   neuronmm compress ./Llama-3.1-8B -o llama-8b-low --recipe configs/default.yaml --resume
 """
 
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from neuronmm.arguments import alignment
-from neuronmm.checkpoint_run import add_factor_dtype, add_out, add_run_arguments, run_and_report
+from neuronmm.checkpoint_run import add_factor_dtype, add_out, add_run_arguments, add_weight_dtype, run_and_report
 
 SHARE_A = ("off", "auto")
 
@@ -23,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder (safetensors), GGUF file, or hub id")
     add_out(parser)
     parser.add_argument(
-        "--ratio", type=float, help="fraction of the targeted weights to remove, 0.05 to 0.6 (default 0.2)"
+        "--ratio",
+        type=float,
+        help="fraction of the targeted weights to remove, 0.05 to 0.6 (default 0.2); "
+        "0 with a --weight-dtype: round only",
     )
     parser.add_argument(
         "--budget",
@@ -69,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "coefficients of the others (default pivoted; two is predicted faster on several NeuronCores)",
     )
     add_factor_dtype(parser)
+    add_weight_dtype(parser)
     parser.add_argument(
         "--align",
         type=alignment,
@@ -103,6 +108,7 @@ def run(args: argparse.Namespace) -> None:
         form=args.form,
         factors=args.factors,
         factor_dtype=args.factor_dtype,
+        weight_dtype=args.weight_dtype,
         align=args.align,
         calibration=args.calibration,
     )

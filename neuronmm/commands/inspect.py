@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> None:
         f"{config.hidden_size}, MLP {config.intermediate_size}, {config.num_attention_heads} heads of {config.head} "
         f"({config.kv_heads} KV), vocabulary {config.vocab_size:,}"
     )
-    if spec is not None:
+    if spec is not None and spec.weights != "model":
+        console.print(f"dense weights: {spec.weights}, embedding and head int8")
+    if spec is not None and spec.ranks:
         removed = 1 - sum(result.parameters.values()) / result.dense_parameters
         console.print(
             f"compressed: {printable(spec.method)}, {printable(spec.targets)}; ratio asked {spec.asked_ratio:.2%}, "
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> None:
             f"multiples of {spec.align}; neuronmm {printable(spec.version)}"
         )
     console.print(_parameters(result))
-    console.print(_ranks(result) if spec is not None else _worth(result))
+    if spec is None or spec.ranks:
+        console.print(_worth(result) if spec is None else _ranks(result))
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -11,7 +11,14 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from neuronmm.checkpoint_run import FACTOR_DTYPE, add_factor_dtype, add_out, add_run_arguments, run_and_report
+from neuronmm.checkpoint_run import (
+    FACTOR_DTYPE,
+    add_factor_dtype,
+    add_out,
+    add_run_arguments,
+    add_weight_dtype,
+    run_and_report,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration-length", type=int, metavar="N", help="tokens per row (default: as in the compression)"
     )
     add_factor_dtype(parser)
+    add_weight_dtype(parser)
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     from neuronmm.compression.recover import recover
 
-    dtype = {name: value for name in FACTOR_DTYPE if (value := getattr(args, name)) is not None}
+    dtype = {name: value for name in (*FACTOR_DTYPE, "weight_dtype") if (value := getattr(args, name)) is not None}
     recovery = partial(
         recover,
         args.model,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from compression_runs import EVERYTHING, SMALL, compress_in, config, tensors, weights
+from compression_runs import EVERYTHING, SMALL, Interrupted, compress_in, config, stop_at, tensors, weights
 from neuronmm.compression import calibration_store, tensor_files
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
@@ -33,21 +33,6 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "list": lambda data: b"[]",
 }
 """Kinds of damage to a file. The last one is for JSON, the two before it are for tensors."""
-
-
-class Interrupted(BaseException):
-    """A kill, which no code catches."""
-
-
-def stop_at(stage: str, count: int) -> Callable[[str, float], None]:
-    left = [count]
-
-    def progress(name: str, fraction: float) -> None:
-        left[0] -= name == stage
-        if left[0] < 0:
-            raise Interrupted
-
-    return progress
 
 
 def stop_before_the_second_move(source: Path, out: Path, settings: CompressionConfig) -> None:

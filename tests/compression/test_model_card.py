@@ -22,6 +22,7 @@ REPORT: dict[str, Any] = {
     "version": "0.1.0",
     "parameters": {"dense": 1235814400, "compressed": 1074000000},
     "bytes": {"dense": 2471645608, "compressed": 2148000000},
+    "asked_ratio": 0.2,
     "realised_ratio": 0.2,
     "model_ratio": 0.131,
     "fidelity": None,

@@ -50,3 +50,18 @@ def compress_in(source: Path, out: Path, settings: dict[str, Any], force: bool) 
     """Run in a process that a test kills and resumes."""
     torch.set_num_threads(1)
     compress(source, out, config(**settings), resume=True, force=force)
+
+
+class Interrupted(BaseException):
+    """A kill, which no code catches."""
+
+
+def stop_at(stage: str, count: int) -> Callable[[str, float], None]:
+    left = [count]
+
+    def progress(name: str, fraction: float) -> None:
+        left[0] -= name == stage
+        if left[0] < 0:
+            raise Interrupted
+
+    return progress

@@ -120,7 +120,7 @@ def test_the_table_has_one_row_per_point_and_marks_the_front(finished: tuple[Pat
     assert len(rows) == 1 + 5 and all(row.count("|") == rows[0].count("|") for row in rows)
     assert "perplexity, text1" in rows[0] and "accuracy" in rows[0] and "x dense" in rows[0]
     for point, row in zip(result.points, rows[1:], strict=True):
-        cell = row.split("|")[5]
+        cell = row.split("|")[6]
         assert ("*" in cell) == ("bytes, text1" in point["fronts"]) and f"{point['bytes'] / 1e6:.1f}" in row
     assert any("bytes, text1" in point["fronts"] for point in result.points[1:])
 
@@ -239,11 +239,22 @@ def test_a_folder_of_other_settings_is_refused(
 def test_a_methods_words_are_values_of_settings() -> None:
     assert parse_method("whitened") == {"method": "whitened"}
     assert parse_method("svd+all") == {"method": "svd", "targets": "all"}
-    wanted = {"method": "anchored", "allocation": "global", "share_a": "auto", "refine": "fast", "factor_dtype": "int8"}
-    assert parse_method("anchored+global+share+fast+int8") == wanted
+    wanted = {"method": "anchored", "allocation": "global", "share_a": "auto", "refine": "fast"}
+    assert parse_method("anchored+global+share+fast") == wanted
+    assert parse_method("svd+int8") == {"method": "svd", "factor_dtype": "int8", "weight_dtype": "int8"}
+    assert parse_method("svd+int4") == {"method": "svd", "factor_dtype": "int4", "weight_dtype": "int4"}
+    assert parse_method("pivoted+int4") == {"form": "pivoted", "factor_dtype": "int8", "weight_dtype": "int4"}
+    assert parse_method("int4") == {"ratio": 0.0, "weight_dtype": "int4"}
     assert parse_method("whitened+pivoted") == {"method": "whitened", "form": "pivoted"}
     assert parse_method("whitened+two") == {"method": "whitened", "form": "two"}
-    for text in ("whitened+off", "whitened+damping", "whitened+fast+full", "whitened+fast+fast", "whitened+"):
+    for text in (
+        "whitened+off",
+        "whitened+damping",
+        "whitened+fast+full",
+        "whitened+fast+fast",
+        "whitened+",
+        "svd+int4+int8",
+    ):
         with pytest.raises(UserError, match="--methods"):
             parse_method(text)
 
@@ -257,23 +268,44 @@ def test_the_front_holds_exactly_the_points_that_no_other_beats(points: list[tup
         assert (index in best) == (not better)
 
 
-def test_precisions_are_never_compared(finished: tuple[Path, SweepResult], tmp_path: Path) -> None:
-    """An 8-bit point with fewer bytes than all others removes none from their front, and has a separate table."""
+def test_a_point_of_fewer_bits_that_beats_all_others_is_the_front(
+    finished: tuple[Path, SweepResult], tmp_path: Path
+) -> None:
+    """A user asks for the best model of a size, in whatever precision."""
     result = copy.deepcopy(finished[1])
-    fronts = {point["folder"]: point["fronts"] for point in result.points[1:]}
     small = copy.deepcopy(result.points[1])
-    small.update(name="svd", folder="svd8", bits=8, bytes=1)
+    small.update(name="int8", bits=8, ratio=0.0, bytes=1)
+    del small["targets"]
     for text in result.settings.texts:
         small["perplexity"][text]["value"] = 1.0
+    small["speed"]["tokens_per_second"] = 1e9
     result.points.append(small)
     mark_fronts(result.points, result.costs, list(result.settings.texts))
-    assert {point["folder"]: point["fronts"] for point in result.points[1:-1]} == fronts
-    assert len(small["fronts"]) == 4
-    text = as_markdown(result)
-    assert text.index("## 32 bits") < text.index("## 8 bits") < text.rindex("| svd |")
-    assert text.count("| dense |") == 1
+    assert len(small["fronts"]) == 4 and not any(point["fronts"] for point in result.points[:-1])
+    rows = [line for line in as_markdown(result).splitlines() if line.startswith("| ")]
+    assert rows[-1].startswith("| int8 | 8 |  |  |") and rows[-2].startswith("| whitened | 32 | 0.40 |")
     draw_sweep(result.points, result.costs, ["text1"], "model", tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def test_low_rank_and_few_bits_in_one_sweep(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    methods = ["int4", "svd+int4", "svd", "int8"]
+    result = sweep(model, tmp_path / "out", ratios=[0.2, 0.4], methods=methods, texts=texts[:1])
+    names = [(point["name"], point["ratio"], point["bits"]) for point in result.points]
+    assert names == [
+        ("dense", 0, 32), ("int4", 0, 4), ("int8", 0, 8),
+        ("svd", 0.2, 32), ("svd+int4", 0.2, 4), ("svd", 0.4, 32), ("svd+int4", 0.4, 4),
+    ]  # fmt: skip
+    sizes = {point["name"]: point["bytes"] for point in result.points if point["ratio"] in (0, 0.2)}
+    assert sizes["int4"] < sizes["int8"] < sizes["dense"] and sizes["svd+int4"] < sizes["svd"]
+    block = json.loads((tmp_path / "out" / "svd+int4-0.2" / "config.json").read_text())["quantization_config"]
+    assert (block["weights"], block["factors"], block["format"]) == ("int4", "int4", 3)
+    assert "targets" not in result.points[1] and result.points[4]["targets"] == "mlp"
+    kept = states(tmp_path / "out")
+    sweep(model, tmp_path / "out", ratios=[0.4], methods=["int4"], texts=texts[:1], resume=True)
+    assert {name: kept[name] for name in kept if "point" in name or "int4" in name}.items() <= states(
+        tmp_path / "out"
+    ).items()
 
 
 def test_a_point_created_elsewhere_is_measured_and_shown(
@@ -290,7 +322,7 @@ def test_a_point_created_elsewhere_is_measured_and_shown(
     assert (point["name"], point["bytes"], point["targets"]) == ("peer", 1234, "all")
     same = finished[1].points[3]
     assert (point["perplexity"], point["accuracy"]) == (same["perplexity"], same["accuracy"])
-    assert "32 bits per weight, all" in as_markdown(result)
+    assert "## targets: all" in as_markdown(result)
 
 
 def test_the_legend_of_long_names_stays_inside_the_picture(

@@ -180,7 +180,7 @@ def test_a_lost_bias_raises(tmp_path: Path) -> None:
 def test_a_malformed_block_raises(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "out")
     edit_config(tmp_path / "out", format=9)
-    with pytest.raises(UserError, match=r"format 9 is none of \(1, 2\)"):
+    with pytest.raises(UserError, match=r"format 9 is none of \(1, 2, 3\)"):
         load_plain(tmp_path / "out")
 
 

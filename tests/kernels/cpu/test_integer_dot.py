@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draws import examples
 from error_rule import assert_twice_plain
-from neuronmm.kernels import Int8, KernelError, LowRank, low_rank_linear, quantise, quantise_int4
+from neuronmm.kernels import Form, Int8, KernelError, LowRank, low_rank_linear, quantise, quantise_int4
 from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, require
 from neuronmm.kernels.low_bits import LowBits, Weight
@@ -121,11 +121,13 @@ def test_an_activation_is_off_by_half_a_step_and_the_error_below_that_of_bf16(
 
 
 @examples(20)
-@given(st.integers(1, 80), st.integers(1, 200), st.integers(1, 60), st.integers(1, 8))
-def test_int8_factors_in_bf16_keep_the_rule(out: int, cols: int, rank: int, rows: int) -> None:
+@given(st.sampled_from(ROUNDINGS), *(st.integers(1, most) for most in (80, 200, 60, 8)))
+def test_factors_of_few_bits_in_bf16_keep_the_rule(
+    rounded: Rounding, out: int, cols: int, rank: int, rows: int
+) -> None:
     def case() -> tuple[Tensor, LowRank]:
         return torch.randn(rows, cols).bfloat16(), LowRank(
-            quantise(torch.randn(rank, cols)), quantise(torch.randn(out, rank))
+            rounded(torch.randn(rank, cols)), rounded(torch.randn(out, rank))
         )
 
     assert_twice_plain(
@@ -144,8 +146,8 @@ def test_a_float32_model_multiplies_its_activations_as_they_are() -> None:
     assert wide.norm() < 2.0**-22 * exact.norm() < rounded.norm()
 
 
-def test_int4_factors_are_refused() -> None:
-    factors = LowRank(quantise_int4(torch.randn(5, 8)), quantise(torch.randn(9, 5)))
-    with pytest.raises(KernelError, match="factors in int4"):
+def test_pivoted_factors_in_int4_are_refused() -> None:
+    factors = LowRank(quantise_int4(torch.randn(5, 8)), quantise(torch.randn(4, 5)), None, Form.ROWS, 2)
+    with pytest.raises(KernelError, match="pivoted factors in int4"):
         low_rank_linear(torch.randn(1, 8), *factors, impl="cpu")
     assert low_rank_linear(torch.randn(1, 8), *factors).shape == (1, 9)

@@ -130,6 +130,7 @@ def test_a_compiled_model(served: Callable[..., Any]) -> None:
         ({"method": 3}, "quantization_config.method"),
         ({"format": 9}, "checkpoint format 9"),
         ({"factors": "int8"}, "is stored as F32, not as I8"),
+        ({"format": 3, "weights": "int4"}, "stored in int4, which vLLM cannot run"),
         ({"ranks": {"model.layers.0.mlp.down_proj": 3}}, "config.json and weights disagree"),
     ],
 )
