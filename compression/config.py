@@ -98,7 +98,7 @@ class CompressionConfig(BaseModel):
     refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
     form: Literal["two", "pivoted"] = "pivoted"
-    factor_dtype: Literal["model", "int8"] = "model"
+    factor_dtype: Literal["model", "int8", "fp8"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str | Annotated[list[str], Field(min_length=1)] = SELF
     calibration_rows: int = Field(default=128, ge=1)

@@ -98,13 +98,14 @@ def _open(folder: Path, form: str) -> tuple[Contents, CompressionSpec]:
     """Return the contents and the spec of a checkpoint that can be converted to ``form``.
 
     Raises:
-        UserError: it is not compressed, its factors are int8, or it has that form already.
+        UserError: it is not compressed, its factors have few bits, or it has that form already.
     """
     contents = inspect(folder) if "quantization_config" in read_config(folder) else None
     if contents is None or contents.spec is None:
         raise UserError(f"{folder}: is not compressed, so it has no factors to convert; use compress --form {form}")
-    if contents.spec.factors == "int8":
-        raise UserError(f"{folder}: int8 factors cannot be converted; convert the checkpoint that they were made from")
+    if contents.spec.factors != "model":
+        few = contents.spec.factors
+        raise UserError(f"{folder}: {few} factors cannot be converted; convert the checkpoint that they were made from")
     if (form == "pivoted") == bool(contents.spec.forms):
         raise UserError(f"{folder}: has the form {form} already; there is nothing to convert")
     return contents, contents.spec

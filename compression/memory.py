@@ -39,13 +39,13 @@ def forget_peak() -> bool:
 def check_room(out: Path, before: int, size: int, parameters: int, factors: int, config: CompressionConfig) -> None:
     """Check that the disk has room for a run into ``out``, and that its recovery fits in memory.
 
-    Recovery and int8 factors are written beside what they replace: the training state after each epoch, and the shards
-    at the end.
+    Recovery and factors of few bits are written beside what they replace: the training state after each epoch, and the
+    shards at the end.
 
     Args:
         out: the output folder; its parent exists.
         before: bytes on the disk when recovery begins.
-        size: bytes of the checkpoint that recovery and int8 rewrite.
+        size: bytes of the checkpoint that recovery and rounding rewrite.
         parameters: the parameters of the model that recovery holds, in float32.
         factors: how many of these belong to factors. If they are trained themselves, they have gradients, moments and a
             best state. LoRA's adapters are negligible.
@@ -54,7 +54,7 @@ def check_room(out: Path, before: int, size: int, parameters: int, factors: int,
         UserError: there is too little of either.
     """
     state = 16 * factors if config.recover == "factors" else 0
-    rewritten = size if config.recover != "off" or config.factor_dtype == "int8" else 0
+    rewritten = size if config.recover != "off" or config.factor_dtype != "model" else 0
     needed = before + state + max(state, rewritten)
     check_disk(out, needed)
     if config.recover == "off":

@@ -16,7 +16,7 @@ from torch import Tensor
 from neuronmm.compression import report
 from neuronmm.compression.calibration import calibration_tokens
 from neuronmm.compression.calibration_store import CalibrationStore, SharedStore
-from neuronmm.compression.checkpoint import copy_checkpoint, store_int8
+from neuronmm.compression.checkpoint import copy_checkpoint, round_factors
 from neuronmm.compression.config import CompressionConfig, accepts_old_names
 from neuronmm.compression.distillation import rows_per_pass
 from neuronmm.compression.factor_training import Recovery, train_factors
@@ -48,7 +48,7 @@ def recover(
     calibration: str | list[str] | None = None,
     calibration_rows: int | None = None,
     calibration_length: int | None = None,
-    factor_dtype: Literal["model", "int8"] = "model",
+    factor_dtype: Literal["model", "int8", "fp8"] = "model",
     resume: bool = False,
     force: bool = False,
     device: str = "cpu",
@@ -116,7 +116,7 @@ def recover(
 
 
 def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
-    """Train the factors of the checkpoint in ``folder`` on ``rows`` and convert them to int8, as the settings ask.
+    """Train the factors of the checkpoint in ``folder`` on ``rows`` and round them to few bits, as the settings ask.
 
     Returns:
         The facts of the recovery for the report; None without recovery.
@@ -128,8 +128,8 @@ def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
             folder, rows, settings, run.progress, dense=run.dense.folder, device=run.device, work=work
         )
         recovery["text"] = config.calibration
-    if config.factor_dtype == "int8":
-        store_int8(folder)
+    if config.factor_dtype != "model":
+        round_factors(folder, config.factor_dtype)
     return recovery
 
 
@@ -149,14 +149,15 @@ def _open(folder: Path) -> tuple[CompressionSpec, dict[str, Any]]:
     """Return the spec and the report of a checkpoint whose factors can be trained.
 
     Raises:
-        UserError: it is not compressed, or its factors are int8 or were recovered already.
+        UserError: it is not compressed, or its factors have few bits or were recovered already.
     """
     spec = inspect(folder).spec if "quantization_config" in read_config(folder) else None
     if spec is None:
         raise UserError(f"{folder}: is not compressed, so it has no factors to train; use compress --recover")
-    if spec.factors == "int8":
+    if spec.factors != "model":
+        few = spec.factors
         raise UserError(
-            f"{folder}: int8 factors cannot be trained; compress without int8, then recover with --factor-dtype int8"
+            f"{folder}: {few} factors cannot be trained; compress without {few}, then recover with --factor-dtype {few}"
         )
     result = report.read(folder)
     if result["recovery"] and result["recovery"]["kept"]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from neuronmm.kernels.fp8 import Fp8
+
 GROUP, TILE = 32, 16
 """Columns of a group of :class:`Int4`, and rows that are stored together."""
 
@@ -74,10 +76,10 @@ class Int4(NamedTuple):
         return (self.integers() * self.scales[:, None]).to(dtype)
 
 
-LowBits: TypeAlias = Int8 | Int4
+LowBits: TypeAlias = Int8 | Int4 | Fp8
 """A matrix of few bits."""
 
-Weight: TypeAlias = Tensor | Int8 | Int4
+Weight: TypeAlias = Tensor | Int8 | Int4 | Fp8
 """A matrix of floats or of few bits."""
 
 

@@ -2,9 +2,9 @@
 
 Both have ordinary ``nn.Linear`` children. Their parameters are therefore named ``<linear>.A.weight`` and
 ``<linear>.B.weight``, load from safetensors, move with ``device_map`` and take LoRA adapters like any linear. (8-bit
-factors are :class:`Int8Linear` children, which take no adapter.) With ``impl`` None the modules call these children, so
-that hooks and adapters work. With the name of an implementation they pass the weights to :mod:`neuronmm.kernels`.
-``fuse`` sets ``impl``, for inference.
+factors are :class:`Int8Linear` or :class:`Fp8Linear` children, which take no adapter.) With ``impl`` None the modules
+call these children, so that hooks and adapters work. With the name of an implementation they pass the weights to
+:mod:`neuronmm.kernels`. ``fuse`` sets ``impl``, for inference.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from neuronmm.kernels import Form, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.factors import place_pivots
+from neuronmm.models.fp8 import Fp8Linear
 from neuronmm.models.low_bits import Int8Linear, frozen, matrix_of
 
 FACTORS = (".A.weight", ".B.weight")
@@ -46,7 +47,7 @@ class LowRankLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         leader: LowRankLinear | None = None,
-        kind: type[nn.Linear] | type[Int8Linear] = nn.Linear,
+        kind: type[nn.Linear] | type[Int8Linear] | type[Fp8Linear] = nn.Linear,
         form: Form = Form.TWO,
         first_pivot: int | None = None,
     ) -> None:

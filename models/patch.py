@@ -8,11 +8,16 @@ from torch import nn
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
-from neuronmm.models.low_bits import Int8Linear
+from neuronmm.models.fp8 import Fp8Linear
+from neuronmm.models.low_bits import Int8Linear, LowBitsModule
 from neuronmm.models.lowrank import LowRankLinear, LowRankSwiGLU
 from neuronmm.models.spec import CompressionSpec
 
-_KINDS: dict[str, type[nn.Linear] | type[Int8Linear]] = {"model": nn.Linear, "int8": Int8Linear}
+_KINDS: dict[str, type[nn.Linear] | type[Int8Linear] | type[Fp8Linear]] = {
+    "model": nn.Linear,
+    "int8": Int8Linear,
+    "fp8": Fp8Linear,
+}
 _MLP = tuple(name.removeprefix("mlp.") for name in TARGETS["mlp"])
 
 
@@ -82,9 +87,9 @@ def _linear(model: nn.Module, name: str, rank: int, sharing: bool) -> nn.Linear:
 def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     """Make every low-rank module of ``model`` call the kernel ``impl``, in place, for inference only.
 
-    Separate floating-point A factors of gate and up are moved next to each other in memory (no second copy remains), so
-    that a kernel can read them as one matrix. The kernels read the weights directly and bypass hooks and adapters on
-    the inner linears.
+    Separate A factors of gate and up are moved next to each other in memory unless they have few bits (no second copy
+    remains), so that a kernel can read them as one matrix. The kernels read the weights directly and bypass hooks and
+    adapters on the inner linears.
 
     Raises:
         UserError: a factor has an adapter or offloaded weights; the model is unchanged.
@@ -99,7 +104,7 @@ def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     for module in model.modules():
         if isinstance(module, LowRankSwiGLU):
             gate, up = module.gate_proj.A, module.up_proj.A
-            if gate is not up and not any(isinstance(factor, Int8Linear) for factor in (gate, up)):
+            if gate is not up and not any(isinstance(factor, LowBitsModule) for factor in (gate, up)):
                 with torch.no_grad():
                     gate.weight.data, up.weight.data = stack(gate.weight, up.weight)
         if isinstance(module, (LowRankLinear, LowRankSwiGLU)):

@@ -56,9 +56,9 @@ class CompressionSpec(BaseModel):
 
     ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
     factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors;
-    they need format 2. ``factors`` is the precision of the stored factors: the model's, or int8 with one float32 scale
-    per row. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
-    fraction of all parameters. Every rank is a multiple of ``align``.
+    they need format 2. ``factors`` is the precision of the stored factors: the model's, or int8 or fp8 with one float32
+    scale per row. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is
+    the fraction of all parameters. Every rank is a multiple of ``align``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -68,7 +68,7 @@ class CompressionSpec(BaseModel):
     ranks: dict[str, PositiveInt] = Field(min_length=1)
     shared: dict[str, str] = {}
     forms: dict[str, PivotedForm] = {}
-    factors: Literal["model", "int8"] = "model"
+    factors: Literal["model", "int8", "fp8"] = "model"
     method: str
     targets: str
     asked_ratio: FiniteFloat

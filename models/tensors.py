@@ -28,6 +28,8 @@ IGNORED = "rotary_emb.inv_freq"
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 """The dtypes that a weight may be stored in, as safetensors names them."""
+FACTORS = {"model": FLOATS, "int8": ("I8",), "fp8": ("F8_E4M3",)}
+"""The same for factors, by the precision that config.json gives them."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def linear_tensors(
         yield f"{name}.weight", Promise((out_features, in_features))
         yield f"{name}.bias", Promise((out_features,), required=False)
         return
-    rank, form, int8 = spec.ranks[name], spec.form_of(name), spec.factors == "int8"
+    rank, form = spec.ranks[name], spec.form_of(name)
     spec.check_first_pivot(name, out_features)
     shapes = {
         "A": (rank, in_features - rank if form is Form.COLUMNS else in_features),
@@ -82,8 +84,8 @@ def linear_tensors(
     if name in spec.shared:
         del shapes["A"]
     for factor, shape in shapes.items():
-        yield f"{name}.{factor}.weight", Promise(shape, dtypes=("I8",) if int8 else FLOATS)
-        if int8:
+        yield f"{name}.{factor}.weight", Promise(shape, dtypes=FACTORS[spec.factors])
+        if spec.factors != "model":
             yield f"{name}.{factor}.weight_scale", Promise(shape[:1], dtypes=("F32",))
     if name in spec.forms and spec.forms[name].indexed:
         yield f"{name}.pivots", Promise((rank,), dtypes=("I32",))
@@ -130,14 +132,23 @@ def headers(files: dict[str, Path]) -> Iterator[tuple[str, tuple[tuple[int, ...]
 
 
 def check_finite(name: str, tensor: Tensor, where: Path) -> None:
-    """Check that a weight of any shape is finite.
+    """Check that a weight of any shape is finite, and one in fp8 also that every NeuronCore can read its numbers.
 
     Raises:
-        UserError: it holds NaN or infinity.
+        UserError: it holds NaN or infinity, or an fp8 number above the largest of Trainium's e4m3.
     """
     import torch
 
-    if tensor.is_floating_point() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+    from neuronmm.kernels.fp8 import LARGEST
+
+    fp8 = tensor.dtype is torch.float8_e4m3fn
+    ends = torch.stack(torch.aminmax(tensor.float() if fp8 else tensor)) if tensor.is_floating_point() else None
+    if fp8 and ends is not None and ends.abs().max() > LARGEST:
+        raise UserError(
+            f"{where}: {name} holds fp8 numbers above {LARGEST:.0f}, which Trainium reads as infinity or NaN; compress "
+            "the model again"
+        )
+    if ends is not None and not torch.isfinite(ends).all():
         raise UserError(
             f"{where}: {name} holds NaN or infinity; the checkpoint is damaged; download or compress it again"
         )

@@ -21,8 +21,10 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 def add_factor_dtype(parser: argparse.ArgumentParser) -> None:
     """Add the option for the dtype of the factors, and its old name."""
-    choices = ("model", "int8")
-    parser.add_argument("--factor-dtype", choices=choices, help="dtype of the stored factors (default the model's)")
+    choices = ("model", "int8", "fp8")
+    parser.add_argument(
+        "--factor-dtype", choices=choices, help="dtype of the stored factors (default the model's); fp8 is for Trainium"
+    )
     parser.add_argument("--factors", choices=choices, help=argparse.SUPPRESS)
 
 

@@ -35,6 +35,7 @@ def low_rank_matmul(
     ``launch(x, a, b, table[, residual])``, as there.
     """
     first = tokens_first(layout)
+    kernel: Any
     if scaled:
         kernel = nki.jit(jitted.linear_scaled_residual if residual else jitted.linear_scaled)
     elif bias:
@@ -63,10 +64,9 @@ def low_rank_swiglu_mlp(
 
     ``scaled``: after the factors, which are in fp8, ``launch`` takes their table (:func:`.table.table`).
     """
+    kernel: Any = jitted.mlp_residual if residual else jitted.mlp
     if scaled:
         kernel = jitted.mlp_scaled_residual if residual else jitted.mlp_scaled
-    else:
-        kernel = jitted.mlp_residual if residual else jitted.mlp
     return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout), scaled)
 
 
@@ -78,10 +78,9 @@ def low_rank_swiglu_mlp_shared(
 
     ``scaled``: as in :func:`low_rank_swiglu_mlp`.
     """
+    kernel: Any = jitted.mlp_shared_residual if residual else jitted.mlp_shared
     if scaled:
         kernel = jitted.mlp_shared_scaled_residual if residual else jitted.mlp_shared_scaled
-    else:
-        kernel = jitted.mlp_shared_residual if residual else jitted.mlp_shared
     return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout), scaled)
 
 

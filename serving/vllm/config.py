@@ -14,7 +14,7 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from neuronmm.models import CompressionSpec
+from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.load import inspect
 from neuronmm.models.spec import QUANT_METHOD
 from neuronmm.serving.vllm.method import LowRankMethod
@@ -43,7 +43,12 @@ class LowRankConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LowRankConfig:
-        return cls(CompressionSpec.parse(config, "config.json"))
+        spec = CompressionSpec.parse(config, "config.json")
+        if spec.factors == "fp8":
+            raise UserError(
+                "config.json: vLLM does not serve fp8 factors, which are Trainium's; compress to int8 instead"
+            )
+        return cls(spec)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Check that config.json and the shards of a local folder agree.

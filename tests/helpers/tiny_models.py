@@ -12,9 +12,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 import neuronmm
 from neuronmm.kernels import Form
+from neuronmm.kernels.fp8 import quantise_fp8
 from neuronmm.kernels.low_bits import dense, quantise
 from neuronmm.models import CompressionSpec, Int8Linear, LowRankLinear
 from neuronmm.models.families import LAYERS, TARGETS
+from neuronmm.models.fp8 import Fp8Linear
 from neuronmm.models.load import DTYPE
 from neuronmm.models.patch import patch
 
@@ -202,8 +204,8 @@ def pivot_tiny(model: PreTrainedModel, leader: str = "gate") -> CompressionSpec:
 
 
 def _fill(factor: torch.nn.Module, weight: torch.Tensor) -> None:
-    if isinstance(factor, Int8Linear):
-        weight, scales = quantise(weight)
+    if isinstance(factor, (Int8Linear, Fp8Linear)):
+        weight, scales = quantise(weight) if isinstance(factor, Int8Linear) else quantise_fp8(weight)
         factor.weight_scale.copy_(scales)
     factor.weight.copy_(weight)
 
