@@ -53,9 +53,10 @@ class Checkpoint:
         if name not in self._files:
             raise UserError(f"{self.folder}: config.json and weights disagree: {name} is in no shard")
         tensor = self._read(name)
-        kind = {torch.int8: Int8, torch.float8_e4m3fn: Fp8}.get(tensor.dtype)
-        if kind is not None:
-            return kind(tensor, self._read(f"{name}_scale").float()).dequantise(self.dtype)
+        if tensor.dtype in (torch.int8, torch.float8_e4m3fn):
+            scales = self._read(f"{name}_scale").float()
+            low = Int8(tensor, scales) if tensor.dtype is torch.int8 else Fp8(tensor, scales)
+            return low.dequantise(self.dtype)
         return tensor.to(self.dtype)
 
     def factor(self, linear: str, factor: str) -> Tensor:
