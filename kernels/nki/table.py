@@ -38,10 +38,10 @@ def table(
 
 
 def starts(plans: Sequence[FactorPlan], norm: bool, shared: bool = False) -> tuple[int, ...]:
-    """Return the first column of each factor; ``shared``: the third factor (up's A) is the first one."""
+    """Return the first column of each factor; ``shared``: the third factor (up's A) is not read and has none."""
     at = Chunks(plans[0][0], plans[0][1]).count if norm else 0
     first: list[int] = []
     for i, plan in enumerate(plans):
-        first.append(first[0] if shared and i == 2 else at)
+        first.append(at)
         at += 0 if shared and i == 2 else Chunks(plan[2], plan[3]).count
     return tuple(first)
