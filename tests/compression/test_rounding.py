@@ -42,7 +42,7 @@ def drawn(form: Form, rank: int, others: int, wide: int, power: int, kind: str) 
     if kind == "zero":
         pivots.zero_()
     elif kind == "repeated":
-        pivots[:] = pivots[0]
+        pivots[:] = pivots[0].clone()
     elif kind == "ill-conditioned":
         pivots = pivots[0] + 0.01 * pivots
     both = coefficients.bfloat16(), pivots.bfloat16()
