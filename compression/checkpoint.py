@@ -1,4 +1,4 @@
-"""The folder of a finished checkpoint: assembled from the files of its layers, copied, or converted to int8 factors."""
+"""The folder of a finished checkpoint: assembled from the files of its layers, copied, or with factors of few bits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from neuronmm.compression import report
 from neuronmm.compression.reader import Reader
-from neuronmm.compression.rounding import quantise_coefficients
+from neuronmm.compression.rounding import ROUND, round_coefficients
 from neuronmm.compression.tensor_files import rewrite_shards, write_tensors
-from neuronmm.kernels import Form, Int8, quantise
+from neuronmm.kernels import Form, Fp8, Int8
 from neuronmm.models.contents import weight_files
 from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
@@ -111,8 +111,8 @@ def _copy_beside(source: Path, final: Path) -> None:
     make_portable(final)
 
 
-def store_int8(folder: Path) -> None:
-    """Rewrite the factors of a compressed checkpoint as int8 with one float32 scale per row, and update config.json.
+def round_factors(folder: Path, dtype: Literal["int8", "fp8"]) -> None:
+    """Rewrite the factors of a compressed checkpoint in ``dtype`` with one float32 scale per row; update config.json.
 
     The coefficients of pivoted linears are fitted to their rounded pivots.
 
@@ -125,10 +125,10 @@ def store_int8(folder: Path) -> None:
 
     def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name in [name for name in tensors if name.endswith(FACTORS)]:
-            tensors[name], tensors[f"{name}_scale"] = _quantise_factor(name, tensors[name], spec, original)
+            tensors[name], tensors[f"{name}_scale"] = _round_factor(name, tensors[name], spec, original, dtype)
         return tensors
 
-    rewrite(folder, quantised, {"factors": "int8"})
+    rewrite(folder, quantised, {"factors": dtype})
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], block: dict[str, Any]) -> None:
@@ -159,14 +159,16 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
     write_json(folder / "config.json", config)
 
 
-def _quantise_factor(name: str, factor: Tensor, spec: CompressionSpec, original: Reader) -> Int8:
-    """Return the factor ``name`` in int8. ``original`` reads the factors before rounding."""
+def _round_factor(
+    name: str, factor: Tensor, spec: CompressionSpec, original: Reader, dtype: Literal["int8", "fp8"]
+) -> Int8 | Fp8:
+    """Return the factor ``name`` in ``dtype``. ``original`` reads the factors before rounding."""
     linear, kind, _ = name.rsplit(".", 2)
     leader = spec.shared.get(linear, linear)
-    form = spec.form_of(leader)
+    form, rounded = spec.form_of(leader), ROUND[dtype]
     if (form, kind) not in ((Form.ROWS, "B"), (Form.COLUMNS, "A")):
-        return quantise(factor)
+        return rounded(factor)
     pivots = original[f"{leader}.{'A' if form is Form.ROWS else 'B'}.weight"]
-    int8 = quantise_coefficients(factor, pivots, form)
+    coefficients = round_coefficients(factor, pivots, form, rounded)
     original.close()  # pages of a mapped shard count as resident
-    return int8
+    return coefficients

@@ -100,7 +100,7 @@ class CompressionConfig(BaseModel):
     refine: Literal["off", "fast", "full"] = "fast"
     recover: Literal["off", "lora", "factors"] = "off"
     form: Literal["two", "pivoted"] = "pivoted"
-    factor_dtype: Literal["model", "int8", "int4"] = "model"
+    factor_dtype: Literal["model", "int8", "int4", "fp8"] = "model"
     weight_dtype: Literal["model", "int8", "int4"] = "model"
     align: Literal["auto"] | int = "auto"
     calibration: str | Annotated[list[str], Field(min_length=1)] = SELF
@@ -139,6 +139,8 @@ class CompressionConfig(BaseModel):
             raise ValueError("ratio 0: leaves no factors to recover or to round; give a higher ratio")
         if self.factor_dtype == "int4" and self.form != "two":
             raise ValueError("factor_dtype int4: pivoted factors lose too much in 4 bits; use the form two")
+        if self.factor_dtype == "fp8" and self.weight_dtype != "model":
+            raise ValueError("factor_dtype fp8: is Trainium's, which runs no dense weights of few bits; leave one out")
         return self
 
     @property

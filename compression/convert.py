@@ -98,7 +98,7 @@ def _open(folder: Path, form: str) -> tuple[Contents, CompressionSpec]:
     """Return the contents and the spec of a checkpoint that can be converted to ``form``.
 
     Raises:
-        UserError: it is not compressed, its factors are int8, or it has that form already.
+        UserError: it is not compressed, its factors have few bits, or it has that form already.
     """
     contents = inspect(folder) if "quantization_config" in read_config(folder) else None
     if contents is None or contents.spec is None:

@@ -13,7 +13,8 @@ from neuronmm.models.contents import weight_files
 from neuronmm.models.errors import UserError
 from neuronmm.models.tensors import check_finite
 
-_ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
+_ITEMSIZE |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3"), 1)
 
 
 class Reader:

@@ -16,7 +16,7 @@ from torch import Tensor
 from neuronmm.compression import report
 from neuronmm.compression.calibration import calibration_tokens
 from neuronmm.compression.calibration_store import CalibrationStore, SharedStore
-from neuronmm.compression.checkpoint import copy_checkpoint, store_int8
+from neuronmm.compression.checkpoint import copy_checkpoint, round_factors
 from neuronmm.compression.config import CompressionConfig, accepts_old_names
 from neuronmm.compression.distillation import rows_per_pass
 from neuronmm.compression.factor_training import Recovery, train_factors
@@ -49,7 +49,7 @@ def recover(
     calibration: str | list[str] | None = None,
     calibration_rows: int | None = None,
     calibration_length: int | None = None,
-    factor_dtype: Literal["model", "int8", "int4"] = "model",
+    factor_dtype: Literal["model", "int8", "int4", "fp8"] = "model",
     weight_dtype: Literal["model", "int8", "int4"] = "model",
     resume: bool = False,
     force: bool = False,
@@ -133,8 +133,8 @@ def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
             folder, rows, settings, run.progress, dense=run.dense.folder, device=run.device, work=work
         )
         recovery["text"] = config.calibration
-    if config.factor_dtype == "int8":
-        store_int8(folder)
+    if config.factor_dtype in ("int8", "fp8"):
+        round_factors(folder, config.factor_dtype)
     if config.needs_format_3:
         store_low_bits(run, folder, rows)
     return recovery
@@ -156,7 +156,7 @@ def _open(folder: Path) -> tuple[CompressionSpec, dict[str, Any]]:
     """Return the spec and the report of a checkpoint whose factors can be trained.
 
     Raises:
-        UserError: it is not compressed, or its factors are int8 or were recovered already.
+        UserError: it is not compressed, or its factors have few bits or were recovered already.
     """
     spec = inspect(folder).spec if "quantization_config" in read_config(folder) else None
     if spec is None:

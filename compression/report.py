@@ -154,7 +154,7 @@ def _method(report: dict[str, Any]) -> str:
         "pivoted" if report.get("form") == "pivoted" else "",
         f"{report['refine']} refinement" if report["refine"] != "off" else "",
         {"off": "", "lora": "LoRA recovery", "factors": "recovery of the factors"}[report["recover"]],
-        "int8 factors" if report["factor_dtype"] == "int8" else "",
+        f"{report['factor_dtype']} factors" if report["factor_dtype"] != "model" else "",
     ]
     return " + ".join([report["method"], *filter(None, steps)])
 

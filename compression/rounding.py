@@ -1,20 +1,26 @@
-"""Round the coefficients of a pivoted linear to int8 such that they fit its rounded pivots.
+"""Round the coefficients of a pivoted linear to int8 or fp8 such that they fit its rounded pivots.
 
 In ``W' = [P; C P]`` the rounding error of P enters W' twice: directly in the rows of the pivots, and through C in all
 other rows. So P is rounded first, and C is fitted to the rounded P before it is rounded itself::
 
     min over C'  ||C P - C' P8||_F  =>  C' = C P P8^T (P8 P8^T)^-1
 
-The rows of the pivots keep the error of P8. The column form is the row form of the transposed matrix, except that int8
-has one scale per row of what is stored.
+The rows of the pivots keep the error of P8. The column form is the row form of the transposed matrix, except that there
+is one scale per row of what is stored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from neuronmm.kernels import Form, Int8, quantise
+from neuronmm.kernels import Form, Fp8, Int8, quantise, quantise_fp8
+
+Round = Callable[[Tensor], Int8 | Fp8]
+ROUND: dict[str, Round] = {"int8": quantise, "fp8": quantise_fp8}
+"""The dtype of few bits -> what rounds a matrix to it."""
 
 _RIDGE = 1e-9
 """Weight of the change of the coefficients in the fit, relative to the mean squared norm of a pivot. It decides only if
@@ -22,30 +28,31 @@ the rounded pivots are linearly dependent."""
 
 
 @torch.no_grad()
-def quantise_coefficients(coefficients: Tensor, pivots: Tensor, form: Form) -> Int8:
-    """Fit the coefficients of a pivoted linear to the int8 values of its pivots, and round them to int8.
+def round_coefficients(coefficients: Tensor, pivots: Tensor, form: Form, rounded: Round) -> Int8 | Fp8:
+    """Fit the coefficients of a pivoted linear to its rounded pivots, and round them in the same way.
 
     Args:
         coefficients: C [out - r, r] in the form ROWS, D [r, in - r] in the form COLUMNS; of any float dtype.
         pivots: P [r, in] or Q [out, r], before rounding. A linear with a shared A has the P of its leader.
         form: the form of the linear with the pivots.
+        rounded: rounds a matrix to few bits.
 
     Returns:
         The fitted coefficients, or the original ones if the error of W' is smaller with them after rounding, which can
         happen if there are few of them.
     """
-    exact_pivots, rounded_pivots = _row_form(pivots, form), _row_form(quantise(pivots).dequantise(torch.float64), form)
+    exact_pivots, rounded_pivots = _row_form(pivots, form), _row_form(rounded(pivots).dequantise(torch.float64), form)
     exact = _row_form(coefficients, form)
     gram, cross = rounded_pivots @ rounded_pivots.T, exact_pivots @ rounded_pivots.T
     power = float(gram.diagonal().mean())
     ridge = _RIDGE * power if power > 0 else 1.0
     damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     change = exact @ torch.linalg.solve(damped, cross - gram, left=False)
-    fitted, plain = quantise(_row_form(exact + change, form).contiguous()), quantise(coefficients)
+    fitted, plain = rounded(_row_form(exact + change, form).contiguous()), rounded(coefficients)
 
-    def error(int8: Int8) -> float:
+    def error(low: Int8 | Fp8) -> float:
         """Return ``||C P - C8 P8||^2`` without the constant ``||C P||^2``."""
-        values = _row_form(int8.dequantise(torch.float64), form)
+        values = _row_form(low.dequantise(torch.float64), form)
         return float((values @ gram * values).sum() - 2 * (exact @ cross * values).sum())
 
     return fitted if error(fitted) < error(plain) else plain

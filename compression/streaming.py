@@ -132,7 +132,8 @@ class StreamedModel:
 
     def _weight(self, name: str) -> Tensor:
         tensor = self.reader[name]
-        exact = not tensor.is_floating_point() or name.endswith(".weight_scale")  # int8 factors, their scales, pivots
+        few_bits = tensor.itemsize == 1 or name.endswith(".weight_scale")
+        exact = few_bits or not tensor.is_floating_point()  # pivots
         return tensor.to(self.device, tensor.dtype if exact else self.dtype)
 
     @contextmanager

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.engine.kv_cache import KVCache
 from neuronmm.kernels import KernelError
-from neuronmm.kernels.cpu.library import MAX_BATCH, NOT_BUILT, core
+from neuronmm.kernels.cpu.library import FP8_FACTORS, MAX_BATCH, NOT_BUILT, core
 from neuronmm.kernels.cpu.step import DecodeStep, LayerWeights, LinearWeights, ModelWeights
 from neuronmm.kernels.widened_linears import has_amx
+from neuronmm.models.fp8 import Fp8Linear
 from neuronmm.models.low_bits import Int4Linear, Int8Linear, LowBitsModule, matrix_of
 from neuronmm.models.lowrank import LowRankLinear
 
@@ -105,6 +106,8 @@ def refuses(model: Any, batch: int) -> str | None:
     dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in low}
     if not dtypes <= {torch.float32, torch.bfloat16}:
         return f"weights in {', '.join(sorted(map(str, dtypes)))}; the core takes float32 and bfloat16"
+    if any(isinstance(module, Fp8Linear) for module in model.modules()):
+        return FP8_FACTORS
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     if rope not in _FIXED_ROPE:
         return f"RoPE of type {rope!r}"

@@ -10,7 +10,7 @@ outputs of a linear, ``rowwise`` some inputs, whose contributions are added up. 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from neuronmm.kernels.factors import place_pivots
 from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
-from neuronmm.models.low_bits import Int8Linear, frozen
+from neuronmm.models.low_bits import Int8Linear, LowBitsModule, frozen
 from neuronmm.models.lowrank import LowRankLinear
 
 Factor = nn.Linear | Int8Linear
@@ -97,9 +97,14 @@ def split(model: Any, where: str) -> Any:
     The attention heads in ``model.config`` become those of this process. Embedding and norms stay whole.
 
     Raises:
-        UserError: the heads do not divide, or the installed transformers has no plan for this model.
+        UserError: the heads do not divide, the installed transformers has no plan for this model, or it has weights of
+            few bits other than factors in int8.
     """
     config, count = model.config, processes.size()
+    for module in model.modules():
+        if isinstance(module, LowBitsModule) and type(module) is not Int8Linear:
+            what = type(module).__name__.lower()
+            raise UserError(f"{where}: its weights of few bits ({what}) cannot be split; start one process")
     heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
     for what, number in heads.items():
         if number % count:
@@ -132,8 +137,9 @@ def some_outputs(module: Any) -> nn.Module:
         return part_of(module, rows=mine(module.out_features))
     here = mine(module.out_features)
     if module.form is not Form.ROWS:
-        module.B, module.out_features = part_of(module.B, rows=here), here.stop - here.start
+        module.B, module.out_features = part_of(cast(Factor, module.B), rows=here), here.stop - here.start
         return module
+    A, B = cast(Factor, module.A), cast(Factor, module.B)
     first, rank = module.first_pivot, module.rank
     pivots = module.pivots if first is None else torch.arange(first, first + rank)
     span = tuple(int((pivots < edge).sum()) for edge in (here.start, here.stop))
@@ -141,7 +147,7 @@ def some_outputs(module: Any) -> nn.Module:
     places = pivots[slice(*span)] - here.start
     bias = None if module.bias is None else module.bias.detach()[here]
     at = int(places[0]) if first is not None and len(places) else places.to(torch.int32)
-    return PivotedOutputs(module.A, part_of(module.B, rows=others), bias, (span[0], span[1]), at)
+    return PivotedOutputs(A, part_of(B, rows=others), bias, (span[0], span[1]), at)
 
 
 def some_inputs(module: Any) -> nn.Module:

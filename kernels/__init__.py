@@ -16,11 +16,13 @@ else:
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ imports them from _MODULES
     from neuronmm.kernels.factors import LowRank
+    from neuronmm.kernels.fp8 import Fp8, quantise_fp8
     from neuronmm.kernels.low_bits import Int4, Int8, quantise, quantise_int4
     from neuronmm.kernels.ops import Op, implementations, low_rank_linear, low_rank_swiglu
 
 __all__ = [
     "Form",
+    "Fp8",
     "Int4",
     "Int8",
     "KernelError",
@@ -30,10 +32,12 @@ __all__ = [
     "low_rank_linear",
     "low_rank_swiglu",
     "quantise",
+    "quantise_fp8",
     "quantise_int4",
 ]
 
 _MODULES = {
+    "Fp8": "fp8",
     "Int4": "low_bits",
     "Int8": "low_bits",
     "LowRank": "factors",
@@ -42,6 +46,7 @@ _MODULES = {
     "low_rank_linear": "ops",
     "low_rank_swiglu": "ops",
     "quantise": "low_bits",
+    "quantise_fp8": "fp8",
     "quantise_int4": "low_bits",
 }
 

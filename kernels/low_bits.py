@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from neuronmm.kernels.fp8 import Fp8
 from neuronmm.kernels.int4_layout import GROUP, GROUP_BYTES, TILE
 
 _OFFSET = 16
@@ -73,10 +74,10 @@ class Int4(NamedTuple):
         return (self.integers() * self.scales[:, None]).to(dtype)
 
 
-LowBits: TypeAlias = Int8 | Int4
+LowBits: TypeAlias = Int8 | Int4 | Fp8
 """A matrix of few bits."""
 
-Weight: TypeAlias = Tensor | Int8 | Int4
+Weight: TypeAlias = Tensor | Int8 | Int4 | Fp8
 """A matrix of floats or of few bits."""
 
 

@@ -23,7 +23,7 @@ from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, headers, promised
 
 KINDS = ("embedding", "attention", "MLP", "norms", "head")
 _NOT_WEIGHTS = (".pivots", "_scale")
-_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I32": 32, "I8": 8, "U8": 8}
+_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I32": 32, "I8": 8, "U8": 8, "F8_E4M3": 8}
 
 
 class Stored(NamedTuple):

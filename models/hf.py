@@ -84,8 +84,9 @@ class NeuronMMQuantizer(HfQuantizer):
         return expected_keys
 
     def check_quantized_param(self, model: Any, param_value: Any, param_name: str, *args: Any, **kwargs: Any) -> bool:
-        # 4.x converts every float tensor to the model's dtype, but the scales of int8 factors must stay float32.
-        return param_name.endswith(".weight_scale")
+        # 4.x converts every float tensor to the model's dtype, but scales must stay float32, and fp8 factors fp8.
+        fp8 = self.quantization_config.spec.factors == "fp8" and param_name.endswith(FACTORS)
+        return fp8 or param_name.endswith(".weight_scale")
 
     def create_quantized_param(
         self, model: Any, param_value: Any, param_name: str, target_device: Any, state_dict: dict[str, Any], *args: Any
@@ -101,6 +102,8 @@ class NeuronMMQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, LowBitsModule):
                 module.weight_scale.requires_grad_(False)
+                module.weight.requires_grad_(False)
+                continue
             pivots = module.factors.pivots if isinstance(module, LowRankLinear) else None
             if isinstance(pivots, Tensor) and not pivots.is_meta:  # offloaded buffers have no values here
                 check_pivots(f"{name}.pivots", pivots, module.out_features, model.name_or_path)

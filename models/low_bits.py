@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from neuronmm.kernels import Int4, Int8, quantise, quantise_int4
+from neuronmm.kernels import Fp8, Int4, Int8, quantise, quantise_int4
 from neuronmm.kernels.int4_layout import int4_shape
 from neuronmm.kernels.low_bits import Weight
 from neuronmm.models.errors import UserError
@@ -30,13 +30,13 @@ LowBitsLinear = TypeVar("LowBitsLinear", "Int8Linear", "Int4Linear")
 class LowBitsModule(nn.Module):
     """A module with the matrix ``weight`` and ``weight_scale`` float32 [out]."""
 
-    def __init__(self, matrix: Int8 | Int4) -> None:
+    def __init__(self, matrix: Int8 | Int4 | Fp8) -> None:
         super().__init__()
         self.weight, self.weight_scale = frozen(matrix.values), frozen(matrix.scales)
 
     @property
     @abstractmethod
-    def matrix(self) -> Int8 | Int4:
+    def matrix(self) -> Int8 | Int4 | Fp8:
         """The weight in the form that the kernels take."""
 
     def _apply(self: Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Module:

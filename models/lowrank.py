@@ -2,9 +2,9 @@
 
 Both have ordinary ``nn.Linear`` children. Their parameters are therefore named ``<linear>.A.weight`` and
 ``<linear>.B.weight``, load from safetensors, move with ``device_map`` and take LoRA adapters like any linear. (Factors
-of few bits are :class:`Int8Linear` or :class:`Int4Linear` children, which take no adapter.) With ``impl`` None the
-modules call these children, so that hooks and adapters work. With the name of an implementation they pass the weights
-to :mod:`neuronmm.kernels`. ``fuse`` sets ``impl``, for inference.
+of few bits are :class:`Int8Linear`, :class:`Int4Linear` or :class:`Fp8Linear` children, which take no adapter.) With
+``impl`` None the modules call these children, so that hooks and adapters work. With the name of an implementation they
+pass the weights to :mod:`neuronmm.kernels`. ``fuse`` sets ``impl``, for inference.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from neuronmm.kernels import Form, LowRank, low_rank_linear, low_rank_swiglu
 from neuronmm.kernels.factors import place_pivots
+from neuronmm.models.fp8 import Fp8Linear
 from neuronmm.models.low_bits import Int4Linear, Int8Linear, frozen, matrix_of
 
 FACTORS = (".A.weight", ".B.weight")
 """The endings of the factors' tensor names; no other tensor has them."""
 
 
-FactorKind: TypeAlias = type[nn.Linear] | type[Int8Linear] | type[Int4Linear]
+FactorKind: TypeAlias = type[nn.Linear] | type[Int8Linear] | type[Int4Linear] | type[Fp8Linear]
 """The class of a factor."""
 
 

@@ -8,11 +8,12 @@ from torch import nn
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
+from neuronmm.models.fp8 import Fp8Linear
 from neuronmm.models.low_bits import Int4Linear, Int8Linear, LowBitsModule, shape_weights
 from neuronmm.models.lowrank import FactorKind, LowRankLinear, LowRankSwiGLU
 from neuronmm.models.spec import CompressionSpec
 
-_KINDS: dict[str, FactorKind] = {"model": nn.Linear, "int8": Int8Linear, "int4": Int4Linear}
+_KINDS: dict[str, FactorKind] = {"model": nn.Linear, "int8": Int8Linear, "int4": Int4Linear, "fp8": Fp8Linear}
 _MLP = tuple(name.removeprefix("mlp.") for name in TARGETS["mlp"])
 
 
@@ -85,9 +86,9 @@ def _linear(model: nn.Module, name: str, rank: int, sharing: bool) -> nn.Linear:
 def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     """Make every low-rank module of ``model`` call the kernel ``impl``, in place, for inference only.
 
-    Separate floating-point A factors of gate and up are moved next to each other in memory (no second copy remains), so
-    that a kernel can read them as one matrix. The kernels read the weights directly and bypass hooks and adapters on
-    the inner linears.
+    Separate A factors of gate and up are moved next to each other in memory unless they have few bits (no second copy
+    remains), so that a kernel can read them as one matrix. The kernels read the weights directly and bypass hooks and
+    adapters on the inner linears.
 
     Raises:
         UserError: a factor has an adapter or offloaded weights; the model is unchanged.

@@ -56,11 +56,11 @@ class CompressionSpec(BaseModel):
 
     ``ranks`` maps the full name of each factorised linear to its rank; all other linears are dense. ``shared`` maps a
     factorised linear to its leader, whose A it uses. ``forms`` names the linears that are not stored as two factors;
-    they need format 2. ``factors`` is the precision of the stored factors: the model's, int8 with one float32 scale per
-    row, or :class:`neuronmm.kernels.Int4`, which needs format 3 and two factors. ``weights`` is that of all other
-    linears, and of embedding and head, which are int8 even beside int4; it needs format 3, and then no linear has to be
-    factorised. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio`` is the
-    fraction of all parameters. Every rank is a multiple of ``align``.
+    they need format 2. ``factors`` is the precision of the stored factors: the model's, int8 or fp8 with one float32
+    scale per row, or :class:`neuronmm.kernels.Int4`, which needs format 3 and two factors. ``weights`` is that of all
+    other linears, and of embedding and head, which are int8 even beside int4; it needs format 3, and then no linear has
+    to be factorised. Ratios are the fraction of the targeted linears' weights that is removed, 0 to 1; ``model_ratio``
+    is the fraction of all parameters. Every rank is a multiple of ``align``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -71,7 +71,7 @@ class CompressionSpec(BaseModel):
     ranks: dict[str, PositiveInt]
     shared: dict[str, str] = {}
     forms: dict[str, PivotedForm] = {}
-    factors: Literal["model", "int8", "int4"] = "model"
+    factors: Literal["model", "int8", "int4", "fp8"] = "model"
     method: str
     targets: str
     asked_ratio: FiniteFloat

@@ -29,6 +29,8 @@ IGNORED = "rotary_emb.inv_freq"
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 """The dtypes that a weight may be stored in, as safetensors names them."""
+FEW_BITS = {"int8": "I8", "int4": "U8", "fp8": "F8_E4M3"}
+"""The dtype of the values of a matrix of few bits, by the precision that config.json gives it."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ def _matrix(name: str, shape: tuple[int, int], precision: str) -> Iterator[tuple
     if precision == "model":
         yield name, Promise(shape)
         return
-    packed = {"int8": shape, "int4": int4_shape(*shape)}[precision]
-    yield name, Promise(packed, dtypes=({"int8": "I8", "int4": "U8"}[precision],))
+    packed = int4_shape(*shape) if precision == "int4" else shape
+    yield name, Promise(packed, dtypes=(FEW_BITS[precision],))
     yield f"{name}_scale", Promise(shape[:1], dtypes=("F32",))
 
 
@@ -143,14 +145,23 @@ def headers(files: dict[str, Path]) -> Iterator[tuple[str, tuple[tuple[int, ...]
 
 
 def check_finite(name: str, tensor: Tensor, where: Path) -> None:
-    """Check that a weight of any shape is finite.
+    """Check that a weight of any shape is finite, and one in fp8 also that every NeuronCore can read its numbers.
 
     Raises:
-        UserError: it holds NaN or infinity.
+        UserError: it holds NaN or infinity, or an fp8 number above the largest of Trainium's e4m3.
     """
     import torch
 
-    if tensor.is_floating_point() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+    from neuronmm.kernels.fp8 import LARGEST
+
+    fp8 = tensor.dtype is torch.float8_e4m3fn
+    ends = torch.stack(torch.aminmax(tensor.float() if fp8 else tensor)) if tensor.is_floating_point() else None
+    if fp8 and ends is not None and ends.abs().max() > LARGEST:
+        raise UserError(
+            f"{where}: {name} holds fp8 numbers above {LARGEST:.0f}, which Trainium reads as infinity or NaN; compress "
+            "the model again"
+        )
+    if ends is not None and not torch.isfinite(ends).all():
         raise UserError(
             f"{where}: {name} holds NaN or infinity; the checkpoint is damaged; download or compress it again"
         )

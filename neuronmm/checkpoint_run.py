@@ -21,11 +21,11 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 def add_factor_dtype(parser: argparse.ArgumentParser) -> None:
     """Add the option for the dtype of the factors, and its old name."""
-    choices = ("model", "int8", "int4")
+    choices = ("model", "int8", "int4", "fp8")
     parser.add_argument(
         "--factor-dtype",
         choices=choices,
-        help="dtype of the stored factors; int4 with --form two (default the model's)",
+        help="dtype of the stored factors (default the model's); int4 needs --form two, fp8 is for Trainium",
     )
     parser.add_argument("--factors", choices=choices, help=argparse.SUPPRESS)
 

@@ -19,7 +19,7 @@ GIB = float(1 << 30)
 HEAD = """\
 No Trainium device was used. *Predicted* is the event-driven simulation of docs/timing.md for one NeuronCore in bf16;
 *published* is arXiv 2510.25977 or its authors' repository. The NKI emulator traces the kernels, and the tiling solver
-chooses their block sizes."""
+chooses their block sizes. The same kernels with factors in fp8: [fp8.md](fp8.md)."""
 REPEAT = """\
 ![The first 300 µs of the low-rank kernel](timing.png)
 

@@ -14,6 +14,7 @@ NAMES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
     "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "int8": np.dtype(np.int8),
     "int16": np.dtype(np.int16),
@@ -23,9 +24,10 @@ NAMES: dict[str, np.dtype] = {
     "uint32": np.dtype(np.uint32),
     "bool_": np.dtype(np.bool_),
 }
-"""Name in ``nki.language`` -> dtype. tfloat32 is computed as float32."""
+"""Name in ``nki.language`` -> dtype. tfloat32 is computed as float32; the first dialect has no float8_e4m3fn."""
 
 FLOAT32 = NAMES["float32"]
+E4M3FN = NAMES["float8_e4m3fn"]
 BOOL = NAMES["bool_"]
 _FLOATS = frozenset(d for name, d in NAMES.items() if "float" in name)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki.dtypes import FLOAT32, dtype_name
+from neuronmm.emulator.nki.dtypes import E4M3FN, FLOAT32, dtype_name
 from neuronmm.emulator.nki.machine import Machine, current
 from neuronmm.emulator.nki.operands import (
     bounding_region,
@@ -59,6 +59,11 @@ def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, t
         )
     if (stationary.dtype == FLOAT32) != (moving.dtype == FLOAT32):
         machine.fail("operand dtype", "float32 multiplies only with float32", stationary.dtype.name, moving.dtype.name)
+    if E4M3FN in (stationary.dtype, moving.dtype) and core.name in ("v2", "v3"):
+        message = (
+            f"NeuronCore-{core.name} has no float8_e4m3fn (NCC_EVRF051); up to 240 the bits are those of float8_e4m3"
+        )
+        machine.fail("operand dtype", message, "float8_e4m3", E4M3FN.name)
     check_matmul_result(machine, dst, written, transpose_dtype(core, stationary.dtype) if transpose else FLOAT32)
     accumulating = register_matmul(machine, dst, written, accumulate)
     machine.emit(

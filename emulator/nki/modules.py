@@ -52,6 +52,7 @@ def _language(first: bool) -> dict[str, Any]:
     """
     names = {**NAMES, **OPS, **{n: getattr(language, n) for n in _LANGUAGE}, "ds": index.ds}
     if first:
+        del names["float8_e4m3fn"]
         return {**names, **_FIRST_DIALECT_ONLY}
     loops = dict.fromkeys(("affine_range", "sequential_range"), language.static_range)
     return {**names, **loops, "NKIObject": NKIObject}

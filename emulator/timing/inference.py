@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.emulator.timing.decode import Layer, decoder_step
+from neuronmm.emulator.timing.decode import Layer, Weight, decoder_step, widening_engines
 from neuronmm.emulator.timing.report import report
 from neuronmm.emulator.timing.simulate import simulate
 from neuronmm.kernels.hardware import NeuronCore
@@ -25,7 +25,7 @@ STREAM_TOKENS = 128
 ALL_REDUCE_NS = 10_000.0
 """Latency of one all-reduce between cores: an assumption, because no measurement is published."""
 ELEMENT = 2
-"""Bytes per element: weights, activations and cache are bfloat16."""
+"""Bytes per element: dense weights, activations and cache are bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Decoder:
         followers: for each layer, the linears that use another linear's A and have none of their own.
         pivots: for each layer, (linear, number of pivots on each core). Pivots are outputs of q, k, v, gate and up and
             inputs of o and down; a core neither stores nor multiplies the rank x pivots weights that belong to them.
+        factors: dtype of the factors: bfloat16, float8_e4m3, or int8, which is widened on chip.
     """
 
     hidden: int
@@ -50,6 +51,7 @@ class Decoder:
     ranks: tuple[tuple[tuple[str, int], ...], ...] = ()
     followers: tuple[tuple[str, ...], ...] = ()
     pivots: tuple[tuple[tuple[str, int], ...], ...] = ()
+    factors: str = "bfloat16"
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (in, out) of a layer's linears by name."""
@@ -86,33 +88,36 @@ def predict(model: Decoder, core: NeuronCore, batch: int = 1, prompt: int = 128,
     each = zip(model.ranks or dense, model.followers or dense, model.pivots or dense, strict=True)
     kinds = Counter(_layer(model, dict(ranks), names, dict(pivots), parallel) for ranks, names, pivots in each)
     layers = [([list(group) for group in layer], times) for layer, times in kinds.items()]
-    head = (model.hidden, -(-model.vocabulary // parallel))
+    head = Weight(model.hidden, -(-model.vocabulary // parallel))
     cache = 2 * ELEMENT * max(1, model.kv_heads // parallel) * model.head * prompt
     reduce = 2 * model.layers * ALL_REDUCE_NS * (parallel > 1)
 
     def stream(tokens: int, cache_bytes: int) -> float:
-        return report(simulate(decoder_step(layers, head, cache_bytes, tokens), core)).latency * 1e9
+        return report(simulate(decoder_step(layers, head, cache_bytes, tokens, core=core), core)).latency * 1e9
 
     tpot = stream(batch, cache * batch) + reduce
     if batch * prompt <= STREAM_TOKENS:
         ttft = stream(batch * prompt, cache * batch) + reduce
     else:
         ttft = _prefill(model, layers, head, core, batch, prompt, parallel) + reduce
-    weights = sum(times * _parameters(layer) for layer, times in layers) + model.hidden * head[1]
+    weights = sum(times * weight.bytes for layer, times in layers for group in layer for weight in group)
     return Prediction(
         ttft=ttft / 1e9,
         tpot=tpot / 1e9,
         tokens_per_second=batch / tpot * 1e9,
-        weight_bytes=ELEMENT * weights,
+        weight_bytes=weights + head.bytes,
         cache_bytes=cache * batch * model.layers,
     )
 
 
 def _layer(
     model: Decoder, ranks: dict[str, int], followers: tuple[str, ...], pivots: dict[str, int], parallel: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
+) -> tuple[tuple[Weight, ...], ...]:
     """Return the linears of one layer on one core, grouped as in :data:`Layer`, hashable."""
     sizes = model.linears()
+
+    def factor(rows: int, columns: int) -> Weight:
+        return Weight(rows, columns, model.factors)
 
     def shard(name: str) -> tuple[int, int]:
         rows, columns = sizes[name]
@@ -120,10 +125,10 @@ def _layer(
         by_input = name in ("o", "down")
         return (-(-rows // parallel) - stored, columns) if by_input else (rows, -(-columns // parallel) - stored)
 
-    groups: list[tuple[tuple[int, int], ...]] = []
+    groups: list[tuple[Weight, ...]] = []
     for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
-        firsts = tuple((shard(n)[0], ranks[n]) for n in names if n in ranks and n not in followers)
-        seconds = tuple((ranks[n], shard(n)[1]) if n in ranks else shard(n) for n in names)
+        firsts = tuple(factor(shard(n)[0], ranks[n]) for n in names if n in ranks and n not in followers)
+        seconds = tuple(factor(ranks[n], shard(n)[1]) if n in ranks else Weight(*shard(n)) for n in names)
         groups += [firsts] if firsts else []
         groups.append(seconds)
     if any(n in ranks for n in ("q", "k", "v")):  # attention follows the first group, so q, k, v must be one group
@@ -131,34 +136,36 @@ def _layer(
     return tuple(groups)
 
 
-def _parameters(layer: Layer) -> int:
-    return sum(rows * columns for group in layer for rows, columns in group)
-
-
 def _prefill(
-    model: Decoder, layers: list[tuple[Layer, int]], head: tuple[int, int], core: NeuronCore, batch: int, prompt: int,
+    model: Decoder, layers: list[tuple[Layer, int]], head: Weight, core: NeuronCore, batch: int, prompt: int,
     parallel: int,
 ) -> float:  # fmt: skip
     """Return the nanoseconds of batch x prompt tokens; only the last token of each sequence reaches the head."""
     linears = sum(
-        times * _linear(rows, columns, batch * prompt, core)
-        for layer, times in layers
-        for group in layer
-        for rows, columns in group
+        times * _linear(weight, batch * prompt, core) for layer, times in layers for group in layer for weight in group
     )
     heads = -(-model.heads // parallel)
     attention = model.layers * batch * _attention(heads, model.head, prompt, core)
-    return linears + attention + ELEMENT * head[0] * head[1] / core.dma_rate
+    return linears + attention + head.bytes / core.dma_rate
 
 
-def _linear(rows: int, columns: int, tokens: int, core: NeuronCore) -> float:
-    """Return the longer of tensor and DMA time in ns; each strip re-reads the weights, activations move once."""
+def _linear(weight: Weight, tokens: int, core: NeuronCore) -> float:
+    """Return the longest of tensor, DMA and widening time in ns.
+
+    Each strip reads the weights again, and widens them if they are int8; activations move once.
+    """
+    rows, columns = weight.rows, weight.columns
     blocks, tail = divmod(tokens, core.moving_columns)
     cycles = blocks * (core.moving_columns + core.matmul_overhead_cycles)
     cycles += (max(tail, core.matmul_min_cycles) + core.matmul_overhead_cycles) * (tail > 0)
     tensor = -(-rows // 128) * -(-columns // 128) * cycles / core.tensor_ghz
-    traffic = ELEMENT * (-(-tokens // STRIP) * rows * columns + tokens * (rows + columns))
-    return max(tensor, traffic / (core.dma_rate * core.row_efficiency(4096)))
+    strips = -(-tokens // STRIP)
+    traffic = strips * weight.bytes + ELEMENT * tokens * (rows + columns)
+    widening = 0.0
+    if weight.dtype == "int8":
+        speed = sum(core.clocks[engine.value] for engine in widening_engines(core))
+        widening = strips * rows * columns / 128 / speed
+    return max(tensor, widening, traffic / (core.dma_rate * core.row_efficiency(4096)))
 
 
 def _attention(heads: int, head: int, length: int, core: NeuronCore) -> float:

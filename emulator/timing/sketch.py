@@ -5,6 +5,9 @@ from __future__ import annotations
 from neuronmm.emulator.nki.trace import Buffer, Engine, Fold, Instruction, Region, Space, Trace
 from neuronmm.kernels.hardware import DTYPE_BYTES
 
+ELEMENT_BYTES = {**DTYPE_BYTES, "float8_e4m3": 1, "int8": 1}
+"""Element sizes of the dtypes that a trace may have."""
+
 
 class Sketch:
     """A trace under construction. Tiles have 128 partitions; offsets and widths inside a partition are in elements."""
@@ -75,7 +78,7 @@ class Sketch:
         source: Space,
         target: Space,
     ) -> None:
-        row = columns * DTYPE_BYTES[tile.dtype]
+        row = columns * ELEMENT_BYTES[tile.dtype]
         self._add(
             Instruction(
                 Engine.DMA, op, reads, writes, "", self._loop, tile.dtype,
@@ -89,7 +92,7 @@ class Sketch:
     def _buffer(self, name: str, space: Space, rows: int, columns: int, dtype: str) -> Buffer:
         here = len(self.trace.instructions)
         buffer = Buffer(
-            len(self.trace.buffers), name, space, (rows, columns), dtype, rows, columns * DTYPE_BYTES[dtype],
+            len(self.trace.buffers), name, space, (rows, columns), dtype, rows, columns * ELEMENT_BYTES[dtype],
             here, here, name, self._loop, space is Space.HBM,
         )  # fmt: skip
         self.trace.buffers.append(buffer)
@@ -98,5 +101,5 @@ class Sketch:
 
 def part(buffer: Buffer, column: int, columns: int, row: int = 0) -> Region:
     """Return the region of 128 rows and ``columns`` columns of ``buffer`` from (row, column)."""
-    size = DTYPE_BYTES[buffer.dtype]
+    size = ELEMENT_BYTES[buffer.dtype]
     return Region(buffer.id, row, row + 128, column * size, (column + columns) * size)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.kernels.factors import Form, LowRank
+from neuronmm.kernels.fp8 import Fp8
 from neuronmm.kernels.low_bits import GROUP, TILE, Int4, Int8, Weight
 from neuronmm.kernels.ops import KernelError
 
@@ -26,6 +27,8 @@ INT8, INT8_X16, INT4 = 2, 3, 4
 """Type numbers of matrices of few bits. Activations of X16 and of int4 are rounded to 16 bits."""
 
 INT4_PIVOTED = "pivoted factors in int4, which lose too much (docs/results/low_bits.md); the core takes floats or int8"
+
+FP8_FACTORS = "factors in fp8, which are Trainium's; the core takes floats or int8"
 
 FORMS = {Form.TWO: 0, Form.ROWS: 1, Form.COLUMNS: 2}
 """Form numbers of the core."""
@@ -53,6 +56,7 @@ class Matrix(ctypes.Structure):
         """
         if isinstance(weight, Tensor):
             return cls(weight.data_ptr(), None, *weight.shape, TYPES[weight.dtype])
+        assert not isinstance(weight, Fp8)  # malformed() refuses it
         number = INT4 if isinstance(weight, Int4) else INT8_X16 if activations == torch.bfloat16 else INT8
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), *weight.shape, number)
 
@@ -62,6 +66,8 @@ def malformed(weight: Weight) -> str | None:
     if isinstance(weight, Tensor):
         taken = weight.ndim == 2 and weight.dtype in TYPES
         return None if taken else f"{list(weight.shape)} of {weight.dtype} is not a matrix of float32 or bfloat16"
+    if isinstance(weight, Fp8):
+        return FP8_FACTORS
     rows, columns = len(weight.scales), weight.shape[-1]
     if isinstance(weight, Int8):
         shape, dtype = (rows, columns), torch.int8
@@ -96,10 +102,13 @@ class Linear(ctypes.Structure):
         The caller keeps all tensors alive.
 
         Raises:
-            KernelError: the pivots are not strictly increasing outputs of the linear, or pivoted factors are int4.
+            KernelError: the pivots are not strictly increasing outputs of the linear, pivoted factors are int4, or the
+                factors are fp8.
         """
         if pivoted_int4(factors):
             raise KernelError(INT4_PIVOTED)
+        if isinstance(factors.A, Fp8) or isinstance(factors.B, Fp8):
+            raise KernelError(FP8_FACTORS)
         linear = cls(*(Matrix.of(m, activations) for m in factors[:2]), bias, form=FORMS[factors.form])
         if factors.form is Form.ROWS:
             if isinstance(factors.pivots, Tensor):

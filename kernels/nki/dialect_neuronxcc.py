@@ -147,6 +147,40 @@ class Dialect:
         tile, key = dst
         tile[key] = nisa.tensor_tensor(a, b, op=nl.multiply, dtype=tile.dtype)
 
+    def scale(self, dst: Any, src: Any, column: Any) -> None:
+        """Compute ``dst = src * column`` on the vector engine; ``column`` is float32 [partitions, 1]."""
+        tile, key = dst
+        tile[key] = nisa.tensor_scalar(src, nl.multiply, column, dtype=tile.dtype)
+
+    def scale_scalar(self, dst: Any, src: Any, column: Any) -> None:
+        """Compute ``dst = src * column`` on the scalar engine; ``column`` is float32 [partitions, 1]."""
+        tile, key = dst
+        tile[key] = nisa.activation(op=nl.copy, data=src, scale=column, dtype=tile.dtype)
+
+    def scale_silu(self, dst: Any, src: Any, column: Any) -> None:
+        """Compute ``dst = silu(src * column)`` on the scalar engine; ``column`` is float32 [partitions, 1]."""
+        tile, key = dst
+        tile[key] = nisa.activation(op=nl.silu, data=src, scale=column, dtype=tile.dtype)
+
+    def scale_add(self, dst: Any, src: Any, column: Any, b: Any) -> None:
+        """Compute ``dst = src * column + b`` on the vector engine; ``src`` or ``b`` is in SBUF."""
+        tile, key = dst
+        tile[key] = nisa.scalar_tensor_tensor(
+            data=src, op0=nl.multiply, operand0=column, op1=nl.add, operand1=b, dtype=tile.dtype
+        )
+
+    def scale_multiply(self, dst: Any, src: Any, column: Any, b: Any) -> None:
+        """Compute ``dst = src * column * b`` on the vector engine; ``src`` or ``b`` is in SBUF."""
+        tile, key = dst
+        tile[key] = nisa.scalar_tensor_tensor(
+            data=src, op0=nl.multiply, operand0=column, op1=nl.multiply, operand1=b, dtype=tile.dtype
+        )
+
+    def scale_add_column(self, dst: Any, src: Any, column: Any, bias: Any) -> None:
+        """Compute ``dst = src * column + bias`` on the vector engine; both are float32 [partitions, 1]."""
+        tile, key = dst
+        tile[key] = nisa.tensor_scalar(src, nl.multiply, column, op1=nl.add, operand1=bias, dtype=tile.dtype)
+
     def fill(self, tile: Any, value: float) -> None:
         """Set every element of a tile to ``value``."""
         tile[...] = nisa.memset(tile.shape, value=value, dtype=tile.dtype)

@@ -118,6 +118,30 @@ class Dialect(nl.NKIObject):
         """Compute ``dst = a * b`` on the vector engine; at most one operand is in PSUM."""
         nisa.tensor_tensor(dst, a, b, op=nl.multiply)
 
+    def scale(self, dst: Any, src: Any, column: Any) -> None:
+        """Compute ``dst = src * column`` on the vector engine; ``column`` is float32 [partitions, 1]."""
+        nisa.tensor_scalar(dst, src, nl.multiply, column)
+
+    def scale_scalar(self, dst: Any, src: Any, column: Any) -> None:
+        """Compute ``dst = src * column`` on the scalar engine; ``column`` is float32 [partitions, 1]."""
+        nisa.activation(dst, op=nl.copy, data=src, scale=column)
+
+    def scale_silu(self, dst: Any, src: Any, column: Any) -> None:
+        """Compute ``dst = silu(src * column)`` on the scalar engine; ``column`` is float32 [partitions, 1]."""
+        nisa.activation(dst, op=nl.silu, data=src, scale=column)
+
+    def scale_add(self, dst: Any, src: Any, column: Any, b: Any) -> None:
+        """Compute ``dst = src * column + b`` on the vector engine; ``src`` or ``b`` is in SBUF."""
+        nisa.scalar_tensor_tensor(dst, data=src, op0=nl.multiply, operand0=column, op1=nl.add, operand1=b)
+
+    def scale_multiply(self, dst: Any, src: Any, column: Any, b: Any) -> None:
+        """Compute ``dst = src * column * b`` on the vector engine; ``src`` or ``b`` is in SBUF."""
+        nisa.scalar_tensor_tensor(dst, data=src, op0=nl.multiply, operand0=column, op1=nl.multiply, operand1=b)
+
+    def scale_add_column(self, dst: Any, src: Any, column: Any, bias: Any) -> None:
+        """Compute ``dst = src * column + bias`` on the vector engine; both are float32 [partitions, 1]."""
+        nisa.tensor_scalar(dst, src, nl.multiply, column, op1=nl.add, operand1=bias)
+
     def fill(self, tile: Any, value: float) -> None:
         """Set every element of a tile to ``value``."""
         nisa.memset(tile, value)

@@ -21,19 +21,24 @@ from neuronmm.kernels.nki import jitted
 from neuronmm.kernels.nki.choice import linear_blocks, linear_plans, mlp_blocks, mlp_plans, sizes, tokens_first
 from neuronmm.kernels.nki.objects import Chunks
 from neuronmm.kernels.nki.problem import Blocks, Ranks
+from neuronmm.kernels.nki.table import starts
 from neuronmm.kernels.ops import Form
 
 
 def low_rank_matmul(
     rank: int, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, bias: bool = False,
-    layout: str = "HSB", form: Form = Form.TWO, pivots: int = 0,
+    layout: str = "HSB", form: Form = Form.TWO, pivots: int = 0, scaled: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return ``launch(x, a, b[, bias][, residual])``: B (A x) (+ bias) (+ residual).
 
-    Dimensions: bias [out]; residual like the output. ``form``, ``pivots``: as in :mod:`.entry_neuronxcc`.
+    Dimensions: bias [out]; residual like the output. ``form``, ``pivots``: as in :mod:`.entry_neuronxcc`. ``scaled``:
+    ``launch(x, a, b, table[, residual])``, as there.
     """
     first = tokens_first(layout)
-    if bias:
+    kernel: Any
+    if scaled:
+        kernel = nki.jit(jitted.linear_scaled_residual if residual else jitted.linear_scaled)
+    elif bias:
         kernel = nki.jit(jitted.linear_bias_residual if residual else jitted.linear_bias)
     else:
         kernel = nki.jit(jitted.linear_residual if residual else jitted.linear)
@@ -41,35 +46,52 @@ def low_rank_matmul(
     def launch(x: Any, a: Any, b: Any, *extras: Any) -> Any:
         cut = Chunks(rank)
         outputs = b.shape[0] // (cut.width * cut.count) + (rank if form is Form.ROWS else 0)
-        chosen = blocks or linear_blocks(x, rank, outputs, TRN2, epsilon > 0, residual, first, form, pivots)
-        plans = linear_plans(sizes(x, first)[0], rank, outputs, x, form, pivots)
+        chosen = blocks or linear_blocks(x, a, rank, outputs, TRN2, epsilon > 0, residual, first, form, pivots)
+        plans = linear_plans(sizes(x, first)[0], rank, outputs, a, form, pivots)
+        if scaled:
+            at = starts(plans, epsilon > 0)
+            return kernel[1](x, a, b, *extras, *plans, at, astuple(chosen), epsilon, bias, first)
         return kernel[1](x, a, b, *extras, *plans, astuple(chosen), epsilon, first)
 
     return launch
 
 
 def low_rank_swiglu_mlp(
-    ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB"
-) -> Callable[..., Any]:
-    """Return ``launch(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual])``: down(silu(gate(x)) * up(x))."""
-    kernel = jitted.mlp_residual if residual else jitted.mlp
-    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout))
+    ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
+    scaled: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return ``launch(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual])``: down(silu(gate(x)) * up(x)).
+
+    ``scaled``: after the factors, which are in fp8, ``launch`` takes their table (:func:`.table.table`).
+    """
+    kernel: Any = jitted.mlp_residual if residual else jitted.mlp
+    if scaled:
+        kernel = jitted.mlp_scaled_residual if residual else jitted.mlp_scaled
+    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout), scaled)
 
 
 def low_rank_swiglu_mlp_shared(
-    ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB"
-) -> Callable[..., Any]:
-    """Return ``launch(x, gate_a, gate_b, up_b, down_a, down_b[, residual])``: the MLP with one A for gate and up."""
-    kernel = jitted.mlp_shared_residual if residual else jitted.mlp_shared
-    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout))
+    ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
+    scaled: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return ``launch(x, gate_a, gate_b, up_b, down_a, down_b[, residual])``: the MLP with one A for gate and up.
+
+    ``scaled``: as in :func:`low_rank_swiglu_mlp`.
+    """
+    kernel: Any = jitted.mlp_shared_residual if residual else jitted.mlp_shared
+    if scaled:
+        kernel = jitted.mlp_shared_scaled_residual if residual else jitted.mlp_shared_scaled
+    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout), scaled)
 
 
 def _mlp(
-    kernel: Any, ranks: Ranks, blocks: Blocks | None, epsilon: float, residual: bool, shared: bool, first: bool
-) -> Callable[..., Any]:
+    kernel: Any, ranks: Ranks, blocks: Blocks | None, epsilon: float, residual: bool, shared: bool, first: bool,
+    scaled: bool,
+) -> Callable[..., Any]:  # fmt: skip
     def launch(x: Any, *tensors: Any) -> Any:
-        chosen = blocks or mlp_blocks(x, ranks, shared, TRN2, epsilon > 0, residual, first)
-        plans = mlp_plans(sizes(x, first)[0], ranks, x, shared)
-        return kernel[1](x, *tensors, plans, astuple(chosen), epsilon, first)
+        chosen = blocks or mlp_blocks(x, tensors[0], ranks, shared, TRN2, epsilon > 0, residual, first)
+        plans = mlp_plans(sizes(x, first)[0], ranks, tensors[0], shared)
+        columns = (starts(plans, epsilon > 0, shared),) if scaled else ()
+        return kernel[1](x, *tensors, plans, *columns, astuple(chosen), epsilon, first)
 
     return launch

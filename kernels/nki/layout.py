@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.nki.objects import Chunks, Factor, Panel, Piece, Segment
+from neuronmm.kernels.nki.objects import PARTITIONS, Chunks, Factor, Panel, Piece, Segment
 
 ROW_BYTES = 8192
 """Minimum bytes of each partition's row in a panel, if the weight is large enough."""
@@ -178,7 +178,7 @@ def pack(weight: Tensor, scale: Tensor | None = None, packing: Packing | None = 
     f = packing.factor(weight)
     columns, rows = _columns(f), f.rows
     chunks = weight.new_zeros(len(columns), f.stored, rows.width)
-    ordered = weight[_stored_index(f, columns)]
+    ordered = weight[stored_index(f, columns)]
     for c in range(f.stored):
         chunks[:, c, : rows.length(c)] = ordered[:, list(features(rows, c))]
     parts = []
@@ -196,22 +196,25 @@ def unpack(packed: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def unpacked(f: Factor) -> Tensor:
-    """Return the weight [out, in] of a factor, with its identity block."""
-    weight = f.weights.new_zeros(f.columns.size, f.rows.size)
+    """Return the weight [out, in] of a factor, with its identity block; a scaled one in float32, times its scales."""
+    packed = f.weights.float() if f.scaled else f.weights
+    weight = packed.new_zeros(f.columns.size, f.rows.size)
     parts = []
     for panel in f.panels:
-        chunks = f.weights.new_zeros(panel.columns, f.stored, f.rows.width)
+        chunks = packed.new_zeros(panel.columns, f.stored, f.rows.width)
         for p in f.pieces:
             stride = p.chunks * panel.columns
             size = (p.end - p.begin, p.last - p.first, panel.columns)
-            start = f.weights.storage_offset() + panel.offset + p.offset * panel.columns
-            piece = f.weights.as_strided(size, (stride, panel.columns, 1), start)
+            start = packed.storage_offset() + panel.offset + p.offset * panel.columns
+            piece = packed.as_strided(size, (stride, panel.columns, 1), start)
             chunks[:, p.first : p.last, p.begin : p.end] = piece.permute(2, 1, 0)
         parts.append(chunks)
     chunks, columns = torch.cat(parts), torch.tensor(_columns(f))
     for c in range(f.stored):
         index = torch.tensor(features(f.rows, c))
         weight[columns[:, None], index] = chunks[:, c, : len(index)]
+    if f.scaled:
+        weight *= from_columns(f.table[:, f.at :], f.columns)[:, None]
     first, pivots = f.columns.start(f.copied), f.rows.start(f.copies)
     weight[first : first + pivots, :pivots] = torch.eye(pivots, dtype=weight.dtype)
     first = f.rows.start(f.stored)
@@ -220,12 +223,28 @@ def unpacked(f: Factor) -> Tensor:
     return weight
 
 
+def to_columns(values: Tensor, cut: Chunks) -> Tensor:
+    """Return a vector [features of ``cut``] as float32 [128, chunks]; partitions that a chunk does not have have 1."""
+    columns = torch.ones(PARTITIONS, cut.count)
+    for c in range(cut.count):
+        columns[: cut.length(c), c] = values[list(features(cut, c))].float()
+    return columns
+
+
+def from_columns(columns: Tensor, cut: Chunks) -> Tensor:
+    """Return the vector whose :func:`to_columns` begin a tensor [128, any number]."""
+    values = torch.empty(cut.size)
+    for c in range(cut.count):
+        values[list(features(cut, c))] = columns[: cut.length(c), c]
+    return values
+
+
 def _columns(f: Factor) -> list[int]:
     """Return the output features in the order of the panels."""
     return [i for panel in f.panels for c in range(panel.first, panel.last) for i in features(f.columns, c)]
 
 
-def _stored_index(f: Factor, columns: list[int]) -> list[int]:
+def stored_index(f: Factor | Packing, columns: list[int]) -> list[int]:
     """Return the rows of the stored weight that have these output features."""
     start, pivots = f.columns.start(f.copied), f.rows.start(f.copies)
     return [i if i < start else i - pivots for i in columns]

@@ -9,6 +9,7 @@ from typing import Any
 
 from neuronmm.kernels.nki.moves import load_rows
 from neuronmm.kernels.nki.objects import Factor, Options, Sizes, parts_of
+from neuronmm.kernels.nki.scaling import load_table, resident
 from neuronmm.kernels.nki.stages import expand_and_store, load_and_contract
 
 STRIP = 512
@@ -22,7 +23,7 @@ def low_rank_matmul(d: Any, x: Any, a: Factor, b: Factor, y: Any, blocks: Sizes,
         in, rank, out: features of x, of A x and of y
         x: [in, tokens]; [tokens, in] with ``options.tokens_first``
         y, residual: [out, tokens]; [tokens, out] with ``options.tokens_first``
-        a, b: packed weights [rank, in] and [out, rank]; a norm's weight is packed into a
+        a, b: packed weights [rank, in] and [out, rank]; a norm's weight is packed into a, or in their table
 
     The rank-r intermediate ``h`` never leaves SBUF. Each weight is read once per strip: once in all for up to 128
     tokens (decode), which are one strip, and once per ``blocks.tokens`` tokens for more (prefill).
@@ -45,6 +46,8 @@ def low_rank_matmul(d: Any, x: Any, a: Factor, b: Factor, y: Any, blocks: Sizes,
     """
     if options.tokens_first:
         d.prepare_transposes(x.dtype)
+    table = load_table(d, a)
+    a, b = resident(a, table), resident(b, table)
     strips, tail = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
     for i in d.loop(strips):
         _strip(d, x, a, b, y, i * blocks.tokens, blocks.tokens, blocks, options)

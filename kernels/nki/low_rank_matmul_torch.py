@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from neuronmm.kernels.nki.layout import unpacked
+from neuronmm.kernels.nki.layout import from_columns, unpacked
 from neuronmm.kernels.nki.objects import Factor, Options
 from neuronmm.kernels.ops import LowRank
 from neuronmm.kernels.reference import low_rank_linear
@@ -18,21 +18,28 @@ from neuronmm.kernels.reference import low_rank_linear
 
 def low_rank_matmul(x: Tensor, a: Factor, b: Factor, options: Options) -> Tensor:
     """Compute ``y = B (A x)`` (+ bias) (+ residual); dimensions as in the kernel."""
-    factors = LowRank(unpacked(a), unpacked(b), options.bias if options.biased else None)
-    return output(low_rank_linear(token_rows(x, options), factors), options)
+    bias = (
+        from_columns(b.table[:, b.at + b.columns.count :], b.columns) if b.scaled and options.biased else options.bias
+    )
+    factors = LowRank(unpacked(a), unpacked(b), bias if options.biased else None)
+    return output(low_rank_linear(token_rows(x, options, a), factors), options)
 
 
 def packed_matmul(x: Tensor, w: Factor, options: Options) -> Tensor:
     """Compute ``y = W x``; dimensions as in the kernel."""
-    return output(token_rows(x, options) @ unpacked(w).float().T, options)
+    return output(token_rows(x, options, w) @ unpacked(w).float().T, options)
 
 
-def token_rows(x: Tensor, options: Options) -> Tensor:
-    """Return the kernel's input as float32 [tokens, features], RMS-normalised if ``options.epsilon`` is above 0."""
+def token_rows(x: Tensor, options: Options, reader: Factor) -> Tensor:
+    """Return the kernel's input as float32 [tokens, features], RMS-normalised if ``options.epsilon`` is above 0.
+
+    ``reader``: the factor that reads it. The norm's weight is packed into it, or, if it is scaled, in its table.
+    """
     rows = (x if options.tokens_first else x.T).float()
     if options.epsilon == 0:
         return rows
-    return rows * (rows.square().mean(-1, keepdim=True) + options.epsilon).rsqrt()
+    rows = rows * (rows.square().mean(-1, keepdim=True) + options.epsilon).rsqrt()
+    return rows * from_columns(reader.table, reader.rows) if reader.scaled else rows
 
 
 def output(y: Tensor, options: Options) -> Tensor:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.kernels.nki.matmuls import MULTIPLY, SILU, copy_pivots, expand
+from neuronmm.kernels.nki.matmuls import copy_pivots, expand
 from neuronmm.kernels.nki.objects import (
+    MULTIPLY,
+    SILU,
     Factor,
     NKIObject,
     Options,
@@ -22,6 +24,7 @@ from neuronmm.kernels.nki.objects import (
     parts_of,
     split,
 )
+from neuronmm.kernels.nki.scaling import load_table, resident
 from neuronmm.kernels.nki.stages import (
     Accumulation,
     accumulate_block,
@@ -48,19 +51,36 @@ class Weights(NKIObject):  # type: ignore[misc, valid-type]
     shared: bool
 
 
-def weights(tensors: Any, plans: Any, shared: bool) -> Weights:
+def weights(
+    tensors: Any, plans: Any, shared: bool, scaled: bool = False, table: Any = 0.0, at: Any = (0, 0, 0, 0, 0, 0)
+) -> Weights:
     """Describe six flat HBM tensors, A and B of gate, up and down, which are packed by ``plans``.
 
     A variant that does not read ``up_a`` or ``down_b`` passes ``gate_a`` or ``down_a`` in its place, with its plan.
+    ``scaled``, ``table``: as in :class:`.objects.Factor`; ``at``: the first column of each factor.
     """
     return Weights(
-        factor(tensors[0], plans[0]),
-        factor(tensors[1], plans[1]),
-        factor(tensors[2], plans[2]),
-        factor(tensors[3], plans[3]),
-        factor(tensors[4], plans[4]),
-        factor(tensors[5], plans[5]),
+        factor(tensors[0], plans[0], scaled, table, at[0]),
+        factor(tensors[1], plans[1], scaled, table, at[1]),
+        factor(tensors[2], plans[2], scaled, table, at[2]),
+        factor(tensors[3], plans[3], scaled, table, at[3]),
+        factor(tensors[4], plans[4], scaled, table, at[4]),
+        factor(tensors[5], plans[5], scaled, table, at[5]),
         shared,
+    )
+
+
+def with_table(d: Any, w: Weights) -> Weights:
+    """Return the weights with the table of their scales, if they have one, in SBUF."""
+    table = load_table(d, w.gate_a)
+    return Weights(
+        resident(w.gate_a, table),
+        resident(w.gate_b, table),
+        resident(w.up_a, table),
+        resident(w.up_b, table),
+        resident(w.down_a, table),
+        resident(w.down_b, table),
+        w.shared,
     )
 
 
@@ -73,7 +93,8 @@ def low_rank_swiglu_mlp(d: Any, x: Any, w: Weights, y: Any, blocks: Sizes, optio
         w: packed weights, each A [rank, in], each B [out, rank]; a norm's weight is packed into A of gate and up
         y with ``options.partial``: [rank of down, tokens] or its transpose; ``A_down`` of the activation
 
-    A factor with an identity block copies or adds chunks in place of the block's matmuls.
+    A factor with an identity block copies or adds chunks in place of the block's matmuls. What a factor of few bits
+    gives is multiplied by its scales as it leaves PSUM (:mod:`.scaling`).
 
     Each weight is read once per strip. The down projection accumulates in PSUM within a block of the activation, and
     in float32 in SBUF over blocks. With one block (``blocks.intermediate`` 0: decode) it accumulates in PSUM alone.
@@ -96,6 +117,7 @@ def low_rank_swiglu_mlp(d: Any, x: Any, w: Weights, y: Any, blocks: Sizes, optio
     """
     if options.tokens_first:
         d.prepare_transposes(x.dtype)
+    w = with_table(d, w)
     strips, tail = divmod(x.shape[0 if options.tokens_first else 1], blocks.tokens)
     for i in d.loop(strips):
         _strip(d, x, w, y, i * blocks.tokens, blocks.tokens, blocks, options)

@@ -21,7 +21,7 @@ def low_rank_swiglu_mlp(x: Tensor, w: Weights, options: Options) -> Tensor:
     gate, up = gate_and_up(w)
     down_a = unpacked(w.down_a)
     down_b = torch.eye(len(down_a)) if options.partial else unpacked(w.down_b)
-    return output(low_rank_swiglu(token_rows(x, options), gate, up, LowRank(down_a, down_b)), options)
+    return output(low_rank_swiglu(token_rows(x, options, w.gate_a), gate, up, LowRank(down_a, down_b)), options)
 
 
 def gate_and_up(w: Weights) -> tuple[LowRank, LowRank]:

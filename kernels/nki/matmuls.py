@@ -13,12 +13,20 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm.kernels.nki.moves import BANK, copy_from_psum, load_panels
-from neuronmm.kernels.nki.objects import Factor, Panel, Parts, Sizes, even_runs, split
-
-COPY, ADD, SILU, MULTIPLY, COLUMNS, BIAS = "copy", "add", "silu", "multiply", "columns", "bias"
-"""What :func:`evict` does to a result on its way out of PSUM: nothing (COPY); adds or multiplies another tile of its
-shape (ADD, MULTIPLY); applies SiLU; multiplies by one number per token, [128, tokens] (COLUMNS); adds one number per
-feature, [partitions, chunks] (BIAS)."""
+from neuronmm.kernels.nki.objects import (
+    ADD,
+    BIAS,
+    COLUMNS,
+    MULTIPLY,
+    SILU,
+    Factor,
+    Panel,
+    Parts,
+    Sizes,
+    even_runs,
+    split,
+)
+from neuronmm.kernels.nki.scaling import evict_scaled
 
 
 def contract(
@@ -53,8 +61,8 @@ def evict(
 ) -> None:  # fmt: skip
     """Move ``chunks`` column chunks from ``slot`` of ``acc`` to ``at`` of ``out``, tokens [t0, t0 + t).
 
-    ``kind`` and ``other``: see :data:`COPY`. ``column``: index of the first chunk in the weight. Plain copies alternate
-    between the vector and the scalar engine by ``turn``.
+    ``kind`` and ``other``: see :data:`.objects.COPY`. ``column``: index of the first chunk in the weight. Plain copies
+    alternate between the vector and the scalar engine by ``turn``.
     """
     dst = d.at(out, ((0, wide), (at, at + chunks), (t0, t0 + t)))
     src = acc[0:wide, slot : slot + chunks, 0:t]
@@ -96,7 +104,10 @@ def panel_matmul(
             turn = j0 // n + t0 // moving
             for chunks in even_runs(cut, j0, n):
                 j, m, wide = chunks
-                evict(d, kind, out, j - base, acc, j - j0, m, wide, t0, t, other, j, turn)
+                if f.scaled:
+                    evict_scaled(d, kind, out, j - base, acc, j - j0, m, wide, t0, t, other, j, turn, f)
+                else:
+                    evict(d, kind, out, j - base, acc, j - j0, m, wide, t0, t, other, j, turn)
 
 
 def expand(

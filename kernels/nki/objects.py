@@ -18,6 +18,10 @@ except ImportError:  # only neuronxcc.nki, or no SDK at all
 PARTITIONS = 128
 LONG_ROW = 512
 """Strips of this many tokens or more are moved chunk by chunk: a chunk's rows are then long enough for a DMA."""
+COPY, ADD, SILU, MULTIPLY, COLUMNS, BIAS = "copy", "add", "silu", "multiply", "columns", "bias"
+"""What an eviction does to a result on its way out of PSUM: nothing (COPY); adds or multiplies another tile of its
+shape (ADD, MULTIPLY); applies SiLU; multiplies by one number per token, [128, tokens] (COLUMNS); adds one number per
+feature, [partitions, chunks] (BIAS)."""
 
 
 class Segment(NKIObject):  # type: ignore[misc, valid-type]
@@ -110,7 +114,11 @@ class Factor(NKIObject):  # type: ignore[misc, valid-type]
     - Column form: row chunk ``stored + i`` is added to column chunk ``i`` of the result. In the other forms ``stored``
       is the number of row chunks.
 
-    Dimensions: ``weights`` flat; ``rows`` are the weight's input features, ``columns`` its output features.
+    A weight of few bits is ``scaled``: column ``at + c`` of ``table`` multiplies column chunk ``c`` of the result
+    (:mod:`.table`). ``table`` is in HBM, or in SBUF after :func:`.scaling.resident`.
+
+    Dimensions: ``weights`` flat; ``rows`` are the weight's input features, ``columns`` its output features; ``table``
+    float32 [128, columns of the table].
     """
 
     weights: Any
@@ -122,6 +130,9 @@ class Factor(NKIObject):  # type: ignore[misc, valid-type]
     stored: int
     copied: int
     copies: int
+    scaled: bool = False
+    table: Any = 0.0
+    at: int = 0
 
 
 @dataclass
@@ -147,8 +158,10 @@ class Sizes(NKIObject):  # type: ignore[misc, valid-type]
 class Options(NKIObject):  # type: ignore[misc, valid-type]
     """What a kernel does besides its matmuls.
 
-    ``epsilon``: above 0 the kernel RMS-normalises its input. The norm's weight is packed into the factors that read it.
-    ``biased``, ``adds``: the kernel adds ``bias`` [out], or ``residual`` (shaped like the output), to the result.
+    ``epsilon``: above 0 the kernel RMS-normalises its input. The norm's weight is packed into the factors that read it;
+    if these are scaled, it is at the head of their table.
+    ``biased``, ``adds``: the kernel adds ``bias`` [out], or ``residual`` (shaped like the output), to the result. The
+    bias of a scaled factor is in its table, after its scales, and ``bias`` is not read.
     ``tokens_first``: activations in HBM are [tokens, features] instead of [features, tokens].
     ``partial``: the MLP stops before B of down and returns ``A_down`` of the activation. A tensor-parallel host sums
     that over the cores, which is less data than the hidden size, and applies B itself.
@@ -163,8 +176,11 @@ class Options(NKIObject):  # type: ignore[misc, valid-type]
     partial: bool = False
 
 
-def factor(weights: Any, plan: Any) -> Factor:
-    """Describe the flat HBM tensor ``weights``, which is packed by ``plan`` (:meth:`.layout.Packing.plan`)."""
+def factor(weights: Any, plan: Any, scaled: bool = False, table: Any = 0.0, at: int = 0) -> Factor:
+    """Describe the flat HBM tensor ``weights``, which is packed by ``plan`` (:meth:`.layout.Packing.plan`).
+
+    ``scaled``, ``table``, ``at``: as in :class:`Factor`.
+    """
     panels, columns = [], 0
     for part in plan[5]:
         panels.append(Panel(part[0], part[1], part[2], part[3]))
@@ -175,7 +191,7 @@ def factor(weights: Any, plan: Any) -> Factor:
         rows += (part[1] - part[0]) * (part[3] - part[2])
     assert weights.shape[0] == rows * columns, f"packed weight has {weights.shape[0]} elements, not {rows * columns}"
     cuts = Chunks(plan[0], plan[1]), Chunks(plan[2], plan[3])
-    return Factor(weights, cuts[0], cuts[1], plan[4], panels, pieces, plan[7], plan[8], plan[9])
+    return Factor(weights, cuts[0], cuts[1], plan[4], panels, pieces, plan[7], plan[8], plan[9], scaled, table, at)
 
 
 def parts_of(d: Any, tile: Any, count: int) -> Parts:

@@ -8,6 +8,10 @@ from typing import NamedTuple
 from neuronmm.kernels.hardware import DTYPE_BYTES
 from neuronmm.kernels.ops import Form, KernelError
 
+FP8 = "float8_e4m3"
+"""The eight-bit float of all NeuronCores, as NKI calls it: e4m3 with infinities, hence numbers up to 240."""
+FACTOR_BYTES = {**DTYPE_BYTES, FP8: 1}
+"""Element sizes of the dtypes that factors may have."""
 LARGEST = 1 << 20
 """Upper bound of every dimension. No model exceeds it, and the solver looks at every panel of a weight."""
 
@@ -19,10 +23,10 @@ class Problem:
     Dimensions: ``x`` [inputs, tokens], ``A`` [rank, inputs], ``B`` [outputs, rank].
 
     The options are those of the kernel (:class:`.objects.Options`). ``form``: that of the linear. ``pivots``: in the
-    row form, the first of ``rank`` consecutive outputs.
+    row form, the first of ``rank`` consecutive outputs. ``factors``: dtype of A and B, "": that of the activations.
 
     Raises:
-        KernelError: a size or the dtype is out of range, or the input is normalised and has pivots.
+        KernelError: a size or a dtype is out of range, or the input is normalised and has pivots.
     """
 
     tokens: int
@@ -35,6 +39,7 @@ class Problem:
     tokens_first: bool = False
     form: Form = Form.TWO
     pivots: int = 0
+    factors: str = ""
 
     def __post_init__(self) -> None:
         _check(self, (self.tokens, self.inputs, self.rank, self.outputs))
@@ -70,10 +75,10 @@ class MlpProblem:
     Dimensions: ``x`` [hidden, tokens], the activation [intermediate, tokens]; ``gate``, ``up`` and ``down`` are ranks.
 
     ``shared``: gate and up have one A, and ``up`` is not used. ``gate_pivots``, ``up_pivots``, ``down_pivots``: as in
-    :class:`Ranks`. The other options are those of the kernel.
+    :class:`Ranks`. ``factors``: as in :class:`Problem`. The other options are those of the kernel.
 
     Raises:
-        KernelError: a size or the dtype is out of range.
+        KernelError: a size or a dtype is out of range.
     """
 
     tokens: int
@@ -90,6 +95,7 @@ class MlpProblem:
     gate_pivots: Pivots | None = None
     up_pivots: Pivots | None = None
     down_pivots: int = 0
+    factors: str = ""
 
     def __post_init__(self) -> None:
         _check(self, (self.tokens, self.hidden, self.intermediate, self.gate, self.up, self.down))
@@ -116,6 +122,21 @@ def _check(problem: Problem | MlpProblem, sizes: tuple[int, ...]) -> None:
         raise KernelError(f"tiling: sizes must be positive and at most {LARGEST}: {problem!r}")
     if problem.dtype not in DTYPE_BYTES:
         raise KernelError(f"tiling: dtype {problem.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    if problem.factors not in ("", problem.dtype) and (problem.factors != FP8 or problem.dtype == "float32"):
+        raise KernelError(
+            f"tiling: factors in {problem.factors!r} with activations in {problem.dtype}: must be of one dtype, or "
+            f"the factors {FP8} and the activations of 16 bits"
+        )
+
+
+def scaled(problem: Problem | MlpProblem) -> bool:
+    """Return whether A and B have scales: their dtype is not that of the activations."""
+    return problem.factors not in ("", problem.dtype)
+
+
+def factor_bytes(problem: Problem | MlpProblem) -> int:
+    """Return the bytes of an element of A and B."""
+    return FACTOR_BYTES[problem.factors or problem.dtype]
 
 
 @dataclass(frozen=True)

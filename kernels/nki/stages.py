@@ -13,9 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neuronmm.kernels.nki.matmuls import ADD, BIAS, COLUMNS, COPY, copy_pivots, expand, panel_matmul
+from neuronmm.kernels.nki.matmuls import copy_pivots, expand, panel_matmul
 from neuronmm.kernels.nki.moves import load_bias, load_panels, load_rows, store_rows
 from neuronmm.kernels.nki.objects import (
+    ADD,
+    BIAS,
+    COLUMNS,
+    COPY,
     LONG_ROW,
     PARTITIONS,
     Chunks,
@@ -29,6 +33,7 @@ from neuronmm.kernels.nki.objects import (
     parts_of,
     split,
 )
+from neuronmm.kernels.nki.scaling import bias_of, multiply_by_norm
 
 
 @dataclass
@@ -176,6 +181,8 @@ def load_and_contract(
         load_rows(d, strip, x, cut, first, last, start, tokens, options.tokens_first)
         if scaled:
             add_squares(d, scale, strip, cut, first, last, tokens, blocks.moving, options.epsilon, x.dtype)
+            if factors[0].scaled:
+                multiply_by_norm(d, strip, factors[0].table, cut, first, last, tokens)
         for accumulation in accumulations:
             parts = parts_of(d, strip, count)
             accumulate_block(d, accumulation, parts, first, last, tokens, blocks, x.dtype, scaled, scale)
@@ -192,7 +199,8 @@ def add_squares(
     """Add the squares of an input block to ``scale`` [128, tokens]; after the last block, turn it into ``1 / rms(x)``.
 
     A matmul with ones sums over the partitions, so every partition of its result has the sum. The norm's weight is
-    folded into the packed factor (``pack(weight, scale)``), and ``scale`` is applied after the matmul with that factor.
+    folded into the packed factor (``pack(weight, scale)``), or multiplies the input later (:func:`.scaling.
+    multiply_by_norm`), and ``scale`` is applied after the matmul with that factor.
     """
     ones = d.sbuf((PARTITIONS, PARTITIONS), dtype)
     d.fill(ones, 1.0)
@@ -227,7 +235,7 @@ def expand_and_store(
     by_panel = tokens >= LONG_ROW and not tokens_first
     kind, other = COPY, 0.0
     if options.biased:
-        kind, other = BIAS, load_bias(d, options.bias, cut)
+        kind, other = BIAS, bias_of(d, f) if f.scaled else load_bias(d, options.bias, cut)
     for span in _spans(d, f, panels, blocks.panels if by_panel else 0):
         first, last = span.first, span.last
         out = d.sbuf((cut.width, last - first, tokens), y.dtype)

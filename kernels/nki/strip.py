@@ -17,7 +17,7 @@ from neuronmm.kernels.hardware import DTYPE_BYTES, NeuronCore
 from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
 from neuronmm.kernels.nki.layout import Packing
 from neuronmm.kernels.nki.objects import LONG_ROW, PARTITIONS
-from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, factor_bytes, scaled
 
 
 class Streamed(NamedTuple):
@@ -41,11 +41,15 @@ class Stage:
 
 
 class Strip:
-    """The stages of a strip of ``tokens``; ``fill`` and ``drain`` are the times in ns that overlap with nothing."""
+    """The stages of a strip of ``tokens``; ``fill`` and ``drain`` are the times in ns that overlap with nothing.
+
+    ``table_bytes``, ``table_ns``: bytes of the table of scaled factors (:mod:`.table`), which is loaded once, and the
+    time that takes the DMA engines.
+    """
 
     def __init__(self, problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore, tokens: int) -> None:
         self.problem, self.blocks, self.core, self.tokens = problem, blocks, core, tokens
-        self.size = DTYPE_BYTES[problem.dtype]
+        self.size, self.weight = DTYPE_BYTES[problem.dtype], factor_bytes(problem)
         self.moving = min(blocks.moving, tokens)
         passes = core.fp32_passes if self.size == 4 else 1
         full, tail = divmod(tokens, self.moving)
@@ -58,12 +62,14 @@ class Strip:
         self.stages = self._linear(problem) if isinstance(problem, Problem) else self._mlp(problem)
 
     def _linear(self, p: Problem) -> list[Stage]:
-        a, b = linear_packings(p.inputs, p.rank, p.outputs, self.size, p.form, p.pivots)
+        a, b = linear_packings(p.inputs, p.rank, p.outputs, self.weight, p.form, p.pivots)
+        self._count_table([a, b])
         return [self._first([a], p.inputs), self._last(b, p.outputs, self._result_bytes(a))]
 
     def _mlp(self, p: MlpProblem) -> list[Stage]:
-        gate_a, gate_b, up_a, up_b, down_a, down_b = mlp_packings(p.hidden, p.ranks, p.shared, self.size)
+        gate_a, gate_b, up_a, up_b, down_a, down_b = mlp_packings(p.hidden, p.ranks, p.shared, self.weight)
         inputs = [gate_a] + ([] if p.shared else [up_a])
+        self._count_table([*inputs, gate_b, up_b, down_a, down_b])
         chunks = down_a.rows.count
         group = max(gate_b.group, up_b.group)
         block = min(chunks, -(-(self.blocks.intermediate or chunks) // group) * group)
@@ -76,6 +82,12 @@ class Strip:
         sbuf = sum(self._result_bytes(f) for f in inputs) + act + self._sum_bytes(down_a, turns)
         middle = self._stage(streamed, 0, 0.0, self._addition_ns(down_a, turns), sbuf)
         return [self._first(inputs, p.hidden), middle, self._last(down_b, p.hidden, self._result_bytes(down_a))]
+
+    def _count_table(self, factors: list[Packing]) -> None:
+        columns = sum(f.columns.count for f in factors) + self.problem.norm * factors[0].rows.count
+        row = columns * 4 * scaled(self.problem)
+        self.table_bytes, self.table_row = row * PARTITIONS, row
+        self.table_ns = self._dma(self.table_bytes, row) if row else 0.0
 
     def _first(self, factors: list[Packing], inputs: int) -> Stage:
         """Return the stage that loads the input and computes ``A x`` for every factor that reads it."""
@@ -96,7 +108,7 @@ class Strip:
         sbuf += (p.tokens_first or one_token) * self.token_tiles * deep * PARTITIONS * size
         sbuf += p.norm * (4 * self.tokens + 2 * (self.moving + PARTITIONS) * size + 8)
         vector = sum(self._addition_ns(f, turns) for f in factors)
-        first_panel = factors[0].elements * size * factors[0].group / factors[0].columns.count
+        first_panel = factors[0].elements * self.weight * factors[0].group / factors[0].columns.count
         self.fill = self.core.dma_start_ns + (self._dma(moved, row) + self._dma(int(first_panel), 1 << 12)) / turns
         streamed = [Streamed(f, depth, turns) for f in factors]
         moving_ns = 0.0 if early else self._dma(moved, row)
@@ -128,7 +140,7 @@ class Strip:
         ``vector``: ns of additions. ``sbuf``: bytes per partition besides the weight tiles. ``transposed``: activation
         chunks that the tensor engine transposes, 128 tokens at a time.
         """
-        core, size = self.core, self.size
+        core, size = self.core, self.weight
         tensor = weights = 0.0
         tiles = tile = traffic = 0
         for packing, deep, turns in streamed:
@@ -145,9 +157,8 @@ class Strip:
         # a ring of two tiles: a load starts, after a latency, when the tile before the last is no longer needed
         ring = (tiles * core.dma_start_ns + weights + tensor) / 2
         ns = max(tensor, weights + moving_ns, vector, ring) + transposing
-        return Stage(
-            ns, tensor, weights + moving_ns, vector + transposing, traffic + moved, sbuf + self.identity + 2 * tile
-        )
+        sbuf += self.identity + self.table_row + 2 * tile
+        return Stage(ns, tensor, weights + moving_ns, vector + transposing, traffic + moved, sbuf)
 
     def _dma(self, count: int, row: int) -> float:
         """Nanoseconds to move ``count`` bytes in rows of ``row`` bytes."""

@@ -16,10 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from neuronmm.kernels import cache
-from neuronmm.kernels.hardware import DTYPE_BYTES, TRN1, NeuronCore
+from neuronmm.kernels.hardware import TRN1, NeuronCore
 from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
 from neuronmm.kernels.nki.objects import PARTITIONS
-from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem
+from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, factor_bytes, scaled
 from neuronmm.kernels.nki.strip import Strip
 from neuronmm.kernels.ops import KernelError
 
@@ -125,7 +125,7 @@ def consider(problem: Problem | MlpProblem, core: NeuronCore) -> list[tuple[Tili
     """Return every choice that the solver considers, with the reason why it is refused (None: it fits)."""
     moving = min(core.moving_columns, problem.tokens)
     strips = sorted({min(problem.tokens, n) for n in range(128, LARGEST_STRIP + 1, 128)})
-    size = DTYPE_BYTES[problem.dtype]
+    size = factor_bytes(problem)
     if isinstance(problem, Problem):
         p = problem
         factors = list(linear_packings(p.inputs, p.rank, p.outputs, size, p.form, p.pivots))
@@ -145,9 +145,10 @@ def explain(problem: Problem | MlpProblem, core: NeuronCore = TRN1) -> list[str]
     """Return a table of the choice and its alternatives: the best of each strip length, or why none fits."""
     chosen = solve(problem, core)
     blocks, mlp = chosen.blocks, isinstance(problem, MlpProblem)
+    dtypes = problem.dtype + f", factors in {problem.factors}" * scaled(problem)
     stages = ", ".join(f"{size / 1024:.1f}" for size in chosen.sbuf)
     lines = [
-        f"{problem}, {problem.dtype}, one {core.device} core (NeuronCore {core.name})",
+        f"{problem}, {dtypes}, one {core.device} core (NeuronCore {core.name})",
         f"strip of {blocks.tokens} tokens, {blocks.moving} per matmul, input "
         + (f"in blocks of {blocks.depth * PARTITIONS}" if blocks.depth else "of a strip in SBUF at once")
         + (f", activation {_blocks_of(blocks.intermediate)}" if mlp else "")
@@ -206,16 +207,16 @@ def _model(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore) -> T
     counted = [(stage, strips) for stage in first.stages * (strips > 0)] + [
         (stage, 1) for stage in last.stages * (tail > 0)
     ]
-    ns = sum(count * stage.ns for stage, count in counted) + first.fill + last.drain
+    ns = sum(count * stage.ns for stage, count in counted) + first.table_ns + first.fill + last.drain
     return Tiling(
         problem=problem,
         device=core.device,
         blocks=blocks,
         seconds=ns / 1e9,
         tensor=sum(count * stage.tensor for stage, count in counted) / 1e9,
-        dma=sum(count * stage.dma for stage, count in counted) / 1e9,
+        dma=(sum(count * stage.dma for stage, count in counted) + first.table_ns) / 1e9,
         vector=sum(count * stage.vector for stage, count in counted) / 1e9,
-        traffic=sum(count * stage.traffic for stage, count in counted),
+        traffic=sum(count * stage.traffic for stage, count in counted) + first.table_bytes,
         sbuf=tuple(stage.sbuf for stage in first.stages),
         psum_banks=2 * -(-first.moving * 4 // core.psum_bank_bytes),
         mfu=2 * problem.multiply_adds / (ns / 1e9 * core.peak_flops(problem.dtype)),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neuronmm.kernels import Form
 from neuronmm.kernels.factors import expand_a, expand_b
+from neuronmm.kernels.fp8 import Fp8
 from neuronmm.kernels.low_bits import Int8
 from neuronmm.models.contents import inspect
 from neuronmm.models.errors import UserError
@@ -47,7 +48,7 @@ class Checkpoint:
         return name in self._files
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor in the dtype of the build; an int8 factor is dequantised and rounded once to that dtype.
+        """Read one tensor in the dtype of the build; factors of few bits are dequantised and rounded once to that.
 
         Raises:
             UserError: the checkpoint has no such tensor, or the tensor contains NaN or infinity.
@@ -55,8 +56,10 @@ class Checkpoint:
         if name not in self._files:
             raise UserError(f"{self.folder}: config.json and weights disagree: {name} is in no shard")
         tensor = self._read(name)
-        if tensor.dtype is torch.int8:
-            return Int8(tensor, self._read(f"{name}_scale").float()).dequantise(self.dtype)
+        if tensor.dtype in (torch.int8, torch.float8_e4m3fn):
+            scales = self._read(f"{name}_scale").float()
+            low = Int8(tensor, scales) if tensor.dtype is torch.int8 else Fp8(tensor, scales)
+            return low.dequantise(self.dtype)
         return tensor.to(self.dtype)
 
     def factor(self, linear: str, factor: str) -> Tensor:

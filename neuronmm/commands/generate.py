@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
     add_weight_dtype(parser)
     parser.add_argument("--impl", default="auto", help="low-rank kernel: auto (default), naive, torch, reference, ...")
-    parser.add_argument("--draft", metavar="ngram|int4|int8|CHECKPOINT", help="guess tokens, on the CPU and for one prompt")
+    parser.add_argument(
+        "--draft",
+        metavar="ngram|int4|int8|CHECKPOINT",
+        help="guess tokens, on the CPU and for one prompt; int4 is the model itself, rounded",
+    )
     add_neuron_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of streaming text")
 

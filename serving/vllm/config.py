@@ -46,6 +46,10 @@ class LowRankConfig(QuantizationConfig):
         spec = CompressionSpec.parse(config, "config.json")
         if spec.few_bits is not None:
             raise UserError(f"config.json: {spec.few_bits}, which vLLM cannot run; use neuronmm serve")
+        if spec.factors == "fp8":
+            raise UserError(
+                "config.json: vLLM does not serve fp8 factors, which are Trainium's; compress to int8 instead"
+            )
         return cls(spec)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:

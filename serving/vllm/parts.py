@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from neuronmm.kernels import Form, Int4, Int8, LowRank
+from neuronmm.kernels import Form, Fp8, Int4, Int8, LowRank
 from neuronmm.kernels.low_bits import Weight
 from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.tensors import check_pivots, linear_tensors
@@ -41,7 +41,7 @@ class Split:
         if factors.form is (Form.COLUMNS if self.inputs else Form.ROWS):
             factors = factors.expanded(dtype)
         A, B = factors.A, factors.B
-        assert not isinstance(A, Int4) and not isinstance(B, Int4)  # no checkpoint has them
+        assert not isinstance(A, (Int4, Fp8)) and not isinstance(B, (Int4, Fp8))  # no served checkpoint has them
         if self.inputs:
             columns = Int8(self.of_dense(A.values), A.scales) if isinstance(A, Int8) else self.of_dense(A)
             return factors._replace(A=columns)
@@ -53,7 +53,7 @@ class Matrix(nn.Module):
 
     def __init__(self, weight: Weight, device: torch.device) -> None:
         super().__init__()
-        assert not isinstance(weight, Int4)  # no checkpoint has it
+        assert not isinstance(weight, (Int4, Fp8))  # no served checkpoint has it
         values, scales = weight if isinstance(weight, Int8) else (weight, None)
         self.values = _parameter(values, device)
         self.scales = None if scales is None else _parameter(scales, device)

@@ -15,11 +15,13 @@ from torch.nn.functional import silu
 
 from neuronmm.emulator.nki import Run, TensorSpec, nki_modules, run
 from neuronmm.kernels.factors import Form
+from neuronmm.kernels.fp8 import Fp8, quantise_fp8
 from neuronmm.kernels.hardware import TRN1, TRN2
 from neuronmm.kernels.nki.choice import factor_plan, linear_blocks, linear_plans, mlp_blocks, mlp_plans
 from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
 from neuronmm.kernels.nki.layout import Packing, pack
 from neuronmm.kernels.nki.problem import Blocks, Pivots, Ranks
+from neuronmm.kernels.nki.table import starts, table
 
 CORES = {"neuronxcc": TRN1, "nki": TRN2}
 """The first Trainium generation that each dialect supports."""
@@ -32,12 +34,16 @@ Pivoted = int | str | tuple[int | str, int] | None
 def to_numpy(tensor: Tensor) -> np.ndarray:
     if tensor.dtype is torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype is torch.float8_e4m3fn:  # up to 240 the bits are those of the device's e4m3
+        return tensor.contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
     return tensor.contiguous().numpy()
 
 
 def to_torch(array: np.ndarray) -> Tensor:
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    if array.dtype == ml_dtypes.float8_e4m3:
+        return torch.from_numpy(array.view(np.uint8).copy()).view(torch.float8_e4m3fn)
     return torch.from_numpy(array.copy())
 
 
@@ -67,6 +73,7 @@ class Case:
     tokens_first: bool = False
     epsilon: float = field(default=0.0)
     pivots: tuple[Pivoted, ...] = (None, None, None)
+    fp8: tuple[Fp8, ...] = ()
 
     @classmethod
     def linear(
@@ -88,7 +95,7 @@ class Case:
     def _make(
         cls, tokens: int, inputs: int, out: int, shapes: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0,
         norm: bool = False, residual: bool = False, shared: bool = False, bias: bool = False,
-        tokens_first: bool = False, pivots: tuple[Pivoted, ...] = (None, None, None),
+        tokens_first: bool = False, pivots: tuple[Pivoted, ...] = (None, None, None), fp8: bool = False,
     ) -> Case:  # fmt: skip
         random = torch.Generator().manual_seed(seed)
 
@@ -98,11 +105,15 @@ class Case:
         weights = [draw(*shape, scale=shape[1] ** -0.5) for shape in shapes]
         if shared:
             weights[2] = weights[0]
+        rounded = tuple(quantise_fp8(w) for w in weights) if fp8 else ()
+        if fp8:
+            weights = [w.dequantise(torch.float32) for w in rounded]
+            weights[2:3] = weights[:1] if shared else weights[2:3]
         x, extra = draw(inputs, tokens), draw(out, tokens)
         gain, column = 1 + draw(inputs, scale=0.2), draw(out)
         return cls(
             x, tuple(weights), gain if norm else None, extra if residual else None, column if bias else None,
-            tokens_first, 0.03 if norm else 0.0, pivots,
+            tokens_first, 0.03 if norm else 0.0, pivots, rounded,
         )  # fmt: skip
 
     @property
@@ -111,7 +122,7 @@ class Case:
 
     def plain(self) -> Tensor:
         """Return the result in torch, in the case's own dtype."""
-        return self._result(lambda t: t)
+        return self._result(lambda t: t.to(self.x.dtype))
 
     def exact(self) -> Tensor:
         """Return the result in torch, in float64."""
@@ -128,15 +139,21 @@ class Case:
             y = y + cast(self.bias)[:, None]
         return y if self.residual is None else y + cast(self.residual)
 
-    def packed(self) -> list[np.ndarray]:
-        """Return the packed factors; those that read the input include the norm's weight."""
-        readers = (0,) if len(self.weights) == 2 else (0, 2)
-        inputs, size = self.x.shape[0], self.x.itemsize
-        packings: tuple[Packing, ...]
+    def packings(self) -> tuple[Packing, ...]:
+        """How the factors are packed."""
+        inputs, size = self.x.shape[0], 1 if self.fp8 else self.x.itemsize
         if self.is_mlp:
-            packings = mlp_packings(inputs, self.ranks(), self.shared, size)
-        else:
-            packings = linear_packings(inputs, len(self.weights[0]), self.outputs, size, *self.form)
+            return mlp_packings(inputs, self.ranks(), self.shared, size)
+        return linear_packings(inputs, len(self.weights[0]), self.outputs, size, *self.form)
+
+    def packed(self) -> list[np.ndarray]:
+        """Return the packed factors; those that read the input include the norm's weight. In fp8, a table is last."""
+        readers, packings = (0,) if len(self.weights) == 2 else (0, 2), self.packings()
+        if self.fp8:
+            own = [i for i in range(len(packings)) if i != 2 or not self.shared]
+            numbers = table([self.fp8[i].scales for i in own], [packings[i] for i in own], self.norm, self.bias)
+            factors = [pack(w.values, None, packing) for w, packing in zip(self.fp8, packings, strict=True)]
+            return [to_numpy(t) for t in (*factors, numbers)]
         parts = enumerate(zip(self.weights, packings, strict=True))
         return [to_numpy(pack(t, self.norm if i in readers else None, packing)) for i, (t, packing) in parts]
 
@@ -163,7 +180,7 @@ class Case:
 
     def arguments(self) -> list[np.ndarray]:
         """Return the kernel's input tensors in the entries' order, in the case's layout."""
-        extras = [] if self.bias is None else [to_numpy(self.bias)]
+        extras = [] if self.bias is None or self.fp8 else [to_numpy(self.bias)]
         extras += [] if self.residual is None else [to_numpy(self._laid(self.residual))]
         return [to_numpy(self._laid(self.x)), *self.packed(), *extras]
 
@@ -188,10 +205,12 @@ class Case:
             norm_residual_layout = self.norm is not None, self.residual is not None, self.tokens_first
             if len(self.weights) == 2:
                 rank = len(self.weights[0])
-                chosen = sizes or linear_blocks(x, rank, self.outputs, core, *norm_residual_layout, *self.form)
+                chosen = sizes or linear_blocks(
+                    x, tensors[0], rank, self.outputs, core, *norm_residual_layout, *self.form
+                )
                 kernel = kernels.low_rank_matmul.low_rank_matmul
             else:
-                chosen = sizes or mlp_blocks(x, self.ranks(), self.shared, core, *norm_residual_layout)
+                chosen = sizes or mlp_blocks(x, tensors[0], self.ranks(), self.shared, core, *norm_residual_layout)
                 kernel = kernels.low_rank_mlp.low_rank_swiglu_mlp
             d = getattr(kernels, f"dialect_{dialect}").Dialect()
             kernel(d=d, y=y, blocks=chosen, **self.named(kernels, x, *inputs))
@@ -205,20 +224,23 @@ class Case:
         """Return the common arguments of kernel body and torch reference, from tensors in the entries' order."""
         inputs = list(tensors)
         residual = inputs.pop() if self.residual is not None else 0.0
-        bias = inputs.pop() if self.bias is not None else 0.0
+        bias = inputs.pop() if self.bias is not None and not self.fp8 else 0.0
         options = kernels.objects.Options(
             self.epsilon, self.bias is not None, bias, self.residual is not None, residual, self.tokens_first, partial
         )
         if len(self.weights) == 6:
-            return {"x": x, "w": self.factors(kernels, x, inputs), "options": options}
-        plans = linear_plans(self.x.shape[0], len(self.weights[0]), self.outputs, x, *self.form)
-        a, b = (kernels.objects.factor(t, plan) for t, plan in zip(inputs, plans, strict=True))
+            return {"x": x, "w": self.factors(kernels, inputs), "options": options}
+        plans = linear_plans(self.x.shape[0], len(self.weights[0]), self.outputs, inputs[0], *self.form)
+        scales = (True, inputs.pop()) if self.fp8 else (False, 0.0)
+        at = starts(plans, self.norm is not None)
+        a, b = (kernels.objects.factor(*each[:2], *scales, each[2]) for each in zip(inputs, plans, at, strict=True))
         return {"x": x, "a": a, "b": b, "options": options}
 
-    def factors(self, kernels: Any, x: Any, tensors: list[Any]) -> Any:
+    def factors(self, kernels: Any, tensors: list[Any]) -> Any:
         """The MLP's weights as its kernel takes them."""
-        hidden = self.x.shape[0]
-        return kernels.low_rank_mlp.weights(tensors, mlp_plans(hidden, self.ranks(), x, self.shared), self.shared)
+        plans = mlp_plans(self.x.shape[0], self.ranks(), tensors[0], self.shared)
+        scales = (True, tensors[6], starts(plans, self.norm is not None, self.shared)) if self.fp8 else ()
+        return kernels.low_rank_mlp.weights(tensors[:6], plans, self.shared, *scales)
 
     def _laid(self, activation: Tensor) -> Tensor:
         return activation.T if self.tokens_first else activation
@@ -287,7 +309,7 @@ def two_kernel_mlp(case: Case, kernels: Any, dialect: str, sizes: Blocks) -> Ten
     def body(x: Any, *tensors: Any) -> None:
         d = getattr(kernels, f"dialect_{dialect}").Dialect()
         *factors, y = tensors
-        w = case.factors(kernels, x, factors)
+        w = case.factors(kernels, factors)
         act = d.hbm((case.ranks().intermediate, x.shape[1]), x.dtype)
         kernels.baselines.gate_up(d, x, w, act, sizes)
         kernels.low_rank_matmul.low_rank_matmul(d, act, w.down_a, w.down_b, y, sizes, kernels.objects.Options())

@@ -17,9 +17,9 @@ from neuronmm.kernels import nki as package
 
 FOLDER = Path(package.__file__).parent
 FILES = (
-    "problem", "objects", "layout", "forms", "strip", "tiling", "choice", "moves", "matmuls", "stages",
-    "low_rank_matmul", "low_rank_mlp", "baselines", "dialect_neuronxcc", "dialect_nki", "jitted", "entry_neuronxcc",
-    "entry_nki",
+    "problem", "objects", "layout", "table", "forms", "strip", "tiling", "choice", "moves", "scaling", "matmuls",
+    "stages", "low_rank_matmul", "low_rank_mlp", "baselines", "dialect_neuronxcc", "dialect_nki", "jitted",
+    "entry_neuronxcc", "entry_nki",
 )  # fmt: skip
 """The modules that may have a bug, each after those it imports."""
 

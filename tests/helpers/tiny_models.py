@@ -12,9 +12,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 import neuronmm
 from neuronmm.kernels import Form
+from neuronmm.kernels.fp8 import quantise_fp8
 from neuronmm.kernels.low_bits import dense, quantise, quantise_int4
 from neuronmm.models import CompressionSpec, Int8Linear, LowRankLinear
 from neuronmm.models.families import LAYERS, TARGETS
+from neuronmm.models.fp8 import Fp8Linear
 from neuronmm.models.load import DTYPE
 from neuronmm.models.low_bits import LowBitsModule
 from neuronmm.models.patch import patch
@@ -204,7 +206,8 @@ def pivot_tiny(model: PreTrainedModel, leader: str = "gate") -> CompressionSpec:
 
 def _fill(factor: torch.nn.Module, weight: torch.Tensor) -> None:
     if isinstance(factor, LowBitsModule):
-        weight, scales = (quantise if isinstance(factor, Int8Linear) else quantise_int4)(weight)[:2]
+        round_to = {Int8Linear: quantise, Fp8Linear: quantise_fp8}.get(type(factor), quantise_int4)
+        weight, scales = round_to(weight)[:2]
         factor.weight_scale.copy_(scales)
     factor.weight.copy_(weight)
 

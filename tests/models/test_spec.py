@@ -51,7 +51,7 @@ def test_a_block_survives_json_and_transformers() -> None:
         ({"shared": {"a.b": 3}}, r"shared\.a\.b"),
         ({"shared": ["a.b"]}, "shared"),
         ({"align": 0}, "align"),
-        ({"factors": "int4"}, r"factors: Input should be 'model' or 'int8'"),
+        ({"factors": "int4"}, r"factors: Input should be 'model', 'int8' or 'fp8'"),
         ({"asked_ratio": "many"}, "asked_ratio"),
         ({"colour": "red"}, "colour: Extra inputs"),
     ],

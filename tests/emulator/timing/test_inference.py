@@ -86,6 +86,19 @@ def test_fewer_ranks_are_faster_and_parallel_cores_share_the_weights() -> None:
     assert predict(low_rank(512), TRN1, parallel=2).weight_bytes * 2 > predict(low_rank(512), TRN1).weight_bytes
 
 
+@pytest.mark.parametrize("device", sorted(CORES))
+def test_factors_of_eight_bits_are_half_the_bytes_and_int8_is_no_faster_than_fp8(device: str) -> None:
+    """int8 has fp8's bytes, but has to be widened, which is never free in a prefill and takes engines in decode."""
+    low, core = low_rank(384), CORES[device]
+    wide, fp8, int8 = (predict(replace(low, factors=f), core, prompt=200) for f in ("bfloat16", "float8_e4m3", "int8"))
+    assert wide.weight_bytes - fp8.weight_bytes == 6 * 384 * 3 * (1024 + 2048)
+    assert int8.weight_bytes == fp8.weight_bytes
+    assert fp8.tpot < wide.tpot and fp8.ttft <= wide.ttft
+    assert int8.tpot >= fp8.tpot and int8.ttft >= fp8.ttft
+    moved = (wide.weight_bytes - fp8.weight_bytes) / core.dma_rate * 1e-9
+    assert wide.tpot - fp8.tpot <= 1.1 * moved, "no more is gained than the bytes cost"
+
+
 def test_every_layer_counts_with_its_own_ranks() -> None:
     def ranks(r: int) -> tuple[tuple[str, int], ...]:
         return (("gate", r), ("up", r), ("down", r))

@@ -19,7 +19,7 @@ from neuronmm.kernels.nki.problem import Ranks
 from nki_subset import problems
 
 FOLDER = Path(kernels_package.__file__).parent
-BODIES = ("objects", "moves", "matmuls", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
+BODIES = ("objects", "moves", "scaling", "matmuls", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
 COMPILED = (*BODIES, "dialect_nki", "jitted")
 MODULES = {f"neuronmm.kernels.nki.{name}" for name in COMPILED}
 
@@ -97,6 +97,13 @@ def launches(kernels: Any) -> Iterator[tuple[Any, list[TensorSpec]]]:
         yield entry.low_rank_matmul(8, bias=True, **static), [x, small, small, vector, *extra]
         yield entry.low_rank_swiglu_mlp(ranks, **static), [x, small, large, small, large, large, small, *extra]
         yield entry.low_rank_swiglu_mlp_shared(ranks, **static), [x, small, large, large, large, small, *extra]
+        x = TensorSpec(x.shape, "bfloat16")
+        small8, large8 = TensorSpec((128,), "float8_e4m3"), TensorSpec((320,), "float8_e4m3")
+        table, static, extra = TensorSpec((128, 7)), {**static, "scaled": True}, [x] if residual else []
+        yield entry.low_rank_matmul(8, bias=True, **static), [x, small8, small8, table, *extra]
+        mlp = [x, small8, large8, small8, large8, large8, small8, table, *extra]
+        yield entry.low_rank_swiglu_mlp(ranks, **static), mlp
+        yield entry.low_rank_swiglu_mlp_shared(ranks, **static), mlp[:3] + mlp[4:]
 
 
 def test_kernels_get_tensors_numbers_and_tuples(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:

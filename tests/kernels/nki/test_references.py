@@ -162,7 +162,7 @@ def mlp_calls(kernels: Any, make: Any, tokens: int, dtype: torch.dtype) -> Itera
         "low_rank_swiglu_mlp", tensors, lambda *t: case.named(kernels, *t, partial=True),
         case.weights[4].double() @ acts[0], case.weights[4] @ acts[1],
     )  # fmt: skip
-    yield Call("gate_up", tensors, lambda x, *t: {"x": x, "w": case.factors(kernels, x, list(t))}, *acts)
+    yield Call("gate_up", tensors, lambda x, *t: {"x": x, "w": case.factors(kernels, list(t))}, *acts)
 
 
 def calls(kernels: Any, make: Any, tokens: int, dtype: torch.dtype) -> list[Call]:

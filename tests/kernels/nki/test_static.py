@@ -12,7 +12,7 @@ from neuronmm.emulator.nki.modules import surface
 from neuronmm.kernels import nki as kernels
 
 FOLDER = Path(kernels.__file__).parent
-BODIES = ("moves", "matmuls", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
+BODIES = ("moves", "scaling", "matmuls", "stages", "low_rank_matmul", "low_rank_mlp", "baselines")
 REMOVED = {
     "neuronxcc": {"tensor_copy_dynamic_src", "tensor_copy_dynamic_dst", "loop_reduce", "dma_transpose", "nc_matmul_mx"},
     "nki": {"arange", "mgrid", "par_dim", "load", "store", "affine_range", "loop_reduce", "dma_transpose"},
