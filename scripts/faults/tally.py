@@ -1,0 +1,114 @@
+"""Run a command on a bad input inside this process, and count how the inputs of a study ended."""
+
+from __future__ import annotations
+
+import io
+import resource
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from neuronmm.cli import main
+
+SECONDS = 60
+"""A command on a tiny model that takes longer counts as a hang. Busy machines need some patience."""
+
+MAX_GROWTH = 1 << 30
+"""Bytes by which the peak memory of the process may grow during a whole study."""
+
+
+class Hang(BaseException):
+    """Not an Exception, so that no code turns it into a one-line error."""
+
+
+class Finding(AssertionError):
+    """A traceback, a hang, a wrong result or an unclear error: what a study looks for."""
+
+
+@dataclass
+class Tally:
+    """How the inputs of one study ended: in a right result, in one clear line, or as a finding."""
+
+    results: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> int:
+        """The number of inputs."""
+        return self.results + self.refusals.total() + len(self.findings)
+
+    def add(self, name: str, check: Callable[[], str | None]) -> None:
+        """Count one input. ``check`` returns None for a right result, or the line that refuses the input."""
+        try:
+            with time_limit():
+                line = check()
+        except KeyboardInterrupt:
+            raise
+        except (Exception, SystemExit, Hang) as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            ours = [frame for frame in frames if "site-packages" not in frame.filename]
+            where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+            self.findings.append(f"{name}: {type(error).__name__}: {error} ({where})"[:1000])
+            print(f"finding: {self.findings[-1]}", file=sys.stderr, flush=True)
+            return
+        if line is None:
+            self.results += 1
+        else:
+            self.refusals[line] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        counts = {"inputs": self.inputs, "right_results": self.results, "one_clear_line": self.refusals.total()}
+        return {**counts, "different_lines": len(self.refusals), "findings": self.findings}
+
+
+def command(words: list[str]) -> tuple[str | None, str]:
+    """Run ``neuronmm WORDS`` in this process and return the error line, None on success, and the output.
+
+    Raises:
+        Finding: the command ended in another way than with its result or one clear line.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(words)
+    if status == 0:
+        return None, out.getvalue()
+    if status == 130:  # Ctrl-C, which no file can cause
+        raise KeyboardInterrupt
+    line = err.getvalue().rstrip("\n").split("\n")[-1]
+    clear = line.startswith(f"neuronmm {words[0]}: error: ") and line.isprintable() and "Traceback" not in err.getvalue()
+    if status not in (1, 2) or out.getvalue() or not clear:
+        raise Finding(f"status {status}, stdout {out.getvalue()[:200]!r}, stderr {err.getvalue()[-500:]!r}")
+    return line, ""
+
+
+@contextmanager
+def time_limit(seconds: int = SECONDS) -> Iterator[None]:
+    """Raise :class:`Hang` if the block takes longer."""
+
+    def end(*_: Any) -> None:
+        raise Hang(f"still at work after {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def memory_growth() -> Iterator[dict[str, int]]:
+    """Measure by how many bytes the block raises the peak memory of this process."""
+    grown: dict[str, int] = {}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield grown
+    grown["bytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
