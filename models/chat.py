@@ -32,7 +32,7 @@ MEMORY = 1 << 29
 MAX_BYTES = 1 << 24
 """Longest text in UTF-8, enough for a context of four million tokens."""
 _PATIENCE = 120  # seconds; the child is only late if the machine is
-_ENDLESS = f"it takes more than {CPU_SECONDS} seconds"
+_ENDLESS = f"it takes more than {CPU_SECONDS} seconds, or its process was killed"
 _LARGE = f"it needs more than {MEMORY >> 20} MB of memory"
 _LONG = f"it writes more than {MAX_BYTES >> 20} MB of text"
 

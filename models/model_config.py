@@ -66,6 +66,19 @@ class Rope(BaseModel):
         return self
 
 
+    def check_factors(self, head: int) -> None:
+        """Check that longrope has a factor for each of its frequencies.
+
+        Raises:
+            ValueError: it has not.
+        """
+        frequencies = int(head * (self.partial_rotary_factor or 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if factors is not None and len(factors) != frequencies:
+                raise ValueError(f"{name} has {len(factors)} numbers; a head of {head} has {frequencies} frequencies")
+
+
 class ModelConfig(BaseModel):
     """A decoder's sizes, and the other entries that decide how it is built and run."""
 
@@ -99,6 +112,8 @@ class ModelConfig(BaseModel):
             raise ValueError(f"hidden size {self.hidden_size} is no multiple of {self.num_attention_heads} heads")
         if self.head % 2:
             raise ValueError(f"the head size {self.head} is odd; RoPE needs an even one")
+        for rope in filter(None, (self.rope_scaling, self.rope_parameters)):
+            rope.check_factors(self.head)
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
         return self

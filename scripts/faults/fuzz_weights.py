@@ -81,6 +81,7 @@ def _is_entry(entry: Any) -> bool:
 
 def write_sharded(folder: Path) -> Path:
     """Write a dense tiny model in several shards."""
+    torch.manual_seed(0)
     make_tiny().save_pretrained(folder, max_shard_size="10KB")
     word_tokenizer().save_pretrained(folder)
     return folder
@@ -121,6 +122,7 @@ def index(inputs: int, work: Path) -> dict[str, Any]:
 def values(inputs: int, work: Path) -> dict[str, Any]:
     """Store tensors with NaN or infinity, in a wrong shape or dtype, missing or superfluous."""
     folder, tally = work / "values", Tally()
+    torch.manual_seed(0)
     make_tiny().save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     path = folder / "model.safetensors"

@@ -16,11 +16,8 @@ from typing import Any
 
 from neuronmm.cli import main
 
-SECONDS = 60
-"""A command on a tiny model that takes longer counts as a hang. Busy machines need some patience."""
-
-MAX_GROWTH = 1 << 30
-"""Bytes by which the peak memory of the process may grow during a whole study."""
+SECONDS = 20
+"""Processor time after which a command on a tiny model counts as a hang, however busy the machine is."""
 
 
 class Hang(BaseException):
@@ -90,19 +87,19 @@ def command(words: list[str]) -> tuple[str | None, str]:
 
 
 @contextmanager
-def time_limit(seconds: int = SECONDS) -> Iterator[None]:
-    """Raise :class:`Hang` if the block takes longer."""
+def time_limit() -> Iterator[None]:
+    """Raise :class:`Hang` if the block takes more than :data:`SECONDS` of processor time."""
 
     def end(*_: Any) -> None:
-        raise Hang(f"still at work after {seconds} seconds")
+        raise Hang(f"still at work after {SECONDS} seconds")
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextmanager
