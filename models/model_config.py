@@ -65,7 +65,6 @@ class Rope(BaseModel):
             raise ValueError("low_freq_factor and high_freq_factor are equal")
         return self
 
-
     def check_factors(self, head: int) -> None:
         """Check that longrope has a factor for each of its frequencies.
 

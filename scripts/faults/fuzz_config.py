@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tally import Finding, Tally, command, memory_growth
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fuzzing import damage_json
 from neuronmm.models.families import TARGETS
 from neuronmm.models.load import DTYPE, load_tokenizer, quiet
-from tally import Finding, Tally, command, memory_growth
 from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, pivoted_spec, write_checkpoint
 from word_tokenizer import word_tokenizer
 
@@ -174,7 +174,7 @@ def check_tokens(folder: Path, tokens: list[int]) -> None:
             raise Finding(f"token {count} is {token}, not {int(logits.argmax())}: behind by {behind:.2f} of the range")
 
 
-def study(inputs: int, work: Path, every: int = 20) -> dict[str, Any]:
+def study(inputs: int, work: Path, every: int = 40) -> dict[str, Any]:
     """Run the study on ``inputs`` damaged files.
 
     All go through the check with which every command begins, and two in ``every`` through commands: most through

@@ -13,17 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from fuzz_config import check_tokens, generated
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
+from tally import Finding, Tally, command, memory_growth
 
-from fuzz_config import check_tokens, generated
 from fuzzing import damage_bytes
 from neuronmm.models import UserError
 from neuronmm.models.contents import inspect
 from neuronmm.models.source import resolve
-from tally import Finding, Tally, command, memory_growth
 from tiny_gguf import header_length, write_gguf
 from tiny_models import make_tiny
 from word_tokenizer import word_tokenizer
@@ -69,7 +68,7 @@ def lie(content: bytes, seed: int) -> bytes:
         names = [name for name, entry in header.items() if name != "__metadata__" and _is_entry(entry)]
         try:
             draw.choice(LIES)(draw, header, draw.choice(names))
-        except (KeyError, TypeError):  # two lies about one tensor
+        except (KeyError, TypeError, IndexError):  # two lies about one tensor
             continue
     changed = json.dumps(header).encode()
     return struct.pack("<Q", len(changed)) + changed + content[8 + length :]
@@ -182,7 +181,8 @@ def gguf(inputs: int, work: Path, places: int = 1000) -> dict[str, Any]:
             path = work / f"damaged-{seed}.gguf"
             path.write_bytes(damaged)
             tally.add(
-                f"{good.name} seed {seed}", lambda path=path, expected=weights[good] if only_header else {}: _unpacked(path, expected)
+                f"{good.name} seed {seed}",
+                lambda path=path, expected=weights[good] if only_header else {}: _unpacked(path, expected),
             )
             path.unlink()
     return {**tally.to_dict(), "peak_memory_growth_bytes": grown["bytes"]}

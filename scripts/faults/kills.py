@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tally import Finding
 
 from compression_runs import SMALL, config, weights
 from neuronmm.compression import fidelity
@@ -26,7 +27,6 @@ from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
 from neuronmm.measure.sweep import sweep
 from neuronmm.measure.sweep_config import SweepConfig
-from tally import Finding
 from tiny_models import make_tiny
 from word_tokenizer import word_tokenizer
 
@@ -67,12 +67,16 @@ def _compress(**changes: Any) -> Kind:
 
 
 def _recover(work: Path, out: Path, resume: bool) -> None:
-    recover(work / "low", out, calibration=str(work / "text.txt"), calibration_rows=6, calibration_length=12, resume=resume)
+    recover(
+        work / "low", out, calibration=str(work / "text.txt"), calibration_rows=6, calibration_length=12, resume=resume
+    )
 
 
 def _sweep(work: Path, out: Path, resume: bool) -> None:
     base = CompressionConfig.build(None, **{**SMALL, **BARE, "calibration": str(work / "text.txt"), "targets": "mlp"})
-    points = SweepConfig(ratios=[0.2, 0.4], methods=["svd", "fisher"], texts=[work / "text.txt"], base=base, context=30, limit=4)
+    points = SweepConfig(
+        ratios=[0.2, 0.4], methods=["svd", "fisher"], texts=[work / "text.txt"], base=base, context=30, limit=4
+    )
     sweep(work / "model", out, points, resume=resume)
 
 

@@ -18,15 +18,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from kills import prepare
+from tally import Finding, Tally
 
 from compression_runs import snapshot, weights
-from kills import prepare
 from neuronmm.cli import main
 from neuronmm.compression import fidelity, memory
-from tally import Finding, Tally
 
 RECIPE = "method: fisher\nrefine: 'off'\ncalibration_rows: 6\ncalibration_length: 12\nalign: 2\nrecover: factors\n"
 SIZES = 10
+PATIENCE = 1200  # seconds for a run of seconds, on however busy a machine
 
 
 @contextmanager
@@ -68,10 +69,13 @@ def ended(command: list[str], prepare: Callable[[], Any] = lambda: None) -> tupl
     process.start()
     theirs.close()
     try:
+        if not connection.poll(PATIENCE):
+            raise Finding(f"{command[0]} hangs")
         result: tuple[int, str] = connection.recv()
     except EOFError:
         raise Finding(f"{command[0]} ended with a traceback") from None
     finally:
+        process.kill()
         process.join()
     return result
 
@@ -179,7 +183,10 @@ def _inputs(work: Path) -> Cases:
         "OUT is MODEL by another path": work / "low" / ".." / "model",
     }.items():
         for flags in ([], ["--force"], ["--resume", "--force"]):
-            yield f"{name} {flags}", lambda out=out, flags=flags: refused(words(work, out, *flags), "which this run reads")
+            yield (
+                f"{name} {flags}",
+                lambda out=out, flags=flags: refused(words(work, out, *flags), "which this run reads"),
+            )
 
 
 def _links(work: Path, expected: dict[str, bytes]) -> Cases:
@@ -203,7 +210,7 @@ def _links(work: Path, expected: dict[str, bytes]) -> Cases:
     def work_folder() -> str:
         (work / "new.partial").symlink_to("model")
         try:
-            return refused(words(work, work / "new"), "not a folder")
+            return refused(words(work, work / "new"), "which this run reads")
         finally:
             (work / "new.partial").unlink()
 

@@ -80,7 +80,9 @@ def command(words: list[str]) -> tuple[str | None, str]:
     if status == 130:  # Ctrl-C, which no file can cause
         raise KeyboardInterrupt
     line = err.getvalue().rstrip("\n").split("\n")[-1]
-    clear = line.startswith(f"neuronmm {words[0]}: error: ") and line.isprintable() and "Traceback" not in err.getvalue()
+    clear = (
+        line.startswith(f"neuronmm {words[0]}: error: ") and line.isprintable() and "Traceback" not in err.getvalue()
+    )
     if status not in (1, 2) or out.getvalue() or not clear:
         raise Finding(f"status {status}, stdout {out.getvalue()[:200]!r}, stderr {err.getvalue()[-500:]!r}")
     return line, ""

@@ -63,12 +63,14 @@ def test_a_template_without_end_is_refused(
 
 @pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}"])
 def test_a_template_does_not_reach_python(template: str, words: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UserError, match="unsafe|undefined"):
+    with pytest.raises(UserError, match=r"unsafe|undefined"):
         render(words, template)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
-def test_the_child_ends_with_its_template_and_keeps_nothing_open(words: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_the_child_ends_with_its_template_and_keeps_nothing_open(
+    words: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     before = open_files()
     template, (reader, writer) = ChatTemplate(words), os.pipe()
     template(CHAT, answer=True, problem="fails")
