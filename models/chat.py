@@ -14,8 +14,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -73,18 +73,15 @@ class _Child:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._connection, theirs = Pipe()
-        configured = os.environ.get("TOKENIZERS_PARALLELISM")
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else the package tokenizers warns of the fork
-        self._process = os.fork()
+        self._parent = os.getpid()
+        with _tokenizers_configured():
+            self._process = os.fork()
         if not self._process:
             _render(tokenizer, theirs)
-        if configured is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
         theirs.close()
-        self._parent = os.getpid()
 
     def ask(self, request: bytes) -> bytes:
-        """Return the reply: ``+`` and the text, or ``-`` and why there is none; nothing if the child is late or gone."""
+        """Return the reply: ``+`` and the text, or ``-`` and why there is none; nothing if the child has ended."""
         with suppress(EOFError, OSError):  # the system ends it at its limit
             self._connection.send_bytes(request)
             if self._connection.poll(_PATIENCE):
@@ -101,13 +98,27 @@ class _Child:
         self._process = 0
 
 
+@contextmanager
+def _tokenizers_configured() -> Iterator[None]:
+    """Keep the package tokenizers, which the child does not call, from warning of the fork on stderr."""
+    name = "TOKENIZERS_PARALLELISM"
+    configured = name in os.environ
+    os.environ.setdefault(name, "true")
+    try:
+        yield
+    finally:
+        if not configured:
+            del os.environ[name]
+
+
 def _render(tokenizer: Any, connection: Connection) -> None:
     """Answer requests until the parent closes the connection; never return."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Open files of the parent would keep its locks and its pipes to other children alive.
-        os.closerange(3, connection.fileno())
-        os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        for handle in map(int, os.listdir("/dev/fd")):  # they would keep the parent's locks and other pipes open
+            if handle > 2 and handle != connection.fileno():
+                with suppress(OSError):
+                    os.close(handle)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         statm = Path("/proc/self/statm")
         if statm.exists():

@@ -11,6 +11,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -90,7 +91,7 @@ def _check_apart(stored: dict[str, StoredTensor]) -> None:
         ValueError: two do.
     """
     placed = sorted(stored.items(), key=lambda entry: (entry[1].offset, entry[1].end))
-    for (name, tensor), (other, following) in zip(placed, placed[1:], strict=False):
+    for (name, tensor), (other, following) in pairwise(placed):
         if tensor.end > following.offset:
             raise ValueError(f"the tensors {name} and {other} overlap")
 
