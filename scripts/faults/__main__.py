@@ -71,8 +71,8 @@ PLANTED: dict[str, tuple[str | None, Run]] = {
         _planted(plants.wrong_epsilon, lambda work: fuzz_config.study(60, work)),
     ),
     "headers": (
-        plants.unchecked_tensors.__doc__,
-        _planted(plants.unchecked_tensors, lambda work: fuzz_weights.headers(60, work)),
+        plants.uncaught_shard.__doc__,
+        _planted(plants.uncaught_shard, lambda work: fuzz_weights.headers(60, work)),
     ),
     "index": (plants.any_index.__doc__, _planted(plants.any_index, lambda work: fuzz_weights.index(60, work))),
     "values": (

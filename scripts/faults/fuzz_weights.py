@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -103,19 +104,30 @@ def headers(inputs: int, work: Path) -> dict[str, Any]:
 
 
 def index(inputs: int, work: Path) -> dict[str, Any]:
-    """Let the index of the shards name files elsewhere and things that are no files."""
+    """Let the index of the shards name files elsewhere, good shards among them, and things that are no files."""
     folder, tally = write_sharded(work / "index"), Tally()
     path = folder / INDEX
     good = json.loads(path.read_text())
+    shutil.copytree(folder, work / "elsewhere")
     names = sorted(good["weight_map"])
     for seed in range(inputs):
         draw, places = random.Random(seed), dict(good["weight_map"])
         for name in draw.sample(names, draw.choice((1, 1, 2, len(names)))):
-            other = draw.choice([*INDEX_NAMES, *good["weight_map"].values()])
+            shard = good["weight_map"][name]
+            outside = (f"../elsewhere/{shard}", str(work / "elsewhere" / shard), f"./../index/../elsewhere/{shard}")
+            other = draw.choice([*INDEX_NAMES, *outside * 3, *good["weight_map"].values()])
             places[draw.choice((name, name, f"{name}x", ""))] = other
         path.write_text(json.dumps({**good, "weight_map": places}))
-        tally.add(f"index seed {seed}", lambda: _tokens(folder))
+        tally.add(f"index seed {seed}", lambda places=places: _inside(folder, places))
     return tally.to_dict()
+
+
+def _inside(folder: Path, places: dict[str, Any]) -> str | None:
+    """Generate; only an index whose entries are names of the folder may succeed."""
+    line = _tokens(folder)
+    if line is None and any("/" in str(place) for place in places.values()):
+        raise Finding("a file outside the folder was read")
+    return line
 
 
 def values(inputs: int, work: Path) -> dict[str, Any]:

@@ -52,6 +52,17 @@ def unchecked_tensors() -> Iterator[None]:
 
 
 @contextmanager
+def uncaught_shard() -> Iterator[None]:
+    """The error of a corrupt shard is not caught."""
+
+    class Nothing(Exception):
+        pass
+
+    with patch.object(contents, "SafetensorError", Nothing):
+        yield
+
+
+@contextmanager
 def any_index() -> Iterator[None]:
     """An index may name any file."""
 
