@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.kernels.widened_linears import widened_linears
 from neuronmm.models.chat import ChatTemplate
+from neuronmm.models.errors import UserError
 from neuronmm.models.load import quiet
 
 Choice = Callable[[Tensor], Tensor]

@@ -21,7 +21,7 @@ from neuronmm.engine.speculation import Verifier
 from neuronmm.engine.text import TextStream
 from neuronmm.models.chat import ChatTemplate
 from neuronmm.models.documents import read_object
-from neuronmm.models.errors import UserError
+from neuronmm.models.errors import UserError, without_panics
 from neuronmm.models.load import DTYPES, load_config, load_tokenizer
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
@@ -64,7 +64,7 @@ class Engine:
         """
         if chat:
             return self.encode_chat([{"role": "user", "content": prompt}])
-        return self.check_prompt(list(cast(Any, self.tokenizer(prompt).input_ids)))
+        return self.check_prompt(self._tokens(prompt))
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a conversation, each message with a ``role`` and its ``content``.
@@ -76,7 +76,11 @@ class Engine:
             raise UserError("this model's tokenizer has no chat template; give a plain prompt instead of a chat")
         problem = "the chat template of this model's tokenizer fails on this chat; give a plain prompt"
         text = self._chat(messages, answer=True, problem=problem)
-        return self.check_prompt(list(cast(Any, self.tokenizer(text, add_special_tokens=False).input_ids)))
+        return self.check_prompt(self._tokens(text, add_special_tokens=False))
+
+    def _tokens(self, text: str, **options: Any) -> list[int]:
+        with without_panics():
+            return list(cast(Any, self.tokenizer(text, **options).input_ids))
 
     def check_prompt(self, ids: list[int]) -> list[int]:
         """Return the token ids of a prompt, or the beginning-of-sequence token if there are none.

@@ -169,9 +169,9 @@ def check_tokens(folder: Path, tokens: list[int]) -> None:
         logits = model(ids, use_cache=False).logits[0, -1]
         if not logits.isfinite().all():  # weights at the edge of an overflow: the order of the sums decides
             return
-        behind = float((logits.max() - logits[token]) / (logits.max() - logits.min()))
-        if not behind < 0.1:  # bf16 rounds a tiny model's logits by a few per cent of their range
-            raise Finding(f"token {count} is {token}, not {int(logits.argmax())}: behind by {behind:.2f} of the range")
+        behind, width = (float(logits.max().double() - logits[to].double()) for to in (token, logits.argmin()))
+        if behind > 0.1 * width:  # bf16 rounds a tiny model's logits by a few per cent of their range
+            raise Finding(f"token {count} is {token}, not {int(logits.argmax())}, {behind:.2g} of {width:.2g} behind")
 
 
 def study(inputs: int, work: Path, every: int = 40) -> dict[str, Any]:

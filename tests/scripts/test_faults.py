@@ -39,7 +39,12 @@ def test_damaged_weights(study: str, faults: SimpleNamespace, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("study", "plant"),
-    [("headers", "uncaught_shard"), ("index", "any_index"), ("values", "unchecked_tensors"), ("gguf", "unchecked_gguf")],
+    [
+        ("headers", "uncaught_shard"),
+        ("index", "any_index"),
+        ("values", "unchecked_tensors"),
+        ("gguf", "unchecked_gguf"),
+    ],
 )
 def test_damaged_weights_that_nobody_checks(study: str, plant: str, faults: SimpleNamespace, tmp_path: Path) -> None:
     with getattr(faults.plants, plant)():
