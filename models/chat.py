@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def _tokenizers_configured() -> Iterator[None]:
             del os.environ[name]
 
 
-def _render(tokenizer: Any, connection: Connection) -> None:
+def _render(tokenizer: Any, connection: Any) -> None:
     """Answer requests until the parent closes the connection; never return."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -79,7 +79,7 @@ PLANTED: dict[str, tuple[str | None, Run]] = {
         plants.unchecked_tensors.__doc__,
         _planted(plants.unchecked_tensors, lambda work: fuzz_weights.values(60, work)),
     ),
-    "gguf": (plants.unchecked_gguf.__doc__, _planted(plants.unchecked_gguf, lambda work: fuzz_weights.gguf(30, work))),
+    "gguf": (plants.unchecked_gguf.__doc__, _planted(plants.unchecked_gguf, lambda work: fuzz_weights.gguf(60, work))),
     "templates": (
         plants.unbounded_templates.__doc__,
         _planted(plants.unbounded_templates, lambda work: fuzz_templates.study(work, 1)),
@@ -87,7 +87,7 @@ PLANTED: dict[str, tuple[str | None, Run]] = {
     "kills": (plants.write_in_place.__doc__, lambda w: kills.study(20, w / "kills", plant=plants.write_in_place)),
     "places": (
         plants.full_disk_is_success.__doc__,
-        lambda work: places.study(work / "places", plants.full_disk_is_success),
+        lambda work: places.full_disks(work / "places", plants.full_disk_is_success),
     ),
     "soak": (plants.leak.__doc__, lambda work: soak.study(10_000, 20, work, plants.leak)),
 }

@@ -27,6 +27,7 @@ from neuronmm.compression import fidelity, memory
 
 RECIPE = "method: fisher\nrefine: 'off'\ncalibration_rows: 6\ncalibration_length: 12\nalign: 2\nrecover: factors\n"
 SIZES = 10
+Cases = Iterator[tuple[str, Callable[[], str | None]]]
 PATIENCE = 1200  # seconds for a run of seconds, on however busy a machine
 
 
@@ -102,32 +103,43 @@ def same(out: Path, expected: dict[str, bytes]) -> None:
         raise Finding(f"{out} has other bytes")
 
 
-def study(work: Path, plant: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """Run every case; ``plant`` is called in each process that writes to a full disk."""
-    prepare(work)
-    (work / "recipe.yaml").write_text(RECIPE)
-    succeeds(words(work, work / "whole"))
-    expected, before = weights(work / "whole"), snapshot(work / "model")
-    results = {}
-    for name, cases in {
-        "disk full": _full_disks(work, expected, plant),
+def study(work: Path) -> dict[str, Any]:
+    """Run every case."""
+    expected = _prepare(work)
+    kinds = {
+        "disk full": _full_disks(work, expected, lambda: None),
         "read-only": _read_only(work),
         "OUT is or is in an input": _inputs(work),
         "symlinks": _links(work, expected),
         "two runs on one OUT": _two_runs(work, expected),
         "clock": _clocks(work, expected),
         "locale": _locales(work, expected),
-    }.items():
-        tally = Tally()
-        for case, check in cases:
-            tally.add(case, check)
-        results[name] = tally.to_dict()
-        if snapshot(work / "model") != before:
-            results[name]["findings"].append("the model has changed")
-    return results
+    }
+    return {name: _counted(work, cases) for name, cases in kinds.items()}
 
 
-Cases = Iterator[tuple[str, Callable[[], str | None]]]
+def full_disks(work: Path, plant: Callable[[], Any]) -> dict[str, Any]:
+    """Run the cases of full disks; ``plant`` is called in each process that writes to one, to plant a fault."""
+    return _counted(work, _full_disks(work, _prepare(work), plant))
+
+
+def _prepare(work: Path) -> dict[str, bytes]:
+    """Write the model and a compressed one, and return the files of the compressed one."""
+    prepare(work)
+    (work / "recipe.yaml").write_text(RECIPE)
+    succeeds(words(work, work / "whole"))
+    return weights(work / "whole")
+
+
+def _counted(work: Path, cases: Cases) -> dict[str, Any]:
+    """Count how the cases end; the model has to stay as it is."""
+    before, tally = snapshot(work / "model"), Tally()
+    for case, check in cases:
+        tally.add(case, check)
+    result = tally.to_dict()
+    if snapshot(work / "model") != before:
+        result["findings"].append("the model has changed")
+    return result
 
 
 def _full_disks(work: Path, expected: dict[str, bytes], plant: Callable[[], Any]) -> Cases:

@@ -48,7 +48,7 @@ def test_damaged_weights(study: str, faults: SimpleNamespace, tmp_path: Path) ->
 )
 def test_damaged_weights_that_nobody_checks(study: str, plant: str, faults: SimpleNamespace, tmp_path: Path) -> None:
     with getattr(faults.plants, plant)():
-        assert getattr(faults.fuzz_weights, study)(20, tmp_path)["findings"]
+        assert getattr(faults.fuzz_weights, study)(40, tmp_path)["findings"]
 
 
 def test_config_json(faults: SimpleNamespace, tmp_path: Path) -> None:
@@ -84,4 +84,4 @@ def test_kills(faults: SimpleNamespace, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts small disks")
 def test_places(faults: SimpleNamespace, tmp_path: Path) -> None:
     assert problems(faults.places.study(tmp_path / "work")) == []
-    assert problems(faults.places.study(tmp_path / "planted", faults.plants.full_disk_is_success))
+    assert problems(faults.places.full_disks(tmp_path / "planted", faults.plants.full_disk_is_success))
