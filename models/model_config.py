@@ -16,6 +16,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Positions = Annotated[int, Field(ge=1, le=1 << 31)]
 Labels = Annotated[int, Field(ge=0, le=1 << 16)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Whole = Annotated[float, Field(ge=1, le=1)]  # no supported family rotates only a part of a head
 
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -36,7 +37,7 @@ class Rope(BaseModel):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: Positive | None = None
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    partial_rotary_factor: Whole | None = None
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
@@ -71,11 +72,10 @@ class Rope(BaseModel):
         Raises:
             ValueError: it has not.
         """
-        frequencies = int(head * (self.partial_rotary_factor or 1.0)) // 2
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
-            if factors is not None and len(factors) != frequencies:
-                raise ValueError(f"{name} has {len(factors)} numbers; a head of {head} has {frequencies} frequencies")
+            if factors is not None and len(factors) != head // 2:
+                raise ValueError(f"{name} has {len(factors)} numbers; a head of {head} has {head // 2} frequencies")
 
 
 class ModelConfig(BaseModel):
@@ -98,6 +98,7 @@ class ModelConfig(BaseModel):
     pad_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     rope_theta: Positive | None = None
+    partial_rotary_factor: Whole | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     num_labels: Labels | None = None  # unused here, but transformers creates a name for each

@@ -101,10 +101,9 @@ def edit_json(path: Path, **changes: Any) -> None:
         ({"architectures": 5}, "config.json: architectures has to be a list of names"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "the RoPE type 'spiral' is not among"),
         ({"rope_scaling": {"type": "linear"}}, "RoPE of type 'linear' needs factor"),
-        (
-            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0, 3.0]}},
-            "short_factor has 1 numbers; a head of 8 has 4 frequencies",
-        ),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "has 1 numbers"),
+        ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor: "),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: "),
         ({"rope_scaling": 4.0}, "config.json: rope_scaling: "),
         ({"num_key_value_heads": 0}, "config.json: num_key_value_heads: "),
         ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3 KV heads"),

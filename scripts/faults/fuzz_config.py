@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tally import Finding, Tally, command, memory_growth
+from tally import TAKEN, Finding, Tally, command, memory_growth
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fuzzing import damage_json
+from neuronmm.models import UserError
+from neuronmm.models.contents import inspect
 from neuronmm.models.families import TARGETS
 from neuronmm.models.load import DTYPE, load_tokenizer, quiet
+from neuronmm.models.source import resolve
 from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, pivoted_spec, write_checkpoint
 from word_tokenizer import word_tokenizer
 
@@ -177,8 +180,9 @@ def check_tokens(folder: Path, tokens: list[int]) -> None:
 def study(inputs: int, work: Path, every: int = 40) -> dict[str, Any]:
     """Run the study on ``inputs`` damaged files.
 
-    All go through the check with which every command begins, and two in ``every`` through commands: most through
-    ``generate``, whose tokens are compared, some through ``compress`` and ``predict``.
+    All go through the check with which every command begins (``inspect`` of ``models/contents.py``), and three in
+    ``every`` through commands: most through ``generate``, whose tokens are compared, some through ``compress`` and
+    ``predict``.
     """
     folders = write_models(work / "models")
     names = list(folders)
@@ -200,18 +204,24 @@ def study(inputs: int, work: Path, every: int = 40) -> dict[str, Any]:
                 8 * every: ["predict", str(folder), "--json"],
             }
             words = others.get(turn % (10 * every))
-            check = _check(folder, turn % every < 2) if words is None else _runs(words)
+            check = _check(folder, turn % every < 3) if words is None else _runs(words)
             tally.add(f"{name} seed {seed}", check)
     return {**tally.to_dict(), "peak_memory_growth_bytes": grown["bytes"]}
 
 
 def _check(folder: Path, further: bool) -> Callable[[], str | None]:
     def check() -> str | None:
-        line, _ = command(["inspect", str(folder), "--json"])  # the check with which every command begins
-        if line is None and further:
-            line, tokens = generated(folder)
-            if line is None:
-                check_tokens(folder, tokens)
+        try:
+            inspect(resolve(folder))
+        except UserError as error:
+            if not str(error).isprintable():
+                raise Finding(f"the line {str(error)!r} is not printable") from None
+            return str(error)
+        if not further:
+            return TAKEN
+        line, tokens = generated(folder)
+        if line is None:
+            check_tokens(folder, tokens)
         return line
 
     return check

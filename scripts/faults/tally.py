@@ -20,6 +20,10 @@ SECONDS = 20
 """Processor time after which a command on a tiny model counts as a hang, however busy the machine is."""
 
 
+TAKEN = ""
+"""What a check returns for an input that was only looked at, and not refused."""
+
+
 class Hang(BaseException):
     """Not an Exception, so that no code turns it into a one-line error."""
 
@@ -33,16 +37,17 @@ class Tally:
     """How the inputs of one study ended: in a right result, in one clear line, or as a finding."""
 
     results: int = 0
+    taken: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
 
     @property
     def inputs(self) -> int:
         """The number of inputs."""
-        return self.results + self.refusals.total() + len(self.findings)
+        return self.results + self.taken + self.refusals.total() + len(self.findings)
 
     def add(self, name: str, check: Callable[[], str | None]) -> None:
-        """Count one input. ``check`` returns None for a right result, or the line that refuses the input."""
+        """Count one input. ``check`` returns None for a right result, TAKEN, or the line that refuses the input."""
         try:
             with time_limit():
                 line = check()
@@ -57,13 +62,20 @@ class Tally:
             return
         if line is None:
             self.results += 1
+        elif line == TAKEN:
+            self.taken += 1
         else:
             self.refusals[line] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        counts = {"inputs": self.inputs, "right_results": self.results, "one_clear_line": self.refusals.total()}
-        return {**counts, "different_lines": len(self.refusals), "findings": self.findings}
+        counts = {"inputs": self.inputs, "right_results": self.results, "taken_but_not_run": self.taken}
+        return {
+            **counts,
+            "one_clear_line": self.refusals.total(),
+            "different_lines": len(self.refusals),
+            "findings": self.findings,
+        }
 
 
 def command(words: list[str]) -> tuple[str | None, str]:
