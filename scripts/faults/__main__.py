@@ -79,7 +79,7 @@ PLANTED: dict[str, tuple[str | None, Run]] = {
         plants.unchecked_tensors.__doc__,
         _planted(plants.unchecked_tensors, lambda work: fuzz_weights.values(60, work)),
     ),
-    "gguf": (plants.unchecked_gguf.__doc__, _planted(plants.unchecked_gguf, lambda work: fuzz_weights.gguf(60, work))),
+    "gguf": (plants.uncaught_gguf.__doc__, _planted(plants.uncaught_gguf, lambda work: fuzz_weights.gguf(60, work))),
     "templates": (
         plants.unbounded_templates.__doc__,
         _planted(plants.unbounded_templates, lambda work: fuzz_templates.study(work, 1)),

@@ -188,14 +188,11 @@ def gguf(inputs: int, work: Path, places: int = 1000) -> dict[str, Any]:
             good = list(files)[seed % len(files)]
             content, header = files[good]
             at = 4 + (header - 4) * (seed % places) // places
-            only_header = seed % 4 > 0
-            damaged = damage_bytes(content, seed, at, at + 1) if only_header else damage_bytes(content, seed, header)
+            damaged = damage_bytes(content, seed, at, at + 1) if seed % 4 else damage_bytes(content, seed, header)
             path = work / f"damaged-{seed}.gguf"
             path.write_bytes(damaged)
-            tally.add(
-                f"{good.name} seed {seed}",
-                lambda path=path, expected=weights[good] if only_header else {}: _unpacked(path, expected),
-            )
+            expected = weights[good] if damaged[header:] == content[header:] else {}
+            tally.add(f"{good.name} seed {seed}", lambda path=path, expected=expected: _unpacked(path, expected))
             path.unlink()
     return {**tally.to_dict(), "peak_memory_growth_bytes": grown["bytes"]}
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gguf import GGMLQuantizationType
-
 from neuronmm.compression import tensor_files
 from neuronmm.compression.workspace import Workspace
 from neuronmm.engine import cpu_decoder
@@ -76,13 +74,9 @@ def any_index() -> Iterator[None]:
 
 
 @contextmanager
-def unchecked_gguf() -> Iterator[None]:
-    """The tensors of a GGUF file may end after the file, and be in rows of any length."""
-
-    def stored(self: Any, shape: tuple[int, ...], kind: int, offset: int) -> gguf_header.StoredTensor:
-        return gguf_header.StoredTensor(shape, GGMLQuantizationType(kind), offset)
-
-    with patch.object(gguf_header._Parser, "_stored", stored):
+def uncaught_gguf() -> Iterator[None]:
+    """The error of a damaged header of a GGUF file reaches the user as a ValueError."""
+    with patch.object(gguf_header, "UserError", ValueError):
         yield
 
 

@@ -43,7 +43,7 @@ def test_damaged_weights(study: str, faults: SimpleNamespace, tmp_path: Path) ->
         ("headers", "uncaught_shard"),
         ("index", "any_index"),
         ("values", "unchecked_tensors"),
-        ("gguf", "unchecked_gguf"),
+        ("gguf", "uncaught_gguf"),
     ],
 )
 def test_damaged_weights_that_nobody_checks(study: str, plant: str, faults: SimpleNamespace, tmp_path: Path) -> None:
