@@ -177,8 +177,8 @@ def check_tokens(folder: Path, tokens: list[int]) -> None:
             raise Finding(f"token {count} is {token}, not {int(logits.argmax())}, {behind:.2g} of {width:.2g} behind")
 
 
-def study(inputs: int, work: Path, every: int = 40) -> dict[str, Any]:
-    """Run the study on ``inputs`` damaged files.
+def study(inputs: int, work: Path, every: int = 40, first: int = 0) -> dict[str, Any]:
+    """Run the study on ``inputs`` damaged files, of the seeds from ``first`` on.
 
     All go through the check with which every command begins (``inspect`` of ``models/contents.py``), and three in
     ``every`` through commands: most through ``generate``, whose tokens are compared, some through ``compress`` and
@@ -190,7 +190,7 @@ def study(inputs: int, work: Path, every: int = 40) -> dict[str, Any]:
     tally = Tally()
     small = ["--method", "svd", "--align", "2", "--force"]
     with memory_growth() as grown:
-        for seed in range(inputs):
+        for seed in range(first, first + inputs):
             name, turn = names[seed % len(names)], seed // len(names)
             folder, content = folders[name], whole[name]
             block = content.get("quantization_config")

@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure  # noqa: F401  (else each killed sweep would spend its time on this import)
 import torch
 from tally import Finding
 
@@ -92,7 +93,7 @@ def _points(out: Path) -> Files:
             files |= {f"{folder.name}/{name}": content for name, content in weights(folder).items()}
     if (out / "sweep.json").exists():
         files["sweep.json"] = _without_times((out / "sweep.json").read_bytes())
-    return files
+    return files | {name: b"" for name in ("sweep.md", "sweep.png") if (out / name).exists()}  # they have times
 
 
 def _without_times(document: bytes) -> bytes:
