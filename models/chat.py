@@ -30,7 +30,7 @@ MEMORY = 1 << 29
 """Bytes that the child may allocate."""
 MAX_BYTES = 1 << 24
 """Longest text in UTF-8, enough for a context of four million tokens."""
-_PATIENCE = 120  # seconds; the child is only late if the machine is
+_PATIENCE = 120  # seconds; the child is late only if the machine is
 _ENDLESS = f"it takes more than {CPU_SECONDS} seconds, or its process was killed"
 _LARGE = f"it needs more than {MEMORY >> 20} MB of memory"
 _LONG = f"it writes more than {MAX_BYTES >> 20} MB of text"
@@ -83,7 +83,7 @@ class _Child:
         """Return the reply: ``+`` and the text, or ``-`` and why there is none; nothing if the child has ended."""
         with suppress(EOFError, OSError):  # the system ends it at its limit
             self._connection.send_bytes(request)
-            if self._connection.poll(_PATIENCE):
+            if any(self._connection.poll(1) for _ in range(_PATIENCE)):  # a pause of both processes counts as one
                 return self._connection.recv_bytes(MAX_BYTES + 1)
         return b""
 

@@ -69,8 +69,8 @@ def test_chat_templates(faults: SimpleNamespace, tmp_path: Path, monkeypatch: py
 
 
 def test_what_a_process_holds(faults: SimpleNamespace) -> None:
-    assert faults.soak.watch(60, 5, lambda number: None)["findings"] == []
-    leaks = faults.soak.watch(60, 5, lambda number: faults.plants.leak())["findings"]
+    assert faults.soak.watch(20, 2, lambda number: None)["findings"] == []
+    leaks = faults.soak.watch(20, 2, lambda number: faults.plants.leak())["findings"]
     assert len(leaks) == 2 and leaks[0].startswith("files: ") and leaks[1].startswith("memory grows by")
 
 
