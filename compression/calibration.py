@@ -26,8 +26,9 @@ from neuronmm.compression.memory import check_row_memory
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.models import processes
+from neuronmm.models.chat import ChatTemplate
 from neuronmm.models.documents import read_rows, read_text
-from neuronmm.models.errors import UserError, reading
+from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config, load_tokenizer
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
@@ -140,6 +141,7 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         raise UserError(f"{path}: no such calibration file; give a text or .jsonl file, or 'self'")
     if path.suffix != ".jsonl":
         return [read_text(path)]
+    template = ChatTemplate(tokenizer)
     documents, example = [], '{"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
     for where, row in read_rows(path, _Row, example):
         if row.text is not None:
@@ -147,8 +149,8 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
             continue
         if row.messages is None:
             raise UserError(f"{where}: neither text nor messages; a row has to be {example}")
-        with reading(f"{where}: the model's chat template does not take these messages"):
-            documents.append(str(tokenizer.apply_chat_template(row.messages, tokenize=False)))
+        problem = f"{where}: the model's chat template does not take these messages"
+        documents.append(template(row.messages, answer=False, problem=problem))
     return documents
 
 

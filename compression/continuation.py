@@ -12,7 +12,8 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.kernels.widened_linears import widened_linears
-from neuronmm.models.errors import UserError, reading
+from neuronmm.models.chat import ChatTemplate
+from neuronmm.models.errors import UserError
 from neuronmm.models.load import quiet
 
 Choice = Callable[[Tensor], Tensor]
@@ -83,8 +84,8 @@ def around_user(tokenizer: PreTrainedTokenizerBase, *, answer: bool) -> tuple[st
         UserError: the template fails.
     """
     chat = [{"role": "user", "content": _MARK}]
-    with reading("the chat template of this model's tokenizer fails; calibrate on a file of text instead"):
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer))
+    problem = "the chat template of this model's tokenizer fails; calibrate on a file of text instead"
+    text = ChatTemplate(tokenizer)(chat, answer=answer, problem=problem)
     before, _, after = text.partition(_MARK)
     return before, after
 

@@ -20,8 +20,9 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.speculation import Verifier
 from neuronmm.engine.text import TextStream
 from neuronmm.models import processes
+from neuronmm.models.chat import ChatTemplate
 from neuronmm.models.documents import read_object
-from neuronmm.models.errors import UserError, reading
+from neuronmm.models.errors import UserError, without_panics
 from neuronmm.models.load import DTYPES, load_config, load_tokenizer
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
@@ -47,6 +48,7 @@ class Engine:
         self.runner, self.tokenizer = runner, tokenizer
         self.eos, self.context, self.vocabulary = eos, context, vocabulary
         self.drafts, self._step_times = drafts, StepTimes()
+        self._chat = ChatTemplate(tokenizer)
 
     @property
     def host(self) -> Any:
@@ -63,7 +65,7 @@ class Engine:
         """
         if chat:
             return self.encode_chat([{"role": "user", "content": prompt}])
-        return self.check_prompt(list(cast(Any, self.tokenizer(prompt).input_ids)))
+        return self.check_prompt(self._tokens(prompt))
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a conversation, each message with a ``role`` and its ``content``.
@@ -73,9 +75,13 @@ class Engine:
         """
         if not self.tokenizer.chat_template:
             raise UserError("this model's tokenizer has no chat template; give a plain prompt instead of a chat")
-        with reading("the chat template of this model's tokenizer fails on this chat; give a plain prompt"):
-            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        return self.check_prompt(list(cast(Any, self.tokenizer(text, add_special_tokens=False).input_ids)))
+        problem = "the chat template of this model's tokenizer fails on this chat; give a plain prompt"
+        text = self._chat(messages, answer=True, problem=problem)
+        return self.check_prompt(self._tokens(text, add_special_tokens=False))
+
+    def _tokens(self, text: str, **options: Any) -> list[int]:
+        with without_panics():
+            return list(cast(Any, self.tokenizer(text, **options).input_ids))
 
     def check_prompt(self, ids: list[int]) -> list[int]:
         """Return the token ids of a prompt, or the beginning-of-sequence token if there are none.

@@ -49,6 +49,24 @@ def reading(problem: str) -> Iterator[None]:
         raise UserError(f"{problem} ({' '.join(str(error).split()) or type(error).__name__})") from error
 
 
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Turn the panic of a library in Rust, which is no Exception, into a UserError; tokenizers has them.
+
+    Raises:
+        UserError: the library failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3 exports no class to import
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"the model's tokenizer, or another of its files, does not work on this text ({reason}); download it again"
+        ) from None
+
+
 def first_problem(error: ValidationError) -> tuple[str, str, str]:
     """Return the first violation of a schema: ``"field: "``, what is wrong, and the value, abbreviated.
 

@@ -11,6 +11,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -55,6 +56,11 @@ class StoredTensor:
         block, size = GGML_QUANT_SIZES[self.type]
         return self.shape[-1] // block * size
 
+    @property
+    def end(self) -> int:
+        """Where its bytes end, counted from the start of the file."""
+        return self.offset + math.prod(self.shape[:-1]) * self.row_bytes
+
 
 @dataclass(frozen=True)
 class Header:
@@ -76,6 +82,18 @@ def read_header(file: Path) -> Header:
             return _Parser(content).header()
         except (struct.error, ValueError) as error:
             raise UserError(f"{file}: damaged GGUF file ({error}); download it again") from None
+
+
+def _check_apart(stored: dict[str, StoredTensor]) -> None:
+    """Check that no two tensors lie in the same bytes, which a damaged offset usually causes.
+
+    Raises:
+        ValueError: two do.
+    """
+    placed = sorted(stored.items(), key=lambda entry: (entry[1].offset, entry[1].end))
+    for (name, tensor), (other, following) in pairwise(placed):
+        if tensor.end > following.offset:
+            raise ValueError(f"the tensors {name} and {other} overlap")
 
 
 class _Parser:
@@ -119,6 +137,7 @@ class _Parser:
             raise ValueError("its alignment is 0")
         start = -(-self._at // self._alignment) * self._alignment
         stored = {name.decode(): self._stored(shape, kind, start + offset) for name, shape, kind, offset in listed}
+        _check_apart(stored)
         return Header(architecture, sizes, stored)
 
     def _shape(self) -> tuple[int, ...]:
@@ -131,7 +150,7 @@ class _Parser:
         tensor = StoredTensor(shape, GGMLQuantizationType(kind), offset)
         if shape[-1] % GGML_QUANT_SIZES[tensor.type][0]:
             raise ValueError(f"rows of {shape[-1]} weights do not fit the type {tensor.type.name}")
-        if offset + math.prod(shape[:-1]) * tensor.row_bytes > len(self._content):
+        if tensor.end > len(self._content):
             raise ValueError(f"its {len(self._content)} bytes end before its tensors do")
         return tensor
 

@@ -16,6 +16,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Positions = Annotated[int, Field(ge=1, le=1 << 31)]
 Labels = Annotated[int, Field(ge=0, le=1 << 16)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Whole = Annotated[float, Field(ge=1, le=1)]  # no supported family rotates only a part of a head
 
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -36,7 +37,7 @@ class Rope(BaseModel):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: Positive | None = None
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    partial_rotary_factor: Whole | None = None
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
@@ -65,6 +66,17 @@ class Rope(BaseModel):
             raise ValueError("low_freq_factor and high_freq_factor are equal")
         return self
 
+    def check_factors(self, head: int) -> None:
+        """Check that longrope has a factor for each of its frequencies.
+
+        Raises:
+            ValueError: it has not.
+        """
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if factors is not None and len(factors) != head // 2:
+                raise ValueError(f"{name} has {len(factors)} numbers; a head of {head} has {head // 2} frequencies")
+
 
 class ModelConfig(BaseModel):
     """A decoder's sizes, and the other entries that decide how it is built and run."""
@@ -86,6 +98,7 @@ class ModelConfig(BaseModel):
     pad_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     rope_theta: Positive | None = None
+    partial_rotary_factor: Whole | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     num_labels: Labels | None = None  # unused here, but transformers creates a name for each
@@ -99,6 +112,8 @@ class ModelConfig(BaseModel):
             raise ValueError(f"hidden size {self.hidden_size} is no multiple of {self.num_attention_heads} heads")
         if self.head % 2:
             raise ValueError(f"the head size {self.head} is odd; RoPE needs an even one")
+        for rope in filter(None, (self.rope_scaling, self.rope_parameters)):
+            rope.check_factors(self.head)
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
         return self

@@ -125,9 +125,10 @@ def _run(args: argparse.Namespace) -> int:
     """Run the chosen command and turn its errors into one line. Slow imports happen in the commands."""
     from neuronmm.kernels import KernelError
     from neuronmm.models import UserError
+    from neuronmm.models.errors import without_panics
 
     try:
-        with _interruptible(), _joined(args.command):
+        with _interruptible(), _joined(args.command), without_panics():
             args.run(args)
         sys.stdout.flush()  # detects a closed pipe here instead of at interpreter exit
     except (BrokenPipeError, SystemExit) as error:

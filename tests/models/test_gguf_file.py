@@ -123,3 +123,18 @@ def test_a_cut_file_and_weights_that_are_not_finite_are_refused(tmp_path: Path) 
     broken.write_bytes(content)
     with pytest.raises(UserError, match="NaN or infinity"):
         unpacked(broken)
+
+
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    """A flipped bit of an offset gives one tensor the bytes of another."""
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    content = bytearray(file.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8 + 4  # after the rank, two sizes and the type
+    offset = int.from_bytes(content[place : place + 8], "little")
+    assert offset % 32 == 0 and 0 < offset < len(content)
+    content[place : place + 8] = (offset - 32).to_bytes(8, "little")
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"ffn_gate.weight and blk.0.ffn_up.weight overlap"):
+        unpacked(file)
