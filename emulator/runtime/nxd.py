@@ -9,7 +9,7 @@ torch, with gloo between the ranks. ``nki.jit`` interprets kernels.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -43,7 +43,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "libneuronxla": ("neuron_xla_compile", "neuron_xla_wlo_compile"),
     "neuronxcc.nki._pre_prod_kernels.blockwise_mm": ("blockwise_mm_baseline", "blockwise_mm_baseline_shard_hidden"),
     "neuronxcc.nki._pre_prod_kernels.blockwise_mm_bwd": ("blockwise_mm_bwd", "blockwise_mm_bwd_baseline_shard_hidden"),
-    "neuronxcc.nki._pre_prod_kernels.collectives": ("CollectivesConfig",),
     "neuronxcc.nki._pre_prod_kernels.ring_attention": ("ring_attention_fwd", "ring_attention_bwd"),
     "neuronxcc.nki.compiler.backends.neuron.dimensions": ("VNC",),
     "neuronxcc.nki.kernels.attention": ("FlashConfig",),
@@ -98,6 +97,15 @@ class SkipMode:
         self.skip_token, self.skip_weight = skip_token, skip_weight
 
 
+class CollectivesConfig:
+    """The ring of each replica group: rank -> pairs of source and target. NxD keeps its rank's for ring attention."""
+
+    def __init__(self, replica_groups: Sequence[Sequence[int]]) -> None:
+        self.rank_src_tgt_pairs = {
+            rank: list(zip(group, [*group[1:], group[0]], strict=True)) for group in replica_groups for rank in group
+        }
+
+
 def platform_target(compiler_flags: str | None = None) -> str:
     """Return the device that the environment names, ``trn1`` if it names none; the flags are ignored."""
     return os.environ.get(TARGET, "trn1")
@@ -121,6 +129,7 @@ def surface() -> dict[str, dict[str, Any]]:
         "torch_neuronx.xla_impl.trace": {"XLA_DTYPE_TO_METANEFF_DTYPE": {}},
         "libneuronxla": {"__version__": "2.2.16408.0+emulated"},
         "neuronxcc": {"__version__": COMPILER},
+        "neuronxcc.nki._pre_prod_kernels.collectives": {"CollectivesConfig": CollectivesConfig},
         "nki.language": {"float4_e2m1fn_x4": _absent("nki.language.float4_e2m1fn_x4")},
         "nkilib.core.moe.moe_cte.moe_cte_utils": {
             "SkipMode": SkipMode,
