@@ -92,7 +92,8 @@ class NeuronRunner:
             if self.session and self.host.runtime == "nxd":
                 self.ranks = nxd_ranks.join(model, self.shards.checkpoint.folder, self.settings, self._resources)
             key = cache.key(self.shards, self.settings, f"{self.adapter.NAME} {self.adapter.VERSION}")
-            self.cached = self.adapter.to_cores(model, key)
+            to_cores = self.adapter.to_cores if self.host.runtime == "nxd" else cache.to_cores
+            self.cached = to_cores(model, key)
             self.ready_seconds = time.perf_counter() - start
             self._model = model
         return self._model
@@ -179,4 +180,5 @@ def load(folder: Path, dtype: torch.dtype, impl: str, **options: Any) -> NeuronR
             stack.callback(release)
         else:
             sdk.check_cores(settings.tp_degree)
+        os.environ.setdefault("NXD_LOG_LEVEL", "error")  # NxD logs to stdout, among the results
         return NeuronRunner(shards, settings, host, session, stack.pop_all())

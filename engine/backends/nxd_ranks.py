@@ -1,7 +1,7 @@
 """The ranks of NxD Inference's CPU mode: this process is the first, every other rank is a process that repeats it.
 
 NxD starts its ranks with ``torchrun``, and each needs every call of the application with the same arguments. So the
-first rank sends its calls to the others, over gloo, before it runs them. ``python -m`` of this module is another rank.
+first rank sends its calls to the others, over gloo, before it runs them. :func:`main` is another rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Ranks:
         job = json.dumps([str(folder), {**asdict(settings), "dtype": str(settings.dtype).removeprefix("torch.")}])
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", __name__, job],
+                [sys.executable, "-c", f"from {__name__} import main; main()", job],
                 env={**os.environ, **variables, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 text=True,
@@ -125,18 +125,20 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main(job: str) -> None:
-    """Run one of the other ranks until the first one ends it."""
+def main() -> None:
+    """Run one of the other ranks until the first one ends it; the only argument is the job."""
     from neuronmm.emulator.runtime import neuron_emulation
 
-    folder, options = json.loads(job)
+    ready = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what NxD prints must not fill the pipe
+    folder, options = json.loads(sys.argv[1])
     settings = Settings(**{**options, "dtype": getattr(torch, options["dtype"])})
     shards = nxd_weights.split(Checkpoint(Path(folder), settings.dtype), settings, emulated=True)
     with neuron_emulation(runtime="nxd") as session:
         from neuronmm.models.neuronx import host_nxd
 
         model = host_nxd.Model(shards, settings)
-        print("ready", flush=True)
+        print("ready", file=ready, flush=True)
         host_nxd.to_cores(model, "")
         while True:
             call: list[Any] = [None]
@@ -151,6 +153,3 @@ def main(job: str) -> None:
                     model.application.forward(*call[0][1], **call[0][2])
         dist.destroy_process_group()
 
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -8,6 +8,8 @@ an emulated SDK its own CPU mode runs the same modules.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import logging
+import warnings
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +30,8 @@ from neuronmm.models.neuronx.nxd_weights import convert, shards
 from neuronmm.models.neuronx.sdk import EMULATED, compiler_version
 from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import Shards
+
+logging.getLogger("Neuron").setLevel(logging.ERROR)  # it warns of how it spreads the heads, once per layer
 
 NAME = "nxd-inference"
 VERSION = __version__
@@ -176,7 +180,9 @@ def to_cores(model: Model, name: str) -> bool | None:
     """
     application = model.application
     if emulated():
-        application.to_cpu()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of keys that NxD's model does not have
+            application.to_cpu()
         return None
     folder = cache_folder() / "neuronx" / name
     hit = folder.is_dir()

@@ -18,7 +18,6 @@ from optimum.neuron.models.inference.hlo.llama.model import LlamaHloModel
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
-from neuronmm.models.neuronx.cache import to_cores
 from neuronmm.models.neuronx.graph import GraphOps, LayerGraph
 from neuronmm.models.neuronx.layer_call import LayerCall
 from neuronmm.models.neuronx.settings import Settings, host_config

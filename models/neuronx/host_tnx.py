@@ -16,7 +16,6 @@ from transformers_neuronx.llama.hlo import LlamaForSamplingNoEmbeddingHlo
 from transformers_neuronx.llama.model import LlamaForSampling
 from transformers_neuronx.nki.compile import nki_call
 
-from neuronmm.models.neuronx.cache import to_cores
 from neuronmm.models.neuronx.graph import GraphOps, LayerGraph
 from neuronmm.models.neuronx.layer_call import LayerCall
 from neuronmm.models.neuronx.settings import Settings, host_config
