@@ -149,7 +149,9 @@ def _enter_nxd(stack: ExitStack) -> None:
 @contextmanager
 def _environment() -> Iterator[None]:
     def variables() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name.startswith(("NEURON", "NXD")) or name == "PATH"}
+        return {
+            name: value for name, value in os.environ.items() if name.startswith(("NEURON", "NXD")) or name == "PATH"
+        }
 
     before = variables()
     try:

@@ -66,9 +66,7 @@ class NeuronOptions:
 class NeuronRunner:
     """A checkpoint in a Neuron host. It compiles, or reads a compiled graph from the cache, on first use."""
 
-    def __init__(
-        self, shards: Shards, settings: Settings, host: sdk.Host, session: Any, resources: ExitStack
-    ) -> None:
+    def __init__(self, shards: Shards, settings: Settings, host: sdk.Host, session: Any, resources: ExitStack) -> None:
         self.shards, self.settings, self.host, self.session = shards, settings, host, session
         self.adapter, self._resources = sdk.adapter(host), resources
         self.ranks: nxd_ranks.Ranks | None = None

@@ -152,4 +152,3 @@ def main() -> None:
                 with torch.no_grad():
                     model.application.forward(*call[0][1], **call[0][2])
         dist.destroy_process_group()
-

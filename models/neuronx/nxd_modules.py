@@ -1,7 +1,9 @@
 """The modules that take the place of NxD Inference's linears in a decoder layer, and run the kernels.
 
-Hidden states are [batch, sequence, hidden]; the kernels take [tokens, features]. NxD's own norms stay. The results of
-o and down are summed over the cores after B. It needs NxD Inference and the SDK or its emulation.
+Hidden states are [batch, sequence, hidden]. The kernels take [tokens, features], or [features, tokens] on a
+NeuronCore-v2: ``nki`` transposes bfloat16 tiles in a mode of the tensor engine that only v3 and later have. NxD's own
+norms stay. The results of o and down are summed over the cores after B. It needs NxD Inference and the SDK or its
+emulation.
 """
 
 # pyright: reportMissingImports=false
@@ -25,8 +27,6 @@ from neuronmm.kernels.nki.problem import Ranks
 from neuronmm.models.neuronx.nxd_weights import GROUPS, parameters, replaced
 from neuronmm.models.neuronx.weights import BY_INPUT, LayerPlan
 
-LAYOUT = "BSH"
-
 
 def target() -> NeuronCore:
     """Return the core of this machine, as NxD names it; Inferentia2 has Trainium 1's."""
@@ -35,13 +35,29 @@ def target() -> NeuronCore:
 
 @cache
 def _linear(rank: int, bias: bool, core: NeuronCore) -> Callable[..., Tensor]:
-    return entry.low_rank_matmul(rank, bias=bias, layout=LAYOUT, core=core)
+    return _on_tokens(entry.low_rank_matmul(rank, bias=bias, layout=_layout(core), core=core), core)
 
 
 @cache
 def _mlp(ranks: Ranks, shared: bool, core: NeuronCore) -> Callable[..., Tensor]:
     factory = entry.low_rank_swiglu_mlp_shared if shared else entry.low_rank_swiglu_mlp
-    return factory(ranks, layout=LAYOUT, core=core)
+    return _on_tokens(factory(ranks, layout=_layout(core), core=core), core)
+
+
+def _layout(core: NeuronCore) -> str:
+    return "HSB" if core.name == "v2" else "BSH"
+
+
+def _on_tokens(kernel: Callable[..., Tensor], core: NeuronCore) -> Callable[..., Tensor]:
+    """Return ``kernel`` with input and output [batch, sequence, features]."""
+    first = _layout(core) == "BSH"
+
+    def call(x: Tensor, *weights: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        y = kernel((flat if first else flat.T).contiguous(), *weights)
+        return (y if first else y.T).unflatten(0, x.shape[:2])
+
+    return call
 
 
 class Linear(BaseParallelLinear):
@@ -63,16 +79,12 @@ class Linear(BaseParallelLinear):
 
     def forward(self, x: Tensor, A: Tensor | None = None) -> Tensor:
         """Return the linear of ``x`` [batch, sequence, in]; ``A``: that of the linear whose A it uses."""
-        flat = x.flatten(0, 1)
         inside = None if self.summed else self.bias  # added once, after the sum over the cores
         if self.rank is None:
-            y = flat @ self.W if inside is None else torch.addmm(inside, flat, self.W)
+            y = x @ self.W if inside is None else x @ self.W + inside
         else:
-            extra = () if inside is None else (inside,)
-            y = _linear(self.rank, inside is not None, target())(
-                flat.contiguous(), self.A if A is None else A, self.B, *extra
-            )
-        y = y.unflatten(0, x.shape[:2])
+            factors = [self.A if A is None else A, self.B, *([] if inside is None else [inside])]
+            y = _linear(self.rank, inside is not None, target())(x, *factors)
         return self.sum(y) if self.summed else y
 
     def sum(self, y: Tensor) -> Tensor:
@@ -125,15 +137,15 @@ class Mlp(nn.Module):
         self, x: Tensor, rmsnorm: Any = None, residual: Tensor | None = None, adapter_ids: Any = None
     ) -> tuple[Tensor, None]:
         """Return down(silu(gate(x)) * up(x)), [batch, sequence, hidden], and no residual."""
-        gate, up, down = (self.get_submodule(f"{name}_proj") for name in GROUPS[2])
+        linears: list[Any] = [self.get_submodule(f"{name}_proj") for name in GROUPS[2]]
+        gate, up, down = linears
         a_gate = up.A if self.follower else getattr(gate, "A", None)
         a_up = gate.A if self.leader else getattr(up, "A", None)
         if self.ranks is None:
             return down(silu(gate(x, a_gate)) * up(x, a_up)), None
         shared = bool(self.leader or self.follower)
         factors = [a_gate, gate.B, *([] if shared else [a_up]), up.B, down.A, down.B]
-        y = _mlp(self.ranks, shared, target())(x.flatten(0, 1).contiguous(), *factors)
-        return down.sum(y.unflatten(0, x.shape[:2])), None
+        return down.sum(_mlp(self.ranks, shared, target())(x, *factors)), None
 
 
 def install(layer: nn.Module, plan: LayerPlan, dtype: torch.dtype, cores: int) -> None:

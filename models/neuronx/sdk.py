@@ -91,7 +91,7 @@ HOSTS = {
             nki=("nki", "jit"),
             compilers=((2, 24), (2, 27)),  # those of SDK 2.29, the first with NxD Inference 0.9, to 2.31, the last
             sdk="2.29 to 2.31",
-            requires=f"pip install neuronx-distributed-inference==0.9.* neuronx-cc==2.24.* torch-neuronx==2.9.* {_INDEX}",
+            requires=f"pip install neuronx-distributed-inference==0.9.* neuronx-cc==2.24.* torch-neuronx {_INDEX}",
             emulated=(
                 "put the sources of neuronx-distributed and neuronx-distributed-inference 0.9 on PYTHONPATH, beside "
                 "transformers 4.57 (docs/trainium.md)"

@@ -207,7 +207,9 @@ class Shards:
             linears.append((name, LinearPlan(inputs, outputs, self.checkpoint.ranks.get(full), bias, short)))
         ranks = {name: linear.rank for name, linear in linears}
         fused = [norm for norm, readers in READERS.items() if all(ranks[reader] for reader in readers)]
-        if not self.fuses_norms or self.checkpoint.dtype is torch.float16:  # which cannot represent the squares of a hidden state
+        if (
+            not self.fuses_norms or self.checkpoint.dtype is torch.float16
+        ):  # which cannot represent the squares of a hidden state
             fused = []
         qk_norm = self.checkpoint.has(layer_name(index, f"{NORMS['q_norm']}.weight"))
         mlp = self.mlps[index]

@@ -69,7 +69,9 @@ def add_neuron_arguments(parser: argparse.ArgumentParser, continuous: bool = Tru
     if continuous:
         group.add_argument("--continuous", action="store_true", help="start a prompt when another one ends")
     names = ("--host", "--neuron-host") if continuous else ("--neuron-host",)  # a server's --host is an address
-    group.add_argument(*names, dest="neuron_host", metavar="NAME", help="default: the first Neuron host that is present")
+    group.add_argument(
+        *names, dest="neuron_host", metavar="NAME", help="default: the first Neuron host that is present"
+    )
     group.add_argument(
         "--emulate", action="store_true", help="run the Neuron host on this CPU with an emulated runtime"
     )

@@ -24,7 +24,7 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.neuronx import intermediate, sdk
 from neuronmm.models.source import resolve
-from tiny_models import make_tokens
+from tiny_models import make_tokens, shared_spec
 from word_tokenizer import word_tokenizer
 
 HOST = sdk.HOSTS["nxd-inference"]
@@ -94,7 +94,11 @@ def expect_hfs_tokens(engine: Engine, folder: Path, prompts: list[str], kernels:
 
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [*((family, kind) for family in FAMILIES for kind in ("dense", "mixed")), ("llama", "pivoted"), ("qwen3", "shared")],
+    [
+        *((family, kind) for family in FAMILIES for kind in ("dense", "mixed")),
+        ("llama", "pivoted"),
+        ("qwen3", "shared"),
+    ],
 )
 def test_greedy_tokens_equal_those_of_hf(
     neuron_checkpoint: Callable[..., Path], nxd: Callable[..., Engine], model_type: str, kind: str
@@ -103,9 +107,20 @@ def test_greedy_tokens_equal_those_of_hf(
     expect_hfs_tokens(nxd(folder, batch_size=2), folder, PROMPTS, KERNELS[kind])
 
 
+def test_int8_factors(checkpoint: Callable[..., Path], nxd: Callable[..., Engine]) -> None:
+    """They are dequantised when they are loaded."""
+    folder = checkpoint("llama", spec=shared_spec(factors="int8"))
+    expect_hfs_tokens(nxd(folder), folder, PROMPTS[:1], KERNELS["shared"])
+
+
 @pytest.mark.parametrize(
     ("model_type", "kind", "cores"),
-    [("llama", "dense", 2), ("qwen2", "mixed", 2), ("llama", "pivoted", 2), ("qwen3", "shared", 4)],
+    [
+        ("llama", "dense", 2),
+        ("qwen2", "mixed", 2),
+        pytest.param("llama", "pivoted", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3", "shared", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_several_cores(
     neuron_checkpoint: Callable[..., Path], nxd: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch,
@@ -163,11 +178,13 @@ def test_requests_join_a_continuous_batch(
     assert kernels_run(engine) == (steps + len(joins)) * KERNELS[kind]
 
 
-@pytest.mark.parametrize("kind", ["dense", "mixed"])
+@pytest.mark.parametrize(("kind", "target"), [("dense", "trn1"), ("mixed", "trn1"), ("mixed", "trn2")])
 def test_bfloat16_logits(
-    neuron_checkpoint: Callable[..., Path], nxd: Callable[..., Engine], kind: str
-) -> None:
+    neuron_checkpoint: Callable[..., Path], nxd: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str,
+    target: str,
+) -> None:  # fmt: skip
     """On the same tokens, the logits of every step are within twice the error of plain bfloat16 torch."""
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
     folder, tokens = neuron_checkpoint("qwen2", kind, torch.bfloat16), make_tokens(2, 16)
     plain, exact = (load(folder, backend="cpu", dtype=dtype, impl="naive") for dtype in ("bf16", "fp32"))
     engine = nxd(folder, batch_size=2, amp="bf16")

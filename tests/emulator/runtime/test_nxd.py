@@ -26,7 +26,11 @@ def test_the_packages_can_be_imported_inside_the_block_only() -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("torch_xla.core.xla_model", "xla_device"), ("torch_neuronx.xla_impl.ops", "Gelu"), ("nkilib.core.qkv", "nothing")],
+    [
+        ("torch_xla.core.xla_model", "xla_device"),
+        ("torch_neuronx.xla_impl.ops", "Gelu"),
+        ("nkilib.core.qkv", "nothing"),
+    ],
 )
 def test_any_other_name_is_an_error(module: str, name: str) -> None:
     with neuron_emulation(runtime="nxd"):

@@ -34,9 +34,7 @@ def test_a_prompt_of_one_token_fills_its_bucket_with_position_0() -> None:
 
 
 def test_slots_are_in_order_and_logits_in_the_callers() -> None:
-    step = nxd_inputs.slots(
-        torch.tensor([[7], [8], [9]]), torch.tensor([[4], [5], [6]]), torch.tensor([2, 0, 1]), 16
-    )
+    step = nxd_inputs.slots(torch.tensor([[7], [8], [9]]), torch.tensor([[4], [5], [6]]), torch.tensor([2, 0, 1]), 16)
     assert step.inputs["seq_ids"].tolist() == [0, 1, 2]
     assert step.inputs["input_ids"].tolist() == [[8], [9], [7]]
     assert step.inputs["input_ids"][step.rows].tolist() == [[7], [8], [9]]
