@@ -34,11 +34,11 @@ case $HOST in
 transformers-neuronx)
     PINNED=("neuronx-cc==2.21.33363.*" "torch-neuronx==2.8.*" "libneuronxla==2.2.12677.*"
             "transformers-neuronx==0.13.1315.*" "transformers==4.47.1")
-    DRY_HOST=optimum-neuron DRY_PY=.venv-neuron/bin/python PROOF="import optimum.neuron.version" ;;
+    DRY_HOST=optimum-neuron DRY_PY=.venv-neuron/bin/python ;;
 nxd-inference)
     PINNED=("neuronx-cc==2.24.5133.*" "torch-neuronx==2.9.*" "libneuronxla==2.2.16408.*" "nki==0.3.0"
             "neuronx-distributed==0.18.27753.*" "neuronx-distributed-inference==0.9.17334.*" "transformers==4.57.3")
-    DRY_HOST=$HOST DRY_PY=.venv-nxd/bin/python PROOF="import neuronx_distributed_inference._version" ;;
+    DRY_HOST=$HOST DRY_PY=.venv-nxd/bin/python ;;
 *) echo "error: HOST=$HOST: must be transformers-neuronx or nxd-inference" >&2; exit 2 ;;
 esac
 
@@ -75,7 +75,7 @@ if [ $DRY = 1 ]; then
     EMULATE=(--emulate)
     MODEL=${1:-$OUT/tiny}
     export TOKENIZERS_PARALLELISM=false
-    step "the interpreter has what a dry run needs" "$PY" -c "import neuronmm; $PROOF" || exit 1
+    step "the interpreter has what a dry run needs" "$PY" -c "from neuronmm.models.neuronx.sdk import choose; choose('$HOST')" || exit 1
     [ -n "${1:-}" ] || step "a tiny random model" "$PY" scripts/verify_neuron.py tiny "$MODEL" || exit 1
     SIZES=(--prompt-lengths 32 --batch 1 --new-tokens 16 --runs 1)
 else
