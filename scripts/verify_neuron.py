@@ -1,8 +1,10 @@
 """Check kernel numerics and generation, on a device or emulated, for scripts/verify_on_trainium.sh.
 
     python scripts/verify_neuron.py tiny FOLDER                  a tiny random Llama, for a dry run
-    python scripts/verify_neuron.py kernels [--emulate]          each NKI kernel against float64
-    python scripts/verify_neuron.py generate DENSE LOW [--emulate] [--tp N] [--new-tokens N]
+    python scripts/verify_neuron.py kernels [--emulate] [--host NAME]      each NKI kernel against float64
+    python scripts/verify_neuron.py generate DENSE LOW [--emulate] [--host NAME] [--tp N] [--new-tokens N]
+
+NxD Inference (--host nxd-inference) takes the kernels of ``nki``, the other hosts those of ``neuronxcc.nki``.
 
 Each prints its figures and one JSON line, and exits with status 1 if a check fails.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from torch.nn.functional import silu
 
 import neuronmm
 from neuronmm.engine.sampling import SamplingParams
+from neuronmm.kernels.hardware import TRN1
 from neuronmm.kernels.nki.layout import pack
 
 SHAPES = {
@@ -33,6 +37,8 @@ SHAPES = {
     "odd sizes, prefill": (300, 576, 1536, 100),
 }
 """Name -> tokens, hidden, intermediate, rank."""
+NXD = "nxd-inference"
+POSITIONS = 128
 PROMPTS = ("The capital of France is", "Once upon a time there was a small robot who")
 
 
@@ -49,12 +55,13 @@ def main() -> int:
     generate.add_argument("--new-tokens", type=int, default=64)
     for command in (kernels, generate):
         command.add_argument("--emulate", action="store_true")
+        command.add_argument("--host", default="transformers-neuronx")
     args = parser.parse_args()
     if args.command == "tiny":
         return write_tiny(args.folder)
     if args.command == "kernels":
-        return check_kernels(args.emulate)
-    return check_generation(args.dense, args.low, args.emulate, args.tp, args.new_tokens)
+        return check_kernels(args.emulate, run_nki if args.host == NXD else run_neuronxcc)
+    return check_generation(args.dense, args.low, args.emulate, args.host, args.tp, args.new_tokens)
 
 
 def write_tiny(folder: Path) -> int:
@@ -74,7 +81,7 @@ def write_tiny(folder: Path) -> int:
     return 0
 
 
-def check_kernels(emulate: bool) -> int:
+def check_kernels(emulate: bool, run_kernel: Callable[..., Tensor]) -> int:
     """Check every kernel in bfloat16: its error against float64 is at most twice that of torch in bfloat16."""
     if emulate:
         from neuronmm.emulator.nki import nki_modules
@@ -108,8 +115,28 @@ def formula(x: Tensor, w: list[Tensor]) -> Tensor:
     return (silu(x @ w[0].T @ w[1].T) * (x @ w[2].T @ w[3].T)) @ w[4].T @ w[5].T
 
 
-def run_kernel(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs: int) -> Tensor:
-    """Run a kernel through ``nki.jit``, on a core or emulated. Dimensions: x [tokens, in] -> [tokens, out]."""
+def run_nki(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs: int) -> Tensor:
+    """Run a kernel of ``nki`` on a core or emulated. Dimensions: x [tokens, in] -> [tokens, out]."""
+    from neuronmm.kernels.nki import entry_nki as entry
+    from neuronmm.kernels.nki.problem import Ranks
+
+    ranks = static if name == "low_rank_matmul" else Ranks(*static)
+    kernel = getattr(entry, name)(ranks, core=TRN1)
+    return to_tensor(kernel(*arrays_of(x, weights)))
+
+
+def arrays_of(x: Tensor, weights: list[Tensor]) -> list[np.ndarray]:
+    """Return the arguments of a kernel: ``x`` with the features first, and the packed weights."""
+    return [t.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16) for t in (x.T, *map(pack, weights))]
+
+
+def to_tensor(y: Any) -> Tensor:
+    """Return a kernel's result [out, tokens] as a tensor [tokens, out]."""
+    return torch.from_numpy(np.ascontiguousarray(y).view(np.int16)).view(torch.bfloat16).T
+
+
+def run_neuronxcc(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs: int) -> Tensor:
+    """Run a kernel of ``neuronxcc.nki`` on a core or emulated. Dimensions: x [tokens, in] -> [tokens, out]."""
     import neuronxcc.nki as nki
     import neuronxcc.nki.language as nl
 
@@ -131,21 +158,18 @@ def run_kernel(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs
             kernel(x, a, b, c, d, e, f, y)
             return y
 
-    arrays = [t.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16) for t in (x.T, *map(pack, weights))]
-    y = np.ascontiguousarray(nki.jit(call, mode="baremetal")(*arrays))
-    return torch.from_numpy(y.view(np.int16)).view(torch.bfloat16).T
+    return to_tensor(nki.jit(call, mode="baremetal")(*arrays_of(x, weights)))
 
 
-def check_generation(dense: str, low: str, emulate: bool, tp: int, new: int) -> int:
+def check_generation(dense: str, low: str, emulate: bool, host: str, tp: int, new: int) -> int:
     """Check that greedy tokens in float32 equal those of the CPU backend, with one prompt padded."""
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     failures = []
     for name, model in (("dense", dense), ("compressed", low)):
         cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
         expected = cpu.generate(PROMPTS, params)
-        engine = neuronmm.load(
-            model, backend="neuron", tp_degree=tp, batch_size=2, n_positions=128, amp="fp32", emulate=emulate
-        )
+        sizes = {"tp_degree": tp, "batch_size": 2, "n_positions": POSITIONS, "amp": "fp32"}
+        engine: Any = neuronmm.load(model, backend="neuron", emulate=emulate, host=host, **sizes)
         print(f"{name}: {engine.runner.path}")
         results = engine.generate(PROMPTS, params)
         for prompt, a, b in zip(PROMPTS, results, expected, strict=True):
@@ -153,6 +177,7 @@ def check_generation(dense: str, low: str, emulate: bool, tp: int, new: int) -> 
             print(f"{'ok  ' if same == new else 'FAIL'} {name}, {prompt!r}: first {same} of {new} tokens equal")
             print(f"     {a.text!r}")
             failures += [] if same == new else [f"{name}: {prompt}"]
+        engine.runner.close()
     print(json.dumps({"check": "generation", "emulated": emulate, "tp": tp, "failed": failures}))
     return 1 if failures else 0
 

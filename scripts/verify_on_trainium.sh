@@ -5,10 +5,14 @@
 #   scripts/verify_on_trainium.sh --dry-run      every step that needs no device, here, with the SDK emulated
 #
 # Environment variables:
+#   HOST     the Neuron host: transformers-neuronx (default) or nxd-inference. A dry run of the default takes
+#            optimum-neuron in its place
 #   OUT      folder for everything that is written (default out/trainium)
 #   TP       cores of the second run (default 2)
 #   PYTHON   makes the environment (default python3.10). A dry run uses it directly, so it needs neuronmm and
-#            optimum-neuron 0.2.0 (`make test-neuron` makes one: .venv-neuron/bin/python)
+#            optimum-neuron 0.2.0 (`make test-neuron` makes one: .venv-neuron/bin/python), or for nxd-inference NxD's
+#            sources on PYTHONPATH (`make test-nxd`: .venv-nxd/bin/python)
+#   NEW      new tokens per prompt (default 64)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,14 +21,26 @@ if [ "${1:-}" = "--dry-run" ]; then DRY=1; shift; fi
 MODEL=${1:-meta-llama/Llama-3.2-1B}
 OUT=${OUT:-out/trainium}
 TP=${TP:-2}
+NEW=${NEW:-64}
+HOST=${HOST:-transformers-neuronx}
 mkdir -p "$OUT" || exit 1
 REPORT=$OUT/report.md
 FAILED=0
 
-# SDK 2.26.1 is the last with transformers-neuronx (published: AWS Neuron release notes).
+# SDK 2.26.1 is the last with transformers-neuronx, SDK 2.29 the first with NxD Inference 0.9 (published: AWS Neuron
+# release notes and release content).
 INDEX=https://pip.repos.neuron.amazonaws.com
-PINNED=("neuronx-cc==2.21.33363.*" "torch-neuronx==2.8.*" "libneuronxla==2.2.12677.*"
-        "transformers-neuronx==0.13.1315.*" "transformers==4.47.1")
+case $HOST in
+transformers-neuronx)
+    PINNED=("neuronx-cc==2.21.33363.*" "torch-neuronx==2.8.*" "libneuronxla==2.2.12677.*"
+            "transformers-neuronx==0.13.1315.*" "transformers==4.47.1")
+    DRY_HOST=optimum-neuron DRY_PY=.venv-neuron/bin/python ;;
+nxd-inference)
+    PINNED=("neuronx-cc==2.24.5133.*" "torch-neuronx==2.9.*" "libneuronxla==2.2.16408.*" "nki==0.3.0"
+            "neuronx-distributed==0.18.27753.*" "neuronx-distributed-inference==0.9.17334.*" "transformers==4.57.3")
+    DRY_HOST=$HOST DRY_PY=.venv-nxd/bin/python ;;
+*) echo "error: HOST=$HOST: must be transformers-neuronx or nxd-inference" >&2; exit 2 ;;
+esac
 
 {
     echo "# neuronmm on Trainium"
@@ -54,11 +70,12 @@ versions() {
 }
 
 if [ $DRY = 1 ]; then
-    PY=${PYTHON:-.venv-neuron/bin/python}
+    PY=${PYTHON:-$DRY_PY}
+    HOST=$DRY_HOST
     EMULATE=(--emulate)
     MODEL=${1:-$OUT/tiny}
     export TOKENIZERS_PARALLELISM=false
-    step "the interpreter has what a dry run needs" "$PY" -c "import neuronmm, optimum.neuron.version" || exit 1
+    step "the interpreter has what a dry run needs" "$PY" -c "from neuronmm.models.neuronx.sdk import choose; choose('$HOST')" || exit 1
     [ -n "${1:-}" ] || step "a tiny random model" "$PY" scripts/verify_neuron.py tiny "$MODEL" || exit 1
     SIZES=(--prompt-lengths 32 --batch 1 --new-tokens 16 --runs 1)
 else
@@ -74,14 +91,16 @@ LOW=$OUT/low
 RUN=("$PY" -m neuronmm)
 
 step "versions" versions
-step "kernel numerics" "$PY" scripts/verify_neuron.py kernels "${EMULATE[@]}"
+step "kernel numerics" "$PY" scripts/verify_neuron.py kernels --host "$HOST" "${EMULATE[@]}"
 rm -rf "$LOW"
 step "compress" "${RUN[@]}" compress "$MODEL" -o "$LOW" --ratio 0.2 --targets all --method svd --json || exit 1
 for tp in 1 "$TP"; do
     step "greedy tokens equal the CPU's, $tp core(s)" \
-        "$PY" scripts/verify_neuron.py generate "$MODEL" "$LOW" --tp "$tp" "${EMULATE[@]}"
+        "$PY" scripts/verify_neuron.py generate "$MODEL" "$LOW" --host "$HOST" --tp "$tp" --new-tokens "$NEW" \
+        "${EMULATE[@]}"
+    [ "$DRY $HOST" != "1 nxd-inference" ] || continue  # its CPU mode has no graph whose time could be predicted
     step "benchmark, $tp core(s)" \
-        "${RUN[@]}" benchmark "$LOW" --baseline "$MODEL" --backend neuron --dtype bf16 --tp "$tp" "${SIZES[@]}" \
+        "${RUN[@]}" benchmark "$LOW" --baseline "$MODEL" --backend neuron --host "$HOST" --dtype bf16 --tp "$tp" "${SIZES[@]}" \
         "${EMULATE[@]}" --output "$OUT/benchmark-tp$tp"
 done
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 from torch import Tensor
 
 from neuronmm.emulator.hlo.node import Function, Node, local, storage_dtype
 from neuronmm.emulator.hlo.types import InvalidGraphError, Type
+from neuronmm.emulator.nki.arrays import from_numpy, to_numpy
 from neuronmm.emulator.nki.framework import TARGET, execute, kernel_of
 
 _TARGETS: dict[str, Callable[[Node], Function]] = {}
@@ -111,7 +110,7 @@ def _native_kernel(node: Node) -> Function:
             results = results if isinstance(results, tuple) else (results,)
         else:
             settings.calls["nki"] += 1
-            results = tuple(_from_numpy(a) for a in execute(config, [_to_numpy(t) for t in tensors]))
+            results = tuple(from_numpy(a) for a in execute(config, [to_numpy(t) for t in tensors]))
         if [(tuple(t.shape), t.dtype) for t in results] != expected:
             actual = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in results)
             declared = Type.of(node.proto.shape)
@@ -119,17 +118,3 @@ def _native_kernel(node: Node) -> Function:
         return results if is_tuple else results[0]
 
     return native_kernel
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    """Return an array on the same memory, or a copy if the tensor is not contiguous; bfloat16 as ml_dtypes' type."""
-    tensor = tensor.contiguous()
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
-
-
-def _from_numpy(array: np.ndarray) -> Tensor:
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)

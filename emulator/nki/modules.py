@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -93,12 +93,18 @@ def surface(dialect: str) -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
-def nki_modules() -> Iterator[None]:
+def nki_modules(extra: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[None]:
     """Make ``neuronxcc.nki`` and ``nki`` importable inside the block; restore ``sys.modules`` afterwards.
 
     A dialect whose real package is installed stays the real one. Kernel files imported inside the block keep working
-    after it.
+    after it. ``extra``: module name -> attributes that a host needs of the dialects besides; they replace the others.
     """
-    absent = [d for d, isa in DIALECTS.items() if not offers(isa, "nc_matmul")]
-    with importable({name: attributes for d in absent for name, attributes in surface(d).items()}):
+    modules: dict[str, dict[str, Any]] = {}
+    for dialect, isa in DIALECTS.items():
+        if not offers(isa, "nc_matmul"):
+            modules.update(surface(dialect))
+            for name, attributes in (extra or {}).items():
+                if name.split(".")[0] == dialect:
+                    modules[name] = {**modules.get(name, {}), **attributes}
+    with importable(modules):
         yield

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from neuronmm.emulator.nki import machine as machines
 from neuronmm.emulator.nki.contract import FIRST, SECOND, check_outputs, check_values, protect_inputs
@@ -40,7 +41,7 @@ class Run:
 
 
 class Kernel:
-    """A function decorated with ``@nki.jit``: inside a kernel a plain call, outside a simulation on arrays.
+    """A function decorated with ``@nki.jit``: inside a kernel a plain call, outside a simulation on arrays or tensors.
 
     ``dialect`` is that of the decorator, "" for a plain function. Kernels of the second dialect have unrolled loops,
     and their arguments must be values of the language.
@@ -66,6 +67,10 @@ class Kernel:
             if self.dialect == SECOND:
                 check_values(self.__name__, [*arguments, *constants.values()])
             return self.function(*arguments, **constants)
+        if any(isinstance(a, torch.Tensor) for a in arguments):
+            from neuronmm.emulator.nki.tensors import run_on_tensors  # it imports this module
+
+            return run_on_tensors(self, *arguments, **constants)
         return simulate_kernel(self, *arguments, **constants)
 
 

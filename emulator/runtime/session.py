@@ -16,15 +16,16 @@ import torch
 from neuronmm.emulator.hlo import Settings
 from neuronmm.emulator.importable import importable, offers, remove
 from neuronmm.emulator.nki import nki_modules
+from neuronmm.emulator.nki.tensors import counters
 from neuronmm.emulator.pyhlo import HloScribe, HloShape
 from neuronmm.emulator.pyhlo.literal import serialize_torch
 from neuronmm.emulator.pyhlo.messages import HLO, METANEFF, XLA_DATA
-from neuronmm.emulator.runtime import compiler, models, tensors
+from neuronmm.emulator.runtime import compiler, models, nxd, tensors
 
 Session = Settings
 """How NKI kernels run, and the counts of custom calls."""
 
-HOSTS = ("transformers_neuronx", "optimum.neuron")
+HOSTS = ("transformers_neuronx", "optimum.neuron", "neuronx_distributed", "neuronx_distributed_inference")
 """Host packages. They keep references to the runtime that they were imported with, so each runtime has its own."""
 
 _OPS = {
@@ -67,13 +68,23 @@ _LIBNEURONXLA: dict[str, dict[str, Any]] = {
     },
 }
 
+_BELOW_NXD = {
+    "torch_xla": ("torch_xla.core.xla_model", "REDUCE_SUM"),
+    "torch_neuronx": ("torch_neuronx.xla_impl.trace", "generate_neff"),
+    "libneuronxla": ("libneuronxla", "neuron_xla_compile"),
+    "nkilib": ("nkilib.core.qkv.qkv", "qkv"),
+}
+"""Package -> a module of it and a name that only the real one has."""
+
 _running: list[Session] = []
 _emulated_hosts: dict[str, ModuleType] = {}
 """Host modules that were imported inside a block, by name; they return to ``sys.modules`` in the next block."""
 
 
 @contextmanager
-def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[Session]:
+def neuron_emulation(
+    kernels: Literal["nki", "reference"] = "nki", runtime: Literal["hlo", "nxd"] = "hlo"
+) -> Iterator[Session]:
     """Emulate the Neuron runtime on this machine's CPU inside the block.
 
     The parts of ``torch_neuronx``, ``libneuronxla`` and ``neuronxcc`` that hosts use can be imported; a package that is
@@ -84,6 +95,8 @@ def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[S
 
     Args:
         kernels: ``nki`` interprets NKI kernels; ``reference`` runs the kernel function's attribute ``reference``.
+        runtime: what the host needs below it: ``hlo`` for transformers-neuronx and optimum-neuron, ``nxd`` for NxD
+            Inference (:mod:`.nxd`), which interprets all kernels.
 
     Yields:
         The session; its ``calls`` counts custom calls by target, and NKI kernels as ``nki`` or ``reference``.
@@ -95,27 +108,50 @@ def neuron_emulation(kernels: Literal["nki", "reference"] = "nki") -> Iterator[S
     with ExitStack() as stack:
         stack.enter_context(_environment())
         stack.enter_context(_hosts())
-        stack.enter_context(nki_modules())
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-emulation-"))
-        if not offers("libneuronxla.neuron_cc_cache", "CacheUrl"):
-            stack.enter_context(importable(_LIBNEURONXLA))
-            compiler.install_command(Path(folder))
-        if not offers("torch_neuronx.pyhlo.scribe", "HloScribe"):
-            stack.enter_context(importable(_TORCH_NEURONX))
-            stack.enter_context(_namespace(torch.ops, "neuron", _OPS))
-            stack.enter_context(_namespace(torch.classes, "neuron", _CLASSES))
-        compiler.session_cache.append(folder)
-        stack.callback(compiler.session_cache.pop)
+        if runtime == "nxd":
+            _enter_nxd(stack)
+        else:
+            _enter_hlo(stack)
         models.ParallelModel.settings = session
+        counters.append(session.calls)
+        stack.callback(counters.pop)
         _running.append(session)
         stack.callback(_running.pop)
         yield session
 
 
+def _enter_hlo(stack: ExitStack) -> None:
+    """Make the runtime below HLO's graph builders importable, as far as it is not installed."""
+    stack.enter_context(nki_modules())
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-emulation-"))
+    if not offers("libneuronxla.neuron_cc_cache", "CacheUrl"):
+        stack.enter_context(importable(_LIBNEURONXLA))
+        compiler.install_command(Path(folder))
+    if not offers("torch_neuronx.pyhlo.scribe", "HloScribe"):
+        stack.enter_context(importable(_TORCH_NEURONX))
+        stack.enter_context(_namespace(torch.ops, "neuron", _OPS))
+        stack.enter_context(_namespace(torch.classes, "neuron", _CLASSES))
+    compiler.session_cache.append(folder)
+    stack.callback(compiler.session_cache.pop)
+
+
+def _enter_nxd(stack: ExitStack) -> None:
+    """Make the packages below NxD Inference importable, as far as they are not installed."""
+    modules = nxd.surface()
+    stack.enter_context(nki_modules(modules))
+    for package, (module, proof) in _BELOW_NXD.items():
+        if not offers(module, proof):
+            own = {name: names for name, names in modules.items() if name.split(".")[0] == package}
+            stack.enter_context(importable(own))
+    stack.enter_context(_namespace(torch.classes, "neuron", nxd.classes()))
+
+
 @contextmanager
 def _environment() -> Iterator[None]:
     def variables() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name.startswith("NEURON") or name == "PATH"}
+        return {
+            name: value for name, value in os.environ.items() if name.startswith(("NEURON", "NXD")) or name == "PATH"
+        }
 
     before = variables()
     try:

@@ -13,31 +13,35 @@ from typing import Any, Literal
 from neuronmm.models.errors import UserError
 
 Kernels = Literal["nki", "reference"]
+Runtime = Literal["hlo", "nxd"]
 
 
 @dataclass
 class _Emulation:
     stack: ExitStack
     session: Any
+    runtime: Runtime
     users: int = 0
 
 
 _open: list[_Emulation] = []
 
 
-def acquire(kernels: Kernels) -> tuple[Any, Callable[[], None]]:
+def acquire(kernels: Kernels, runtime: Runtime) -> tuple[Any, Callable[[], None]]:
     """Return the emulation session and the function that releases it, to be called once.
 
     Raises:
-        UserError: another open engine uses a session with other ``kernels``.
+        UserError: another open engine uses a session with other ``kernels``, or another ``runtime``.
     """
     from neuronmm.emulator.runtime import neuron_emulation
 
     if not _open:
         stack = ExitStack()
-        _open.append(_Emulation(stack, stack.enter_context(neuron_emulation(kernels=kernels))))
+        _open.append(_Emulation(stack, stack.enter_context(neuron_emulation(kernels, runtime)), runtime))
     emulation = _open[0]
     session = emulation.session
+    if emulation.runtime != runtime:
+        raise UserError("an engine that emulates another Neuron host is still open; close it first")
     if session.kernels != kernels:
         raise UserError(f"an engine that emulates with kernels {session.kernels!r} is still open; close it first")
     emulation.users += 1

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm.engine.backends import emulation
+from neuronmm.engine.backends import emulation, nxd_ranks
 from neuronmm.engine.backends.neuron_decoder import NeuronDecoder, NeuronSlots
 from neuronmm.engine.decoder import Decoder
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config
-from neuronmm.models.neuronx import cache, sdk
+from neuronmm.models.neuronx import cache, nxd_weights, sdk
 from neuronmm.models.neuronx.checkpoint import Checkpoint
 from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import Shards
@@ -36,28 +36,40 @@ class NeuronOptions:
 
     ``tp_degree``: NeuronCores that share the model. ``batch_size``: rows of a compiled step. ``n_positions``: longest
     sequence, prompt and answer together (default: 512, or the model's context if that is shorter). ``layout``: HSB or
-    BSH. ``continuous``: rows are slots that sequences join and leave while others run. ``emulate``: run the host on the
+    BSH (default: the host's). ``host``: a name of :data:`.sdk.HOSTS` (default: the first that is present).
+    ``continuous``: rows are slots that sequences join and leave while others run. ``emulate``: run the host on the
     CPU of this machine.
     """
 
     tp_degree: int = 1
     batch_size: int = 1
     n_positions: int | None = None
-    layout: str = "HSB"
+    layout: str | None = None
     continuous: bool = False
     emulate: bool = False
+    host: str | None = None
 
-    def settings(self, dtype: torch.dtype, context: int) -> Settings:
-        """Return the build settings for a model with a context of ``context`` positions."""
+    def settings(self, dtype: torch.dtype, context: int, host: sdk.Host) -> Settings:
+        """Return the build settings for a model with a context of ``context`` positions.
+
+        Raises:
+            UserError: a value is out of range, or the host has no such layout.
+        """
         positions = min(N_POSITIONS, context) if self.n_positions is None else self.n_positions
-        return Settings(dtype, self.tp_degree, self.batch_size, positions, self.layout, self.continuous)
+        layout = self.layout or host.layouts[0]
+        settings = Settings(dtype, self.tp_degree, self.batch_size, positions, layout, self.continuous)
+        if layout not in host.layouts:
+            raise UserError(f"layout {layout!r}: {host.name} has only {', '.join(host.layouts)}")
+        return settings
 
 
 class NeuronRunner:
     """A checkpoint in a Neuron host. It compiles, or reads a compiled graph from the cache, on first use."""
 
-    def __init__(self, shards: Shards, settings: Settings, adapter: Any, session: Any, resources: ExitStack) -> None:
-        self.shards, self.settings, self.adapter, self.session = shards, settings, adapter, session
+    def __init__(self, shards: Shards, settings: Settings, host: sdk.Host, session: Any, resources: ExitStack) -> None:
+        self.shards, self.settings, self.host, self.session = shards, settings, host, session
+        self.adapter, self._resources = sdk.adapter(host), resources
+        self.ranks: nxd_ranks.Ranks | None = None
         self.device, self.dtype, self.backend = torch.device("cpu"), settings.dtype, "neuron"
         self.max_batch = settings.batch_size
         self.max_len: int | None = settings.n_positions
@@ -75,8 +87,11 @@ class NeuronRunner:
             start = time.perf_counter()
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # avoids a warning when a host forks to compile
             model = self.adapter.Model(self.shards, self.settings)
+            if self.session and self.host.runtime == "nxd":
+                self.ranks = nxd_ranks.join(model, self.shards.checkpoint.folder, self.settings, self._resources)
             key = cache.key(self.shards, self.settings, f"{self.adapter.NAME} {self.adapter.VERSION}")
-            self.cached = cache.to_cores(model, key)
+            to_cores = self.adapter.to_cores if self.host.runtime == "nxd" else cache.to_cores
+            self.cached = to_cores(model, key)
             self.ready_seconds = time.perf_counter() - start
             self._model = model
         return self._model
@@ -84,7 +99,8 @@ class NeuronRunner:
     @property
     def path(self) -> str:
         """One line that names the kernels, the host, its device and whether it had to compile."""
-        compiled = self.model and ("compile cache hit" if self.cached else "compile cache miss")
+        words = {True: "compile cache hit", False: "compile cache miss", None: "the host's CPU mode"}
+        compiled = self.model and words[self.cached]
         where = "emulated on this CPU" if self.session else "NeuronCores"
         kernels = "dense" if not self.shards.checkpoint.ranks else "low-rank NKI"
         batch = f"{'continuous ' if self.continuous else ''}batch {self.max_batch}"
@@ -127,11 +143,11 @@ class NeuronRunner:
         )
 
 
-def missing(*, emulate: bool = False, **options: Any) -> str | None:
+def missing(*, emulate: bool = False, host: str | None = None, **options: Any) -> str | None:
     """Return None if a host can run here or the run is emulated, otherwise what is missing and what to do."""
     if emulate:
         return None
-    reason = sdk.missing()
+    reason = sdk.missing(host)
     return reason and f"{reason}; or run it emulated on this CPU: --emulate"
 
 
@@ -142,20 +158,25 @@ def load(folder: Path, dtype: torch.dtype, impl: str, **options: Any) -> NeuronR
         UserError: an option is out of range, the model does not fit, or the SDK is not supported.
     """
     chosen = NeuronOptions(**options)
-    if impl not in KERNELS or (impl == "reference" and not chosen.emulate):
+    host = sdk.choose(chosen.host)
+    if impl not in KERNELS or (impl == "reference" and (not chosen.emulate or host.runtime == "nxd")):
         raise UserError(
-            f"kernel {impl!r} is not for backend neuron; there are: auto, nki and, with --emulate, reference"
+            f"kernel {impl!r} is not for backend neuron; there are: auto, nki and, with --emulate on an HLO host, "
+            f"reference"
         )
     checkpoint = Checkpoint(folder, dtype)
-    settings = chosen.settings(dtype, checkpoint.architecture.positions)
+    settings = chosen.settings(dtype, checkpoint.architecture.positions, host)
     settings.check(checkpoint.architecture)
-    shards = Shards(checkpoint, settings.tp_degree)
+    if host.runtime == "nxd":
+        shards = nxd_weights.split(checkpoint, settings, chosen.emulate)
+    else:
+        shards = Shards(checkpoint, settings.tp_degree)
     with ExitStack() as stack:
         session = None
         if chosen.emulate:
-            session, release = emulation.acquire(KERNELS[impl])
+            session, release = emulation.acquire(KERNELS[impl], host.runtime)
             stack.callback(release)
         else:
             sdk.check_cores(settings.tp_degree)
-        adapter = sdk.host()
-        return NeuronRunner(shards, settings, adapter, session, stack.pop_all())
+        os.environ.setdefault("NXD_LOG_LEVEL", "error")  # NxD logs to stdout, among the results
+        return NeuronRunner(shards, settings, host, session, stack.pop_all())

@@ -2,8 +2,8 @@
 
 Each factory takes the static arguments. The function it returns works out block sizes and packing for its tensors and
 launches the compiled kernel of :mod:`.jitted` on one core, so the compiler never sees the solver. ``layout`` and packed
-weights are those of :mod:`.entry_neuronxcc`. ``blocks`` None: :mod:`.tiling` chooses for trn2; its choices fit trn3 as
-well. Importing this module needs the Neuron SDK or the emulator.
+weights are those of :mod:`.entry_neuronxcc`. ``blocks`` None: :mod:`.tiling` chooses for ``core``: trn2, whose
+choices fit trn3 as well. Importing this module needs the Neuron SDK or the emulator.
 """
 
 # Without the SDK, pyright takes this folder for the package nki.
@@ -16,7 +16,7 @@ from typing import Any
 
 import nki
 
-from neuronmm.kernels.hardware import TRN2
+from neuronmm.kernels.hardware import TRN2, NeuronCore
 from neuronmm.kernels.nki import jitted
 from neuronmm.kernels.nki.choice import linear_blocks, linear_plans, mlp_blocks, mlp_plans, sizes, tokens_first
 from neuronmm.kernels.nki.objects import Chunks
@@ -27,7 +27,7 @@ from neuronmm.kernels.ops import Form
 
 def low_rank_matmul(
     rank: int, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, bias: bool = False,
-    layout: str = "HSB", form: Form = Form.TWO, pivots: int = 0, scaled: bool = False,
+    layout: str = "HSB", form: Form = Form.TWO, pivots: int = 0, scaled: bool = False, core: NeuronCore = TRN2,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return ``launch(x, a, b[, bias][, residual])``: B (A x) (+ bias) (+ residual).
 
@@ -46,7 +46,7 @@ def low_rank_matmul(
     def launch(x: Any, a: Any, b: Any, *extras: Any) -> Any:
         cut = Chunks(rank)
         outputs = b.shape[0] // (cut.width * cut.count) + (rank if form is Form.ROWS else 0)
-        chosen = blocks or linear_blocks(x, a, rank, outputs, TRN2, epsilon > 0, residual, first, form, pivots)
+        chosen = blocks or linear_blocks(x, a, rank, outputs, core, epsilon > 0, residual, first, form, pivots)
         plans = linear_plans(sizes(x, first)[0], rank, outputs, a, form, pivots)
         if scaled:
             at = starts(plans, epsilon > 0)
@@ -58,7 +58,7 @@ def low_rank_matmul(
 
 def low_rank_swiglu_mlp(
     ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
-    scaled: bool = False,
+    scaled: bool = False, core: NeuronCore = TRN2,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return ``launch(x, gate_a, gate_b, up_a, up_b, down_a, down_b[, residual])``: down(silu(gate(x)) * up(x)).
 
@@ -67,12 +67,12 @@ def low_rank_swiglu_mlp(
     kernel: Any = jitted.mlp_residual if residual else jitted.mlp
     if scaled:
         kernel = jitted.mlp_scaled_residual if residual else jitted.mlp_scaled
-    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout), scaled)
+    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, False, tokens_first(layout), scaled, core)
 
 
 def low_rank_swiglu_mlp_shared(
     ranks: Ranks, blocks: Blocks | None = None, epsilon: float = 0.0, residual: bool = False, layout: str = "HSB",
-    scaled: bool = False,
+    scaled: bool = False, core: NeuronCore = TRN2,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return ``launch(x, gate_a, gate_b, up_b, down_a, down_b[, residual])``: the MLP with one A for gate and up.
 
@@ -81,15 +81,15 @@ def low_rank_swiglu_mlp_shared(
     kernel: Any = jitted.mlp_shared_residual if residual else jitted.mlp_shared
     if scaled:
         kernel = jitted.mlp_shared_scaled_residual if residual else jitted.mlp_shared_scaled
-    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout), scaled)
+    return _mlp(nki.jit(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout), scaled, core)
 
 
 def _mlp(
     kernel: Any, ranks: Ranks, blocks: Blocks | None, epsilon: float, residual: bool, shared: bool, first: bool,
-    scaled: bool,
+    scaled: bool, core: NeuronCore,
 ) -> Callable[..., Any]:  # fmt: skip
     def launch(x: Any, *tensors: Any) -> Any:
-        chosen = blocks or mlp_blocks(x, tensors[0], ranks, shared, TRN2, epsilon > 0, residual, first)
+        chosen = blocks or mlp_blocks(x, tensors[0], ranks, shared, core, epsilon > 0, residual, first)
         plans = mlp_plans(sizes(x, first)[0], ranks, tensors[0], shared)
         columns = (starts(plans, epsilon > 0, shared),) if scaled else ()
         return kernel[1](x, *tensors, plans, *columns, astuple(chosen), epsilon, first)

@@ -51,6 +51,34 @@ def distribute(heads: int, kv_heads: int, cores: int) -> HeadPlan:
     return HeadPlan(tuple(queries), tuple(keys))
 
 
+def distribute_as_nxd(heads: int, kv_heads: int, cores: int) -> HeadPlan:
+    """Assign the heads as NxD Inference's attention does (``modules/attention/gqa.py``, 0.9).
+
+    If the cores are a multiple of the key heads, a key head is repeated until each core has one, and every group of
+    query heads ends with its heads of zeros. Otherwise each query head gets a copy of its key head, unless the key
+    heads divide over the cores, and the heads of zeros come last.
+    """
+    group, total = heads // kv_heads, -(-heads // cores) * cores
+    repeated = cores % kv_heads == 0
+    queries: list[int | None]
+    if repeated:
+        zeros = (total - heads) // kv_heads
+        queries = [head for k in range(kv_heads) for head in [*range(k * group, (k + 1) * group), *[None] * zeros]]
+    else:
+        queries = [*range(heads), *[None] * (total - heads)]
+    if kv_heads % cores == 0:
+        keys: list[int | None] = list(range(kv_heads))
+    elif repeated:
+        keys = [k for k in range(kv_heads) for _ in range(cores // kv_heads)]
+    else:
+        keys = [None if head is None else head // group for head in queries]
+    wide, narrow = len(queries) // cores, len(keys) // cores
+    return HeadPlan(
+        tuple(tuple(queries[core * wide :][:wide]) for core in range(cores)),
+        tuple(tuple(keys[core * narrow :][:narrow]) for core in range(cores)),
+    )
+
+
 def take_heads(tensor: Tensor, heads: tuple[int | None, ...], size: int, dim: int) -> Tensor:
     """Concatenate the slices of ``tensor`` of these heads, ``size`` wide each, along ``dim``; None gives zeros."""
     parts = [

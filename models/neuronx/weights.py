@@ -108,11 +108,20 @@ def names(plan: LayerPlan) -> list[str]:
 class Shards:
     """A checkpoint split over ``tp_degree`` NeuronCores.
 
+    ``distribution``: how the host's attention spreads the heads over the cores. ``fuses_norms``: kernels may normalise
+    their input.
+
     Raises:
         UserError: the model cannot be split into that many parts.
     """
 
-    def __init__(self, checkpoint: Checkpoint, tp_degree: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tp_degree: int,
+        distribution: Callable[[int, int, int], HeadPlan] = distribute,
+        fuses_norms: bool = True,
+    ) -> None:
         architecture = checkpoint.architecture
         heads, intermediate = architecture.heads, architecture.intermediate
         if not 1 <= tp_degree <= heads:
@@ -122,36 +131,40 @@ class Shards:
                 f"tp_degree {tp_degree} does not divide the intermediate size {intermediate} of {checkpoint.folder}; "
                 f"choose one that does"
             )
-        self.checkpoint, self.tp_degree = checkpoint, tp_degree
-        self.heads: HeadPlan = distribute(heads, architecture.kv_heads, tp_degree)
+        self.checkpoint, self.tp_degree, self.fuses_norms = checkpoint, tp_degree, fuses_norms
+        self.heads = distribution(heads, architecture.kv_heads, tp_degree)
         self.mlps = [self._mlp(index) for index in range(architecture.layers)]
         self.plans = [self._plan(index) for index in range(architecture.layers)]
 
     def layer(self, index: int) -> list[list[Tensor]]:
         """Read the layer's parameters in the order of :func:`names`, each a list of one tensor per core."""
+        parts = self.parts(index)
+        return [parts[name] * (self.tp_degree // len(parts[name])) for name in names(self.plans[index])]
+
+    def parts(self, index: int) -> dict[str, list[Tensor]]:
+        """Read the layer's parameters: a list of one tensor per core, or of a single one that all cores share."""
         plan, checkpoint = self.plans[index], self.checkpoint
         packings = plan.packings(checkpoint.dtype.itemsize)
-        shards: dict[str, list[Tensor]] = {}
+        parts: dict[str, list[Tensor]] = {}
         for name, part in NORMS.items():
             full = layer_name(index, f"{part}.weight")
             if checkpoint.has(full):
-                shards[name] = [checkpoint.tensor(full)] * self.tp_degree
+                parts[name] = [checkpoint.tensor(full)]
         for name, linear in plan.linears:
             full = layer_name(index, LINEARS[name])
             if linear.rank is None:
-                parts = self._split(name, checkpoint.tensor(f"{full}.weight"))
-                shards[f"{name}.W"] = [part.T.contiguous() for part in parts]
+                weights = self._split(name, checkpoint.tensor(f"{full}.weight"))
+                parts[f"{name}.W"] = [weight.T.contiguous() for weight in weights]
             else:
                 for factor in "AB" if linear.leader is None else "B":
                     norm = plan.norm_of(name) if factor == "A" else None
-                    scale = shards[norm][0] if norm else None
+                    scale = parts[norm][0] if norm else None
                     packing = packings.get(f"{name}.{factor}")
-                    packed = [pack(part, scale, packing) for part in self._factor(index, name, factor)]
-                    shards[f"{name}.{factor}"] = packed * (self.tp_degree // len(packed))
+                    parts[f"{name}.{factor}"] = [pack(p, scale, packing) for p in self._factor(index, name, factor)]
             if linear.bias:
                 bias = checkpoint.tensor(checkpoint.bias(full))
-                shards[f"{name}.bias"] = [bias] * self.tp_degree if name in BY_INPUT else self._split(name, bias)
-        return [shards[name] for name in names(plan)]
+                parts[f"{name}.bias"] = [bias] if name in BY_INPUT else self._split(name, bias)
+        return parts
 
     def _factor(self, index: int, name: str, factor: str) -> list[Tensor]:
         """Read factor A or B of a linear: one part per core, or a single one that is the same on every core."""
@@ -194,7 +207,9 @@ class Shards:
             linears.append((name, LinearPlan(inputs, outputs, self.checkpoint.ranks.get(full), bias, short)))
         ranks = {name: linear.rank for name, linear in linears}
         fused = [norm for norm, readers in READERS.items() if all(ranks[reader] for reader in readers)]
-        if self.checkpoint.dtype is torch.float16:  # cannot represent the squares of a hidden state
+        if (
+            not self.fuses_norms or self.checkpoint.dtype is torch.float16
+        ):  # which cannot represent the squares of a hidden state
             fused = []
         qk_norm = self.checkpoint.has(layer_name(index, f"{NORMS['q_norm']}.weight"))
         mlp = self.mlps[index]

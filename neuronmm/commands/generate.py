@@ -66,12 +66,16 @@ def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def add_neuron_arguments(parser: argparse.ArgumentParser, continuous: bool = True) -> None:
-    """Add the options of ``--backend neuron``; ``continuous``: let the user choose a continuous batch."""
+    """Add the options of ``--backend neuron``; ``continuous``: let the user choose a continuous batch (no server)."""
     group = parser.add_argument_group("with --backend neuron")
     group.add_argument("--tp", type=int, metavar="N", help="NeuronCores that share the model; default 1")
     group.add_argument("--positions", type=int, metavar="N", help="longest prompt and answer together; default 512")
     if continuous:
         group.add_argument("--continuous", action="store_true", help="start a prompt when another one ends")
+    names = ("--host", "--neuron-host") if continuous else ("--neuron-host",)  # a server's --host is an address
+    group.add_argument(
+        *names, dest="neuron_host", metavar="NAME", help="default: the first Neuron host that is present"
+    )
     group.add_argument(
         "--emulate", action="store_true", help="run the Neuron host on this CPU with an emulated runtime"
     )
@@ -85,6 +89,7 @@ def backend_options(args: argparse.Namespace) -> dict[str, Any]:
         "n_positions": args.positions,
         "continuous": getattr(args, "continuous", None) or None,
         "emulate": args.emulate or None,
+        "host": args.neuron_host,
     }
     return {name: value for name, value in options.items() if value is not None}
 

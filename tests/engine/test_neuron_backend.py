@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,16 +19,18 @@ from neuronmm.models import UserError
 from neuronmm.models.neuronx import sdk
 from neuronmm.models.neuronx.graph import sums_before_b
 
+HOST = sdk.HOSTS["transformers-neuronx"]
+
 
 @pytest.mark.parametrize("version", ["2.16.345.0+69131dd3", "2.17.194.0+d312836f", "2.21.33363.0+82129205"])
 def test_supported_compilers(version: str) -> None:
-    sdk.check_compiler(version)
+    sdk.check_compiler(version, HOST)
 
 
 @pytest.mark.parametrize(("version", "age"), [("2.15.143.0", "old"), ("1.24.0", "old"), ("2.22.12471.0", "new")])
 def test_unsupported_compilers(version: str, age: str) -> None:
     with pytest.raises(UserError, match=f"neuronx-cc {version} is too {age} .* install 2.16 to 2.21"):
-        sdk.check_compiler(version)
+        sdk.check_compiler(version, HOST)
 
 
 def test_a_machine_without_cores_refuses() -> None:
@@ -43,20 +44,19 @@ def test_a_machine_without_cores_refuses() -> None:
 def test_an_unsupported_sdk_is_refused_before_the_host_is_imported(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, version: str, age: str
 ) -> None:
-    nki = SimpleNamespace(FrameworkKernel=object)
-    real = {"neuronxcc": SimpleNamespace(__version__=version), "neuronxcc.nki": nki, "host": SimpleNamespace(Real=1)}
-    monkeypatch.setattr(sdk, "HOSTS", {"host": ("host", "Real", "nowhere")})
-    monkeypatch.setattr(sdk, "import_module", real.__getitem__)
+    monkeypatch.setattr(sdk, "choose", lambda name: replace(HOST, adapter="nowhere"))
+    monkeypatch.setattr(sdk, "missing", lambda name: None)
+    monkeypatch.setattr(sdk, "compiler_version", lambda: version)
     monkeypatch.setattr(sdk, "check_cores", lambda wanted: None)
     with pytest.raises(UserError, match=re.escape(f"neuronx-cc {version} is too {age}")):
         load(checkpoint(), backend="neuron")
 
 
 def test_emulating_without_a_host_says_which_to_install(checkpoint: Callable[..., Path]) -> None:
-    if find_spec("optimum") or find_spec("transformers_neuronx"):
+    if any(host.present for host in sdk.HOSTS.values()):
         pytest.skip("a host is installed")
     assert BACKENDS["neuron"].missing(emulate=True) is None
-    with pytest.raises(UserError, match=r"neither .* is present; .* pip install --no-deps optimum-neuron==0.2.0"):
+    with pytest.raises(UserError, match=r"no Neuron host is present .* pip install --no-deps optimum-neuron==0.2.0"):
         load(checkpoint(), backend="neuron", emulate=True)
     with neuron_emulation() as session:  # the failed load has ended its own
         assert not session.calls
@@ -80,9 +80,10 @@ class Model:
     def __call__(self, ids, cache_ids, start_ids):
         return torch.nn.functional.one_hot((ids[:, -1] + 1) % 64, 64).float()
 
-sdk.missing = lambda: None
+sdk.missing = lambda name: None
+sdk.choose = lambda name: sdk.HOSTS["optimum-neuron"]
 sdk.check_cores = lambda wanted: None
-sdk.host = lambda: SimpleNamespace(NAME="host", VERSION="1", Model=Model)
+sdk.adapter = lambda host: SimpleNamespace(NAME="host", VERSION="1", Model=Model)
 status = cli.main(["generate", sys.argv[1], "--prompt", "w7", "--backend", "neuron", "--max-new-tokens", "3", "--json"])
 print(json.dumps([status, [name for name in sys.modules if name.startswith("neuronmm.emulator")]]))
 """

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from neuronmm.models.neuronx.heads import distribute, take_heads
+from neuronmm.models.neuronx.heads import HeadPlan, distribute, distribute_as_nxd, take_heads
 
 sizes = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 16))
 
 
-@given(sizes)
-def test_every_query_once_and_with_its_key(drawn: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("spread", [distribute, distribute_as_nxd])
+@given(drawn=sizes)
+def test_every_query_once_and_with_its_key(
+    spread: Callable[[int, int, int], HeadPlan], drawn: tuple[int, int, int]
+) -> None:
     kv_heads, group, cores = drawn
     heads = kv_heads * group
-    plan = distribute(heads, kv_heads, cores)
+    assume(spread is distribute or heads >= cores)
+    plan = spread(heads, kv_heads, cores)
     assert len(plan.queries) == len(plan.keys) == cores
     assert {len(mine) for mine in plan.queries} == {plan.queries_per_core}
     assert {len(mine) for mine in plan.keys} == {plan.keys_per_core}
@@ -45,3 +52,15 @@ def test_take_heads_cuts_whole_heads_and_pads_with_zeros() -> None:
     weight = torch.arange(12.0).view(6, 2)
     assert take_heads(weight, (2, None), 2, 0).tolist() == [[8, 9], [10, 11], [0, 0], [0, 0]]
     assert take_heads(weight, (1,), 1, 1).tolist() == weight[:, 1:].tolist()
+
+
+def test_nxd_repeats_key_heads_and_pads_each_group() -> None:
+    """As in NxD's own comments: 7 query heads on 4 cores; and, where nothing divides, one key head per query head."""
+    plan = distribute_as_nxd(7, 1, 4)
+    assert plan.keys == ((0,), (0,), (0,), (0,)) and plan.queries == ((0, 1), (2, 3), (4, 5), (6, None))
+    plan = distribute_as_nxd(6, 2, 4)
+    assert plan.keys == ((0,), (0,), (1,), (1,)) and plan.queries == ((0, 1), (2, None), (3, 4), (5, None))
+    plan = distribute_as_nxd(9, 3, 2)
+    assert plan.queries == ((0, 1, 2, 3, 4), (5, 6, 7, 8, None))
+    assert plan.keys == ((0, 0, 0, 1, 1), (1, 2, 2, 2, None))
+    assert distribute_as_nxd(8, 4, 2).keys == ((0, 1), (2, 3))

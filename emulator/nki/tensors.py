@@ -1,0 +1,42 @@
+"""Kernels of ``nki`` on tensors of torch, as PyTorch hosts call them: ``nki.jit(kernel)[cores](tensors)``.
+
+Source: nki.jit's API page (SDK 2.31): the arguments decide the framework, and the variable
+NEURON_PLATFORM_TARGET_OVERRIDE names the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+
+from neuronmm.emulator.nki.arrays import from_numpy, to_numpy
+from neuronmm.emulator.nki.run import Kernel, run
+from neuronmm.kernels.hardware import CORES, TRN1, TRN2, NeuronCore
+
+TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
+
+counters: list[Counter[str]] = []
+"""The counters of the running emulation sessions; the last one counts each kernel that runs on tensors as ``nki``."""
+
+
+def target_core() -> NeuronCore:
+    """Return the core of the device that the environment names; Trainium 2's if it names none."""
+    name = os.environ.get(TARGET, TRN2.device)
+    return TRN1 if name in ("inf2", "trn1n") else CORES[name]
+
+
+def run_on_tensors(kernel: Kernel, *arguments: Any, **constants: Any) -> Any:
+    """Interpret a kernel and return its output, a tensor, or a tuple of several.
+
+    Raises:
+        NkiError: the kernel broke a rule.
+    """
+    if counters:
+        counters[-1]["nki"] += 1
+    values = [to_numpy(a.detach()) if isinstance(a, torch.Tensor) else a for a in arguments]
+    outputs = run(kernel, *values, core=target_core(), **constants).outputs
+    tensors = tuple(from_numpy(array) for array in outputs)
+    return tensors[0] if len(tensors) == 1 else tensors
