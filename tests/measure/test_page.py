@@ -110,7 +110,14 @@ def test_a_page_with_everything(measured: Path) -> None:
     charts = {element.get("aria-label") for element in elements(html) if element.get("role") == "img"}
     assert len(charts) == 3 + 2 + 2 + 1
     text = text_of(html)
-    for needed in ("Ratio per layer", "Loss and spectrum per matrix", "perplexity", "paired difference", "Pareto front", "trn3"):
+    for needed in (
+        "Ratio per layer",
+        "Loss and spectrum per matrix",
+        "perplexity",
+        "paired difference",
+        "Pareto front",
+        "trn3",
+    ):
         assert needed in text
     for command in ("neuronmm compress ", "neuronmm evaluate ", "neuronmm benchmark ", "neuronmm report out"):
         assert command in text
