@@ -130,7 +130,7 @@ def recipes() -> str:
 
 
 def commands() -> str:
-    """Return the command line as its parser knows it: usage, options and examples of every command."""
+    """Return the command line as its parser knows it: arguments and examples of every command."""
     root = parser()
     (subparsers,) = (action for action in root._actions if isinstance(action, argparse._SubParsersAction))
     parts = ["# Command line\n"]
@@ -138,7 +138,8 @@ def commands() -> str:
         command = subparsers.choices[name]
         formatter = command._get_formatter()
         details, _, examples = (command.epilog or "").partition("examples:\n")
-        parts.append(f"## neuronmm {name}\n\n{escape(str(command.description), quote=False)}\n\n{details.strip()}\n")
+        summary, details = (escape(text.strip(), quote=False) for text in (str(command.description), details))
+        parts.append(f"## neuronmm {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n{details}\n")
         for action in command._actions:
             if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
                 value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
