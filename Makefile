@@ -73,10 +73,10 @@ $(VLLM_VENV)/.done: $(SOURCES)
 
 # The documentation as a site, in out/site; a warning is a failure.
 docs: $(VENV)/.docs
-	$(VENV)/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build
 
 $(VENV)/.docs: $(VENV)/.done
-	$(call install,$(VENV)) -e ".[docs]"
+	$(VENV)/bin/python -m pip install --quiet "neuronmm[docs]"
 	touch $@
 
 demo: setup
