@@ -1,8 +1,8 @@
 """Draw the pictures of docs/concepts.md: a linear's factors to scale, spectra, and the bytes that a token reads.
 
-    python scripts/concept_pictures.py MODEL OUT
+    python scripts/concept_pictures.py MODEL
 
-MODEL is the dense model, OUT its compressed checkpoint with the report.
+MODEL is the dense SmolLM2: the folder, or the GGUF file.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from neuronmm.compression import report
+from neuronmm.compression.factorize import factorize
 from neuronmm.compression.ranks import Linear
-from neuronmm.measure.inspection import Inspection, inspect
+from neuronmm.compression.reader import Reader
+from neuronmm.measure.inspection import inspect
+from neuronmm.models.contents import inspect as contents_of
 from neuronmm.models.families import LAYERS, LINEARS
+from neuronmm.models.source import resolve
 
 FOLDER = Path(__file__).parent.parent / "docs" / "concepts"
 COLOURS = ("#2f7fb8", "#c8553d", "#4f9d69", "#8e5ea2", "#b8862b", "#3f9c9b", "#c2578f")
-OUTPUTS, INPUTS, KEPT = 1536, 576, 0.8  # SmolLM2's gate, and the fraction of its weights that both forms keep
+OUTPUTS, INPUTS, KEPT = 1536, 576, 0.8  # SmolLM2's gate, and the fraction of the weights that is kept
 
 
 def factors() -> Figure:
@@ -56,44 +59,40 @@ def factors() -> Figure:
     return figure
 
 
-def spectra(document: dict[str, Any]) -> Figure:
-    """Draw the spectrum of every kind of linear in the middle layer, with the chosen rank."""
-    shorts = {path: short for short, path in LINEARS.items()}
-    every = document["matrices"]
-    middle = every[len(every) // 2]["name"].split(".")[2]
-    prefix = f"{LAYERS}.{middle}."
-    matrices = [one for one in every if one["spectrum"] and one["name"].startswith(prefix)]
+def spectra(folder: Path) -> Figure:
+    """Draw the spectrum of every linear of the middle layer: the loss of the plain SVD at each rank."""
+    contents = contents_of(folder)
+    reader, layer = Reader(folder, contents.files), contents.config.num_hidden_layers // 2
     figure, axes = _axes(6.4, 3.4)
-    for matrix, colour in zip(matrices, COLOURS, strict=False):
-        steps = len(matrix["spectrum"]) + 1
-        names = "+".join(shorts[name.removeprefix(prefix)] for name in (matrix["name"], *matrix["sharing"]))
-        x = [step / steps for step in range(steps)]
-        axes.plot(x, [1.0, *matrix["spectrum"]], color=colour, label=names)
-        axes.plot(matrix["rank"] / min(matrix["shape"]), matrix["relative_error"], "o", color=colour, markersize=5)
+    for (short, path), colour in zip(LINEARS.items(), COLOURS, strict=True):
+        errors = factorize(reader[f"{LAYERS}.{layer}.{path}.weight"], 1).spectrum
+        steps = len(errors) + 1
+        axes.plot([step / steps for step in range(steps + 1)], [1.0, *errors, 0.0], color=colour, label=short)
     axes.set_xlabel("rank, as a fraction of the full rank")
-    axes.set_ylabel("relative loss")
-    axes.set_title(f"layer {middle}: what each rank would lose; dots: the chosen ranks", fontsize=10)
+    axes.set_ylabel("relative error of the weight")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=2)
     return figure
 
 
-def step_bytes(dense: Inspection, low: Inspection) -> Figure:
-    """Draw the weights that the decoding of one token reads, by kind, in bf16."""
+def step_bytes(counts: dict[str, int]) -> Figure:
+    """Draw the weights that the decoding of one token reads, by kind, in bf16; ``counts`` are the dense model's."""
     figure, axes = _axes(6.4, 2.0)
-    for row, model in enumerate((dense, low)):
+    head = counts["head"] or counts["embedding"]  # tied: the embedding is the head
+    dense = {"attention": counts["attention"], "MLP": counts["MLP"], "head": head}
+    for row, kinds in enumerate((dense, dense | {"MLP": KEPT * dense["MLP"]})):
         left = 0.0
-        counts = dict(model.parameters)
-        counts["head"] = counts["head"] or counts["embedding"]  # tied: the embedding is the head
-        for kind, colour in zip(("attention", "MLP", "head"), COLOURS, strict=False):
-            size = 2 * counts[kind] / 1e6
+        for (kind, count), colour in zip(kinds.items(), COLOURS, strict=False):
+            size = 2 * count / 1e6
             axes.barh(row, size, left=left, color=colour, alpha=0.75, label=kind if row == 0 else None)
             axes.text(left + size / 2, row, f"{size:.0f}", ha="center", va="center", fontsize=9)
             left += size
     axes.set_yticks([0, 1], ["dense", "compressed"])
     axes.invert_yaxis()
     axes.set_xlabel("MB that one token reads, bf16")
-    axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.legend(frameon=False, ncols=3, loc="outside upper center")
     return figure
 
 
@@ -106,13 +105,8 @@ def main() -> None:
     """Write the three pictures into docs/concepts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="the dense model: a folder or a GGUF file")
-    parser.add_argument("out", type=Path, metavar="OUT", help="its compressed checkpoint")
-    args = parser.parse_args()
-    pictures = {
-        "factors": factors(),
-        "spectra": spectra(report.read(args.out)),
-        "bytes": step_bytes(inspect(args.model), inspect(args.out)),
-    }
+    folder = resolve(parser.parse_args().model)
+    pictures = {"factors": factors(), "spectra": spectra(folder), "bytes": step_bytes(inspect(folder).parameters)}
     FOLDER.mkdir(exist_ok=True)
     for name, figure in pictures.items():
         with matplotlib.rc_context({"svg.hashsalt": "neuronmm"}):

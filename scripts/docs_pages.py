@@ -112,7 +112,7 @@ def section(readme: str, title: str) -> str:
 
 
 def notebook() -> str:
-    """Return the quick start with its outputs."""
+    """Return the quick start as Markdown."""
     from nbconvert import MarkdownExporter
 
     text, _ = MarkdownExporter().from_filename(ROOT / "docs" / "quickstart.ipynb")

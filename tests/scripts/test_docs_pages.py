@@ -50,7 +50,7 @@ def test_every_command_and_visible_option_is_listed(script: ModuleType) -> None:
     _, *parts = re.split(r"^## neuronmm (\w+)$", script.commands(), flags=re.MULTILINE)
     assert parts[::2] == list(COMMANDS)
     for name, part in zip(parts[::2], parts[1::2], strict=True):
-        assert "- `--debug`:" in part and f"```sh\nneuronmm {name} " in part
+        assert "- `--debug`:" in part and re.search(rf"```sh\nneuronmm {name}\b", part)
         assert "<" not in re.sub(r"`[^`]+`|```.*?```", "", part, flags=re.DOTALL)  # it would be read as HTML
     compress = parts[1]
     assert "- `--budget NATS|faithful|balanced`: " in compress and "- `-o, --out OUT`: " in compress
