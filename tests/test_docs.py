@@ -48,6 +48,13 @@ def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "nats per token" in printed and "predicted TPOT" in printed and "LowRankSwiGLU(" in printed
 
 
+def test_the_quick_start_keeps_its_outputs_and_names_no_folder_of_a_user() -> None:
+    text = (DOCS / "quickstart.ipynb").read_text()
+    notebook = nbformat.reads(text, as_version=4)
+    assert all(cell.outputs for cell in notebook.cells if cell.cell_type == "code" and "print(" in cell.source)
+    assert "/home/" not in text and "site-packages" not in text
+
+
 EXAMPLES = [
     f"neuronmm.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}"
     for folder in packages(ROOT)
