@@ -36,7 +36,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install-torch = $(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 install = $(1)/bin/python -m pip install --quiet --no-build-isolation
 
-.PHONY: setup demo qwen check test test-old test-neuron test-nxd test-vllm test-random bench clean
+.PHONY: setup docs demo qwen check test test-old test-neuron test-nxd test-vllm test-random bench clean
 
 setup: $(VENV)/.done
 
@@ -82,6 +82,14 @@ $(VLLM_VENV)/.done: $(SOURCES)
 	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	$(call install,$(VLLM_VENV)) -e . hypothesis pytest
+	touch $@
+
+# The documentation as a site, in out/site; a warning is a failure.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build
+
+$(VENV)/.docs: $(VENV)/.done
+	$(VENV)/bin/python -m pip install --quiet "neuronmm[docs]"
 	touch $@
 
 demo: setup

@@ -28,6 +28,9 @@ from torch import Tensor
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.moments import Moments
 
+SPECTRUM_POINTS = 16
+"""A spectrum is kept as the errors at the ends of this many equal steps of the rank, without that at the full rank."""
+
 ASVD_EXPONENT = 0.5
 """ASVD's alpha: the scale of a feature is its root mean square to this power."""
 
@@ -41,13 +44,15 @@ class Factors:
 
     Dimensions: A [rank, in], B [out, rank], float64. ``loss`` is the sum of the dropped part of the spectrum,
     ``energy`` the sum of all of it. Both are squared Frobenius norms of outputs (whitened, anchored), costs (fisher) or
-    squared norms of (scaled) weights.
+    squared norms of (scaled) weights. ``spectrum`` has the relative errors of the optimal factors at 1/16, 2/16, ...,
+    15/16 of the full rank.
     """
 
     A: Tensor
     B: Tensor
     loss: float
     energy: float
+    spectrum: tuple[float, ...]
 
     @property
     def rank(self) -> int:
@@ -82,11 +87,28 @@ def factorize(weight: Tensor, rank: int, known: Moments | Anchors | None = None,
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     values = values.clamp(min=0)
     energy, loss = float(values.sum()), float(values[:-rank].sum())
+    unreachable = 0.0
     if isinstance(known, Anchors):  # the loss includes what no matrix of any rank can reach
-        reached, energy = energy - loss, known.energy(weight)
-        loss = max(energy - reached, 0.0)
+        reachable, energy = energy, known.energy(weight)
+        unreachable = energy - reachable
+        loss = max(energy - (reachable - loss), 0.0)
     A, B = factors_of(vectors[:, -rank:].flip(1))
-    return _balanced(A, B, loss, energy)
+    return Factors(*_balanced(A, B), loss, energy, _errors(values, min(weight.shape), unreachable, energy))
+
+
+def _errors(values: Tensor, full: int, unreachable: float, energy: float) -> tuple[float, ...]:
+    """Return the relative error at each step of the rank, to four digits.
+
+    Args:
+        values: the eigenvalues, smallest first; there may be more of them than the ``full`` rank.
+        full: the rank at which nothing but ``unreachable`` is lost.
+        unreachable: the loss at the full rank.
+        energy: what a loss is relative to.
+    """
+    dropped = values.cumsum(0)  # [k]: the sum of the k + 1 smallest
+    ranks = (full * step // SPECTRUM_POINTS for step in range(1, SPECTRUM_POINTS))
+    losses = (max(float(dropped[len(values) - rank - 1]) + unreachable, 0.0) for rank in ranks)
+    return tuple(float(f"{(loss / energy) ** 0.5 if energy > 0 else 0.0:.4g}") for loss in losses)
 
 
 def spectrum(weight: Tensor, moments: Moments) -> Tensor:
@@ -142,8 +164,8 @@ def _problem(weight: Tensor, known: Moments | Anchors | None, scaled: bool) -> P
     return covariance, lambda vectors: (vectors.T @ weight, vectors)
 
 
-def _balanced(A: Tensor, B: Tensor, loss: float, energy: float) -> Factors:
+def _balanced(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """Scale row i of A and column i of B to equal norms: B A stays the same and fp16 does not overflow."""
     norm_a, norm_b = A.norm(dim=1), B.norm(dim=0)
     scale = torch.where((norm_a > 0) & (norm_b > 0), (norm_b / norm_a).sqrt(), torch.ones_like(norm_a))
-    return Factors((A * scale[:, None]).contiguous(), (B / scale).contiguous(), loss, energy)
+    return (A * scale[:, None]).contiguous(), (B / scale).contiguous()

@@ -24,6 +24,9 @@ from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 
+_Losses = tuple[float, list[float]]
+"""The relative error and the spectrum of one linear's factors."""
+
 
 def compress_layer(
     run: Run, plan: Plan, model: StreamedModel, index: int, streams: Streams, progress: Callable[[float], None]
@@ -45,7 +48,7 @@ def compress_layer(
         UserError: weights or activations hold NaN or infinity.
     """
     config, ranks = run.config, plan.factorised(index)
-    errors, conditions, facts = dict[str, float](), dict[str, float | None](), dict[str, Any]()
+    losses, conditions, facts = dict[str, _Losses](), dict[str, float | None](), dict[str, Any]()
     with model.layer(index) as dense:
         pair = LayerPair(dense, f"{LAYERS}.{index}.")
 
@@ -60,7 +63,7 @@ def compress_layer(
 
         def replace(linear: Linear, factors: Factors) -> None:
             pair.replace(linear, factors.A, factors.B, working_dtype(linear))
-            errors[linear.name] = factors.relative_error
+            losses[linear.name] = factors.relative_error, list(factors.spectrum)
 
         try:
             if config.method == "anchored":
@@ -103,13 +106,16 @@ def compress_layer(
         streams.dense = outputs
     facts["forms"] = pair.forms()
     facts["matrices"] = [
-        _matrix(linear, ranks.get(linear), errors.get(linear.name, 0.0), conditions.get(linear.name), config.ratio)
+        _matrix(linear, ranks.get(linear), losses.get(linear.name), conditions.get(linear.name), config.ratio)
         for linear in plan.of_layer(index)
     ]
     return tensors, facts
 
 
-def _matrix(linear: Linear, rank: int | None, error: float, condition: float | None, ratio: float) -> dict[str, Any]:
+def _matrix(
+    linear: Linear, rank: int | None, losses: _Losses | None, condition: float | None, ratio: float
+) -> dict[str, Any]:
+    error, spectrum = losses or (0.0, None)
     matrix: Matrix = {
         "name": linear.name,
         "sharing": [part.name for part in linear.members[1:]],
@@ -120,6 +126,7 @@ def _matrix(linear: Linear, rank: int | None, error: float, condition: float | N
         "asked_ratio": ratio,
         "realised_ratio": 1 - linear.parameters(rank) / linear.dense,
         "relative_error": error,
+        "spectrum": spectrum,
         "pivot_condition": condition,
     }
     return dict(matrix)

@@ -70,6 +70,13 @@ def compress(
     Raises:
         UserError: the request or the checkpoint is at fault; the message says what to change.
         ProcessLost: another process has ended.
+
+    Examples:
+        >>> import neuronmm
+        >>> from neuronmm.compression.config import CompressionConfig
+        >>> report = neuronmm.compress("llama", "llama-small", CompressionConfig(ratio=0.3, method="svd"))
+        >>> report["matrices"][0]["name"], report["asked_ratio"]
+        ('model.layers.0.mlp.gate_proj', 0.3)
     """
     began = time.perf_counter()
     forget_peak()

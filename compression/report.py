@@ -16,6 +16,7 @@ class Matrix(TypedDict):
 
     ``sharing`` names the others. ``rank`` is None for a dense linear. The error is relative to the norm of the dense
     output; for ``fisher`` it is the root of the fraction of the linear's effect on the predictions that is lost.
+    ``spectrum`` has the errors at 1/16, 2/16, ..., 15/16 of the full rank; None for a dense linear and in old reports.
     ``pivot_condition`` is the condition number of the pivots; None without pivots, or if they are dependent.
     """
 
@@ -28,6 +29,7 @@ class Matrix(TypedDict):
     asked_ratio: float
     realised_ratio: float
     relative_error: float
+    spectrum: list[float] | None
     pivot_condition: float | None
 
 
@@ -64,7 +66,10 @@ def read(folder: Path) -> dict[str, Any]:
         as_markdown(report)
         for matrix in report["matrices"]:
             out_features, in_features = matrix["shape"]
-            if min(out_features, in_features, matrix["rank"] or 1, matrix["dense_parameters"]) < 1:
+            rank, spectrum = matrix["rank"] or 1, matrix.setdefault("spectrum", None) or ()
+            if min(out_features, in_features, rank, matrix["dense_parameters"]) < 1:
+                raise ValueError
+            if rank > min(out_features, in_features) or not all(0 <= error <= 1 for error in spectrum):
                 raise ValueError
     except (UserError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
         raise UserError(f"{folder / REPORT}: missing or unreadable; give the folder that compress wrote") from None

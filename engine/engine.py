@@ -112,6 +112,15 @@ class Engine:
 
         Raises:
             UserError: a prompt does not fit the model's context, or there are drafts and several prompts.
+
+        Examples:
+            >>> import neuronmm
+            >>> from neuronmm.engine.sampling import SamplingParams
+            >>> engine = neuronmm.load("llama-low")
+            >>> params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+            >>> results = engine.generate(["The sky is", "Water boils at"], params)
+            >>> [(result.prompt, len(result.token_ids)) for result in results]
+            [('The sky is', 8), ('Water boils at', 8)]
         """
         if self.drafts and len(prompts) > 1:
             raise UserError(f"drafts serve one prompt at a time, not {len(prompts)}; leave out the draft")
@@ -130,6 +139,14 @@ class Engine:
 
         Raises:
             UserError: the prompt does not fit the model's context.
+
+        Examples:
+            >>> import neuronmm
+            >>> engine = neuronmm.load("llama-low")
+            >>> stream = engine.stream("The sky is")
+            >>> text = "".join(stream)
+            >>> text == stream.result.text
+            True
         """
         params = params or SamplingParams()
         (row,) = self._rows([prompt], params, chat)
@@ -211,6 +228,12 @@ def load(
     Raises:
         UserError: the model does not exist, the checkpoint disagrees with its config, an option is out of range, the
             backend cannot run here, or the draft does not fit the model.
+
+    Examples:
+        >>> import neuronmm
+        >>> engine = neuronmm.load("llama-low", backend="cpu", dtype="bf16")
+        >>> engine.encode("The sky is") == engine.tokenizer("The sky is")["input_ids"]
+        True
     """
     chosen = choose("cpu" if draft and backend == "auto" else backend, options)
     if processes.size() > 1 and (draft or chosen.name == "neuron"):

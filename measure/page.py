@@ -66,7 +66,9 @@ def render(config: PageConfig, command: str) -> str:
     benchmark = None if config.benchmark is None else read_benchmark(config.benchmark)
     predictions = [run_prediction(PredictionConfig(folder, device=device)) for device in _DEVICES]
     layers = model.config.num_hidden_layers
-    losses = {} if report is None else _losses(report, layers)
+    matrices = {} if report is None else _matrices(report, layers)
+    losses = {place: float(matrix["relative_error"]) for place, matrix in matrices.items()}
+    spectra = {place: _spectrum(matrix) for place, matrix in matrices.items() if matrix["spectrum"]}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -77,6 +79,7 @@ def render(config: PageConfig, command: str) -> str:
         sizes=_sizes(model, baseline),
         ratios=Markup(charts.ratio_map(_removed(model), layers)),
         losses=Markup(charts.loss_lines(losses, "relative loss")) if losses else None,
+        spectra=Markup(charts.spectra_panels(spectra, layers)) if spectra else None,
         loss_of="" if report is None else loss_kind(report),
         matrices=[] if report is None else report["matrices"],
         report_name=REPORT,
@@ -146,19 +149,23 @@ def _removed(model: Inspection) -> dict[tuple[int, str], float]:
     return {place: 1 - kept[group] / dense[group] for place, group in groups.items()}
 
 
-def _losses(report: dict[str, Any], layers: int) -> dict[tuple[int, str], float]:
-    """Return the recorded loss of every factorised linear; those that share an A have one loss.
+def _matrices(report: dict[str, Any], layers: int) -> dict[tuple[int, str], dict[str, Any]]:
+    """Return what the report records of every factorised linear; those that share an A have one entry.
 
     A loss of a million would be false, and no other could be seen beside it.
     """
     places = {f"{LAYERS}.{n}.{path}": (n, short) for n in range(layers) for short, path in LINEARS.items()}
     return {
-        places[name]: float(matrix["relative_error"])
+        places[name]: matrix
         for matrix in report["matrices"]
         if matrix["rank"] is not None and 0 <= matrix["relative_error"] < 1e6
         for name in (matrix["name"], *matrix["sharing"])
         if name in places
     }
+
+
+def _spectrum(matrix: dict[str, Any]) -> charts.Spectrum:
+    return matrix["spectrum"], matrix["rank"] / min(matrix["shape"]), matrix["relative_error"]
 
 
 def _evaluation(document: EvaluationDocument) -> dict[str, Any]:

@@ -34,6 +34,10 @@ _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "neuronmm", "text.parse_m
 Cells = Mapping[tuple[int, str], float]
 """(layer, short name of a linear) -> a figure."""
 
+Spectrum = tuple[Sequence[float], float, float]
+"""The relative losses at equal steps of the rank, without those at rank 0 and at the full rank; the chosen rank as a
+fraction of the full one, 0 to 1; and the relative loss there."""
+
 
 @matplotlib.rc_context(_STYLE)
 def ratio_map(removed: Cells, layers: int) -> str:
@@ -71,6 +75,34 @@ def loss_lines(losses: Cells, label: str) -> str:
     axes.set_ylabel(label)
     _finish(figure, axes)
     return _svg(figure, "loss", f"{label} of each linear by layer")
+
+
+@matplotlib.rc_context(_STYLE)
+def spectra_panels(spectra: Mapping[tuple[int, str], Spectrum], layers: int) -> str:
+    """Draw, by kind of linear, the loss that every rank would leave in each layer, with a dot at the chosen rank."""
+    kinds = [name for name in LINEARS if any(linear == name for _, linear in spectra)]
+    rows = (len(kinds) + 1) // 2
+    figure = _canvas(0.7 + 1.6 * rows)
+    panels = figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False).flatten()
+    shades = matplotlib.colormaps["viridis"].resampled(layers)
+    for axes, kind in zip(panels, kinds, strict=False):
+        for (layer, linear), (errors, rank, error) in spectra.items():
+            if linear == kind:
+                steps = len(errors) + 1
+                x = [step / steps for step in range(steps)]
+                axes.plot(x, [1.0, *errors], color=shades(layer), linewidth=0.9)
+                axes.plot(rank, error, marker=".", markersize=4, color=shades(layer))
+        axes.set_title(kind, fontsize=9)
+        axes.patch.set_alpha(0)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    for axes in panels[len(kinds) :]:
+        axes.remove()
+    figure.supxlabel("rank, as a fraction of the full rank", fontsize=9)
+    figure.supylabel("relative loss", fontsize=9)
+    return _svg(figure, "spectra", "relative loss of each linear by rank, with the chosen rank")
 
 
 @matplotlib.rc_context(_STYLE)
@@ -119,9 +151,14 @@ def prediction_timeline(results: Sequence[PredictionResult], new_tokens: int) ->
     return _svg(figure, "timeline", "predicted time of an answer on Trainium")
 
 
-def _figure(height: float) -> tuple[Figure, Any]:
+def _canvas(height: float) -> Figure:
     figure = Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine())
     figure.patch.set_alpha(0)
+    return figure
+
+
+def _figure(height: float) -> tuple[Figure, Any]:
+    figure = _canvas(height)
     axes = figure.subplots()
     axes.patch.set_alpha(0)
     return figure, axes

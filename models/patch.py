@@ -27,6 +27,15 @@ def patch(model: nn.Module, spec: CompressionSpec) -> nn.Module:
 
     Raises:
         UserError: a name is not a linear of this model, or a rank or a leader does not fit; the model is unchanged.
+
+    Examples:
+        >>> import neuronmm
+        >>> from transformers import AutoModelForCausalLM
+        >>> low = AutoModelForCausalLM.from_pretrained("llama-low")
+        >>> model = AutoModelForCausalLM.from_pretrained("llama")
+        >>> model = neuronmm.patch(model, low.config.quantization_config.spec)
+        >>> model.load_state_dict(low.state_dict())
+        <All keys matched successfully>
     """
     sharing = {*spec.shared, *spec.shared.values()}
     linears = {
@@ -92,6 +101,13 @@ def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
 
     Raises:
         UserError: a factor has an adapter or offloaded weights; the model is unchanged.
+
+    Examples:
+        >>> import neuronmm
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained("llama-low").eval()
+        >>> neuronmm.fuse(model).model.layers[0].mlp.impl
+        'auto'
     """
     for name, module in model.named_modules():
         if isinstance(module, LowRankLinear):

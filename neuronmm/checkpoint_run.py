@@ -45,38 +45,46 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a checkpoint that neuronmm wrote")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload OUT to a new, private repository of the hub")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON document instead of a table")
 
 
 def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]) -> None:
-    """Call ``verb`` with the options of :func:`add_run_arguments` and progress bars, and print its report."""
+    """Call ``verb`` with the options of :func:`add_run_arguments` and progress bars, print its report, upload OUT."""
     from rich.console import Console
     from rich.table import Table
 
+    from neuronmm.compression.push import check_push, push
     from neuronmm.compression.report import summary, warnings
     from neuronmm.compression.workspace import work_folder
-    from neuronmm.models.processes import ProcessLost
+    from neuronmm.models import processes
+    from neuronmm.models.source import expanded
     from neuronmm.progress import stage_progress
 
     def state() -> str:
         work = work_folder(args.out)
         return f"the work so far is in {work}: repeat the command with --resume" if work.exists() else "nothing is kept"
 
+    pushes = args.push is not None and processes.rank() == 0
+    if pushes:
+        check_push(args.push)
     try:
         with stage_progress() as progress:
             report = verb(resume=args.resume, force=args.force, device=args.device, progress=progress)
     except KeyboardInterrupt:
         print(f"interrupted; {state()}", file=sys.stderr)
         raise
-    except ProcessLost as error:
-        raise ProcessLost(f"{error}; {state()}") from None
+    except processes.ProcessLost as error:
+        raise processes.ProcessLost(f"{error}; {state()}") from None
     for warning in warnings(report):
         print(f"neuronmm: warning: {warning}", file=sys.stderr)
     if args.json:
-        print(json.dumps(report))
-        return
-    table = Table(title=f"{args.out}", show_header=False, title_justify="left")
-    for what, value in summary(report):
-        table.add_row(what, value)
-    table.add_row("every matrix, and a sample of both models", f"{args.out}/compression_report.md")
-    Console().print(table)
+        print(json.dumps(report), flush=True)
+    else:
+        table = Table(title=f"{args.out}", show_header=False, title_justify="left")
+        for what, value in summary(report):
+            table.add_row(what, value)
+        table.add_row("every matrix, and a sample of both models", f"{args.out}/compression_report.md")
+        Console().print(table)
+    if pushes:
+        print(f"uploaded, private: {push(expanded(args.out), report, args.push)}", file=sys.stderr)

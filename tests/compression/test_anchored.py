@@ -64,6 +64,10 @@ def test_the_reported_loss_is_the_objective(
     assert factors.loss == pytest.approx(direct, rel=1e-6, abs=1e-7 * factors.energy)
     zero = objective(weight, torch.zeros_like(weight), targets, compressed, anchors.damping)
     assert factors.energy == pytest.approx(zero, rel=1e-9)
+    half = min(out, into) // 2
+    if half:
+        error = factorize(weight, half, anchors).relative_error
+        assert factors.spectrum[7] == pytest.approx(error, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("stream", [False, True])

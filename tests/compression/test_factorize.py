@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from brute_force import least
 from draws import examples
-from neuronmm.compression.factorize import factorize, spectrum
+from neuronmm.compression.factorize import SPECTRUM_POINTS, factorize, spectrum
 from neuronmm.compression.layer_pair import LayerPair, weight_of
 from neuronmm.compression.moments import Moments
 from neuronmm.compression.ranks import Linear, energy, relative
@@ -113,6 +113,16 @@ def test_the_factors_are_balanced() -> None:
     weight, inputs = draw(20, 30, 50, 1)
     factors = factorize(weight, 8, gather(weight, inputs, 1e-3))
     torch.testing.assert_close(factors.A.norm(dim=1), factors.B.norm(dim=0))
+
+
+@pytest.mark.parametrize(("out", "into"), [(32, 48), (48, 32), (40, 9)])
+def test_the_spectrum_has_the_errors_at_other_ranks(out: int, into: int) -> None:
+    weight, inputs = draw(out, into, 100, 3)
+    for known in (None, gather(weight, inputs, 1e-4)):
+        kept = factorize(weight, 4, known).spectrum
+        ranks = [min(out, into) * step // SPECTRUM_POINTS for step in range(1, SPECTRUM_POINTS)]
+        errors = [factorize(weight, rank, known).relative_error if rank else 1.0 for rank in ranks]
+        assert kept == pytest.approx(errors, rel=1e-3) and kept[0] > 2 * kept[-1] > 0
 
 
 @pytest.mark.parametrize("of_inputs", [True, False])

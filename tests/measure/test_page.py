@@ -108,9 +108,16 @@ def test_a_page_with_everything(measured: Path) -> None:
     check_closed(html)
     assert "://" not in html
     charts = {element.get("aria-label") for element in elements(html) if element.get("role") == "img"}
-    assert len(charts) == 2 + 2 + 2 + 1
+    assert len(charts) == 3 + 2 + 2 + 1
     text = text_of(html)
-    for needed in ("Ratio per layer", "Loss per matrix", "perplexity", "paired difference", "Pareto front", "trn3"):
+    for needed in (
+        "Ratio per layer",
+        "Loss and spectrum per matrix",
+        "perplexity",
+        "paired difference",
+        "Pareto front",
+        "trn3",
+    ):
         assert needed in text
     for command in ("neuronmm compress ", "neuronmm evaluate ", "neuronmm benchmark ", "neuronmm report out"):
         assert command in text
@@ -282,7 +289,7 @@ def test_a_browser_shows_the_page_without_a_request_or_a_message(scheme: str, me
         assert messages == [] and requests == [file.as_uri()]
         assert tab.evaluate("document.documentElement.scrollWidth") == 360
         boxes = [svg.bounding_box() for svg in tab.locator("svg").all()]
-        assert len(boxes) == 7 and all(box and 250 < box["width"] <= 360 and box["height"] > 60 for box in boxes)
+        assert len(boxes) == 8 and all(box and 250 < box["width"] <= 360 and box["height"] > 60 for box in boxes)
         ink, paper = (tab.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
         bright = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, paper)]
         assert (bright[0] > bright[1]) == (scheme == "dark")
