@@ -78,7 +78,8 @@ def joined() -> Iterator[None]:
         store = _join(rank, size)
         with _silent(rank > 0), _together():
             yield
-            meet()  # none leaves while another one still exchanges
+            with suppress(ProcessLost):  # the work is done
+                meet()  # none leaves while another one still exchanges
         dist.destroy_process_group()
     except UserError as error:
         if rank == 0:

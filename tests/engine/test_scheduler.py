@@ -212,7 +212,7 @@ def test_the_thread_serves_and_ends() -> None:
     def deliver(events: list[Event]) -> None:
         log(events)
         for event in events:
-            if len(log.tokens[event.row]) == 12:
+            if len(log.tokens[event.row]) == 12 and rows[event.row] % 3:  # not of one that was cancelled too late
                 ended.release()
 
     scheduler = Scheduler(FakeSlots(3), EOS, CPU, 99, deliver)

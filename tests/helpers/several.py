@@ -22,7 +22,7 @@ def in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[An
     port = free_port()
     with ProcessPoolExecutor(size, mp_context=get_context("spawn")) as pool:
         results = [pool.submit(call, rank, size, port, function, args) for rank in range(size)]
-        return [result.result(timeout=300) for result in results]
+        return [result.result(timeout=900) for result in results]
 
 
 def free_port() -> int:
@@ -48,4 +48,4 @@ def torchrun(size: int, *words: object) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     command = [*start, "-m", "neuronmm", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=900)
