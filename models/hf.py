@@ -101,7 +101,9 @@ class NeuronMMQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, LowBitsModule):
                 module.weight_scale.requires_grad_(False)
-            pivots = module.factors.pivots if isinstance(module, LowRankLinear) else None
+            if not isinstance(module, LowRankLinear):
+                continue
+            pivots = module.factors.pivots
             if isinstance(pivots, Tensor) and not pivots.is_meta:  # offloaded buffers have no values here
                 check_pivots(f"{name}.pivots", pivots, module.out_features, model.name_or_path)
         # The other factors are ordinary floating-point weights: .half(), .to(dtype) and training remain possible.
