@@ -22,10 +22,7 @@ from neuronmm.kernels import Int4, Int8, quantise, quantise_int4
 from neuronmm.kernels.low_bits import GROUP, int4_elements, int4_integers, int4_levels, int4_scales, pack_int4
 
 DAMPING = 1e-2
-"""What is added to the diagonal of the Gram matrix, relative to its median.
-
-GPTQ takes the mean, in which a few massive activations leave nothing of all other features, and of the feedback.
-"""
+"""What is added to the diagonal of the Gram matrix, relative to its mean: GPTQ's own (measured: docs/log.md)."""
 
 
 class ErrorFeedback:
@@ -89,8 +86,7 @@ class ErrorFeedback:
     @cached_property
     def _inverse_factor(self) -> Tensor:
         """The upper Cholesky factor [in, in], float64, of the inverse of the damped Gram matrix."""
-        sizes = self.gram.diagonal()
-        power = float(sizes.median()) or float(sizes.mean())
+        power = float(self.gram.diagonal().mean())
         damped = self.gram.clone()
         damped.diagonal().add_(DAMPING * power if power > 0 else 1.0)
         return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)

@@ -2,8 +2,8 @@
 
 int4 is fitted to the calibration text (:mod:`~neuronmm.compression.error_feedback`): the layers are rounded in order,
 each for the inputs that it has behind the embedding and the layers that are rounded already. Embedding and head become
-int8. int8 is plain rounding, because feedback gains nothing there (docs/results/low_bits.md), and so is dense int4
-without text. A plain rounding gives what ``--weight-dtype`` gives when a model is loaded, bit by bit.
+int8. int8 is plain rounding, which is nearly exact (docs/results/low_bits.md), and so is dense int4 without text. A
+plain rounding gives what ``--weight-dtype`` gives when a model is loaded, bit by bit.
 """
 
 from __future__ import annotations

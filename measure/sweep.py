@@ -113,17 +113,19 @@ def _fill(out: Path, dense: Path, config: SweepConfig, progress: Progress) -> No
 
 def _facts(point: PlannedPoint, folder: Path) -> SweepPoint:
     report = read_report(folder)
-    return {
+    facts: SweepPoint = {
         "name": point.name,
         "ratio": point.config.ratio,
         "settings": point.settings,
-        **({"targets": point.config.targets} if point.config.factorises else {}),
         "folder": folder.name,
         "realised_ratio": report["realised_ratio"],
         "model_ratio": report["model_ratio"],
         "seconds": report["seconds"],
         "peak_rss_bytes": report["peak_rss_bytes"],
     }
+    if point.config.factorises:
+        facts["targets"] = point.config.targets
+    return facts
 
 
 def _collect(out: Path, model: str, settings: SweepSettings) -> SweepResult:

@@ -103,8 +103,9 @@ class NeuronMMQuantizer(HfQuantizer):
             if isinstance(module, LowBitsModule):
                 module.weight_scale.requires_grad_(False)
                 module.weight.requires_grad_(False)
+            if not isinstance(module, LowRankLinear):
                 continue
-            pivots = module.factors.pivots if isinstance(module, LowRankLinear) else None
+            pivots = module.factors.pivots
             if isinstance(pivots, Tensor) and not pivots.is_meta:  # offloaded buffers have no values here
                 check_pivots(f"{name}.pivots", pivots, module.out_features, model.name_or_path)
         # The other factors are ordinary floating-point weights: .half(), .to(dtype) and training remain possible.

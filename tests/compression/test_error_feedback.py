@@ -29,7 +29,7 @@ def reference(weight: torch.Tensor, gram: torch.Tensor, dtype: str) -> torch.Ten
     """Round column by column in float64. The inverse of what is left of the damped Gram matrix is computed anew for
     each column, as the derivation of the optimal brain surgeon has it."""
     wide, damped = weight.double().clone(), gram.double().clone()
-    damped.diagonal().add_(DAMPING * float(gram.diagonal().median()))
+    damped.diagonal().add_(DAMPING * float(gram.diagonal().mean()))
     scales = (quantise(weight).scales if dtype == "int8" else int4_scales(weight))[:, None].double()
     result = torch.empty_like(wide)
     for j in range(wide.shape[1]):
