@@ -4,7 +4,7 @@ A study writes its counts into the JSON document; ``--plant`` first plants a fau
 writes what it found under "planted". The full studies take about half an hour of one core.
 
 examples:
-  python scripts/faults config headers index values gguf templates
+  python scripts/faults config 'config, all run' headers index values gguf templates
   python scripts/faults kills places            (places needs root, for disks of a limited size)
   python scripts/faults soak determinism -o docs/results/reliability.json
   python scripts/faults --plant config headers index values gguf templates kills places soak
@@ -44,6 +44,7 @@ Run = Callable[[Path], dict[str, Any]]
 
 STUDIES: dict[str, Run] = {
     "config": lambda work: fuzz_config.study(20_000, work),
+    "config, all run": lambda work: fuzz_config.study(3000, work, every=3, first=20_000),
     "headers": lambda work: fuzz_weights.headers(1000, work),
     "index": lambda work: fuzz_weights.index(500, work),
     "values": lambda work: fuzz_weights.values(500, work),
