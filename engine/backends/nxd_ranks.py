@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,13 @@ class Ranks:
 
     def close(self) -> None:
         """End the other ranks and leave the process group."""
+        told = False
         if dist.is_initialized() and self.processes:
-            self.send()
+            with suppress(RuntimeError):  # a rank has died
+                self.send()
+                told = True
         for process in self.processes:
-            if not dist.is_initialized():
+            if not told:
                 process.terminate()
             process.communicate()
         _open.remove(self)
