@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from neuronmm.models.errors import UserError, printable
 from neuronmm.version import VERSION
 
-_FAILURES: tuple[type[Any], ...] = (OSError, *HfHubHTTPError.__bases__)
+_FAILURES: tuple[Any, ...] = (OSError, *HfHubHTTPError.__bases__)
 """What the library raises without a connection; its HTTP client, and so the class, differs between its versions."""
 
 

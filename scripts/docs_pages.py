@@ -29,6 +29,7 @@ PAGES = {
 CLASSES = {
     "Settings": (
         "neuronmm.compression.config.CompressionConfig",
+        "neuronmm.measure.config.BenchmarkConfig",
         "neuronmm.measure.config.EvaluationConfig",
         "neuronmm.measure.config.PredictionConfig",
     ),
@@ -66,7 +67,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Drop the roles, such as ``:class:``, that docstrings put before names."""
-    return re.sub(r":(?:class|func|meth|mod|attr|data):(?=<code>)", "", html)
+    return re.sub(r":(?:class|func|meth|mod|attr|data):<code>[.~]?", "<code>", html)
 
 
 def pages() -> dict[str, str]:

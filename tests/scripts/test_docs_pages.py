@@ -43,7 +43,9 @@ def test_a_section_ends_before_the_next(script: ModuleType) -> None:
 
 
 def test_roles_are_dropped_from_docstrings(script: ModuleType) -> None:
-    assert script.on_page_content("<p>a :class:<code>B</code> :c:</p>") == "<p>a <code>B</code> :c:</p>"
+    assert (
+        script.on_page_content("a :class:<code>.B</code> :meth:<code>c</code>:") == "a <code>B</code> <code>c</code>:"
+    )
 
 
 def test_every_command_and_visible_option_is_listed(script: ModuleType) -> None:
