@@ -176,13 +176,14 @@ class Drafts:
     ) -> None:
         self.name = str(draft)
         self._runner: TorchRunner | None = None
-        self._shares_cache = draft in FEWER_BITS
+        rounded: WeightDtype | None = next((dtype for dtype in FEWER_BITS if dtype == draft), None)
+        self._shares_cache = rounded is not None
         if not isinstance(runner, TorchRunner) or not _in_core(runner):
             raise UserError("drafts need a model that decodes in the C++ core: bf16 or fp32, and --impl auto")
         if draft == NGRAM:
             return
-        if draft in FEWER_BITS:
-            self._runner = cpu.load(folder, runner.dtype, "auto", draft)
+        if rounded is not None:
+            self._runner = cpu.load(folder, runner.dtype, "auto", rounded)
         else:
             self._runner = cpu.load(_same_vocabulary(draft, tokenizer, vocabulary, progress), runner.dtype, "auto")
         if not _in_core(self._runner):

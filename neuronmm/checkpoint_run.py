@@ -65,9 +65,9 @@ def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]
         work = work_folder(args.out)
         return f"the work so far is in {work}: repeat the command with --resume" if work.exists() else "nothing is kept"
 
-    pushes = args.push is not None and processes.rank() == 0
-    if pushes:
-        check_push(args.push)
+    repo = args.push if processes.rank() == 0 else None
+    if repo is not None:
+        check_push(repo)
     try:
         with stage_progress() as progress:
             report = verb(resume=args.resume, force=args.force, device=args.device, progress=progress)
@@ -86,5 +86,5 @@ def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]
             table.add_row(what, value)
         table.add_row("every matrix, and a sample of both models", f"{args.out}/compression_report.md")
         Console().print(table)
-    if pushes:
-        print(f"uploaded, private: {push(expanded(args.out), report, args.push)}", file=sys.stderr)
+    if repo is not None:
+        print(f"uploaded, private: {push(expanded(args.out), report, repo)}", file=sys.stderr)
