@@ -113,19 +113,17 @@ def _fill(out: Path, dense: Path, config: SweepConfig, progress: Progress) -> No
 
 def _facts(point: PlannedPoint, folder: Path) -> SweepPoint:
     report = read_report(folder)
-    facts: SweepPoint = {
-        "name": point.name,
-        "ratio": point.config.ratio,
-        "settings": point.settings,
+    facts: SweepPoint = {"name": point.name, "ratio": point.config.ratio, "settings": point.settings}
+    if point.config.factorises:
+        facts["targets"] = point.config.targets
+    return {
+        **facts,
         "folder": folder.name,
         "realised_ratio": report["realised_ratio"],
         "model_ratio": report["model_ratio"],
         "seconds": report["seconds"],
         "peak_rss_bytes": report["peak_rss_bytes"],
     }
-    if point.config.factorises:
-        facts["targets"] = point.config.targets
-    return facts
 
 
 def _collect(out: Path, model: str, settings: SweepSettings) -> SweepResult:

@@ -91,7 +91,7 @@ SETTINGS = {"method": "whitened", "share_a": "auto", "targets": "all", "factor_d
 def test_a_checkpoint_of_int4_factors(
     weight_dtype: str, dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
-    source = dense(dtype=torch.bfloat16)
+    source = dense()
     settings = config(**SETTINGS, calibration=str(text), weight_dtype=weight_dtype)
     report = compress(source, tmp_path / "out", settings)
     block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -99,14 +99,17 @@ def test_a_checkpoint_of_int4_factors(
     spec = CompressionSpec.parse(block, "config.json")
     stored = tensors(tmp_path / "out")
     assert all(stored[f"{name}.B.weight"].dtype == torch.uint8 for name in spec.ranks) and spec.shared
-    model = load_plain(tmp_path / "out", torch.bfloat16)
+    model = load_plain(tmp_path / "out")
     assert isinstance(model.get_submodule(next(iter(spec.ranks))).B, Int4Linear)
     with torch.no_grad():
         assert torch.isfinite(model(make_tokens()).logits).all()
     core, plain = (load(tmp_path / "out", impl=impl) for impl in ("cpu", "naive"))
-    mask = torch.ones(1, 8, dtype=torch.long)
-    found, expected = (one.runner.decoder(1, 16).prefill(make_tokens(1, 8), mask).float() for one in (core, plain))
-    assert (found - expected).norm() <= 0.05 * expected.norm()
+    steps = []
+    for one in (core, plain):
+        decoder = one.runner.decoder(1, 16)
+        decoder.prefill(make_tokens(1, 8), torch.ones(1, 8, dtype=torch.long))
+        steps.append(decoder.decode(torch.tensor([9])))
+    assert (steps[0] - steps[1]).norm() <= 2e-3 * steps[1].norm()  # int4 rounds the activations to 16 bits
 
 
 def test_an_interrupted_run_recovery_and_plain_svd(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:

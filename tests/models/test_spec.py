@@ -38,7 +38,7 @@ def test_a_block_survives_json_and_transformers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 3}, r"format 3 is none of \(1, 2\).*install the version that wrote it"),
+        ({"format": 4}, r"format 4 is none of \(1, 2, 3\).*install the version that wrote it"),
         ({"format": "1"}, "format"),
         ({"quant_method": "gptq"}, "quantised by 'gptq'"),
         ({"ranks": {}}, r"quantization_config\.ranks"),
@@ -51,7 +51,7 @@ def test_a_block_survives_json_and_transformers() -> None:
         ({"shared": {"a.b": 3}}, r"shared\.a\.b"),
         ({"shared": ["a.b"]}, "shared"),
         ({"align": 0}, "align"),
-        ({"factors": "int4"}, r"factors: Input should be 'model', 'int8' or 'fp8'"),
+        ({"factors": "int3"}, r"factors: Input should be 'model', 'int8', 'int4' or 'fp8'"),
         ({"asked_ratio": "many"}, "asked_ratio"),
         ({"colour": "red"}, "colour: Extra inputs"),
     ],
