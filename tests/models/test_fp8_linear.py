@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from compression_runs import edit_tensors
+from neuronmm.engine.backends.cpu import load
 from neuronmm.engine.decoder import TorchDecoder
-from neuronmm.engine.engine import load
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu.library import FP8_FACTORS
 from neuronmm.models import UserError, fuse
@@ -102,9 +102,9 @@ def test_a_fused_model_gives_the_same_logits(kind: str, impl: str) -> None:
 def test_the_core_refuses_and_torch_decodes(tmp_path: Path) -> None:
     fp8_checkpoint(tmp_path)
     with pytest.raises(KernelError, match=FP8_FACTORS) as caught:
-        load(tmp_path, impl="cpu").runner.decoder(1, 16)
+        load(tmp_path, torch.float32, "cpu").decoder(1, 16)
     assert "\n" not in str(caught.value)
-    runner = load(tmp_path).runner
+    runner = load(tmp_path, torch.float32, "auto")
     assert type(runner.decoder(1, 16)) is TorchDecoder and runner.path.endswith(", fp8")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from neuronmm.models import FAMILIES, UserError
@@ -124,6 +125,7 @@ def test_what_nxd_cannot_run_is_refused(
         nxd_weights.split(Checkpoint(tmp_path, settings.dtype), settings, emulated=True)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("4.47"), reason="this transformers has no such Qwen2")
 def test_a_qwen2_with_heads_of_another_size_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "qwen2", "dense", head_dim=4)
     with pytest.raises(UserError, match="a Qwen2 with heads of hidden size / heads only"):
