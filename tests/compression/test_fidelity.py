@@ -28,7 +28,7 @@ from word_tokenizer import word_tokenizer
 
 
 def run_on(dense: Path, progress: Any = no_progress) -> Any:
-    settings = SimpleNamespace(budget=None)
+    settings = SimpleNamespace(budget=None, weight_dtype="model")
     return SimpleNamespace(dense=Reader(dense), device="cpu", progress=progress, config=settings)
 
 
