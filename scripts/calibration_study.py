@@ -28,7 +28,7 @@ from torch import Tensor
 from neuronmm.compression import calibration
 from neuronmm.compression.calibration import from_file, from_model, mixed, prefixes, shares
 from neuronmm.compression.config import CompressionConfig, Rows
-from neuronmm.compression.continuation import around_user, continue_rows, sampled
+from neuronmm.compression.continuation import Sampled, around_user, continue_rows
 from neuronmm.compression.fidelity import divergence, final_states
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.streaming import StreamedModel
@@ -102,7 +102,7 @@ class Study:
         openings = [self._ids(before + question + after) for question in asked[: rows.count]]
         model = StreamedModel(self.model, None)
         name = f"measured-{kind.replace(' ', '-')}"
-        return self._kept(name, lambda: continue_rows(model, openings, rows.length, sampled(1), lambda: None))
+        return self._kept(name, lambda: continue_rows(model, openings, rows.length, Sampled(1), lambda: None))
 
     @property
     def kinds(self) -> list[str]:
