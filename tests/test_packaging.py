@@ -15,7 +15,15 @@ import pytest
 import house_rules
 
 ROOT = Path(__file__).parent.parent
-DEVICE_SDK = {"neuronxcc", "nki", "optimum", "transformers_neuronx", "vllm"}
+DEVICE_SDK = {
+    "neuronx_distributed",
+    "neuronx_distributed_inference",
+    "neuronxcc",
+    "nki",
+    "optimum",
+    "transformers_neuronx",
+    "vllm",
+}
 """Packages of machines with a Neuron device, and vLLM. Modules that need them are not imported here."""
 PACKAGES = set(house_rules.packages(ROOT)) - {"neuronmm"}
 

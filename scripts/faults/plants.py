@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from neuronmm.engine import cpu_decoder
 from neuronmm.models import chat, contents, gguf_header, load
 from neuronmm.models.model_config import ModelConfig
 
-_LEAK: list[bytearray] = []
+_LEAK: list[mmap.mmap] = []
 
 
 @contextmanager
@@ -119,5 +120,7 @@ def full_disk_is_success() -> None:
 
 def leak() -> None:
     """Every repetition keeps a megabyte and an open file."""
-    _LEAK.append(bytearray(os.urandom(1 << 20)))
+    block = mmap.mmap(-1, 1 << 20)  # new memory, whatever the process has freed before
+    block.write(bytes(1 << 20))
+    _LEAK.append(block)
     os.open(os.devnull, os.O_RDONLY)
