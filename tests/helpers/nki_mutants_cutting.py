@@ -18,7 +18,7 @@ CUTTING = [
         "d.multiply(one, acc[0:wide, slot, 0:t]",
     ),
     Mutant("all scaled chunks are written to the first", "matmuls", "at + c, (t0, t0 + t)", "at, (t0, t0 + t)"),
-    Mutant("the bias of a span starts at the first feature", "matmuls", "other, j, turn", "other, j - base, turn"),
+    Mutant("the bias of a span starts at the first feature", "matmuls", "other, j, turn)", "other, j - base, turn)"),
     Mutant(
         "every tile of A loads the first panels",
         "stages",
