@@ -15,7 +15,7 @@ import pytest
 from neuronmm.kernels import cache
 from neuronmm.kernels.hardware import TRN1, TRN2
 from neuronmm.kernels.nki import tiling
-from neuronmm.kernels.nki.problem import MlpProblem, Pivots, Problem
+from neuronmm.kernels.nki.problem import FP8, MlpProblem, Pivots, Problem
 from neuronmm.kernels.nki.tiling import solve
 from neuronmm.kernels.ops import Form
 
@@ -135,7 +135,7 @@ def test_a_choice_is_cached_under_everything_that_determines_it(folder: Path, mo
     for problem in (LINEAR, MLP):
         for field in fields(problem):
             value = getattr(problem, field.name)
-            named = {"bfloat16": "float32", Form.TWO: Form.ROWS, None: Pivots(64, 128)}
+            named = {"bfloat16": "float32", "": FP8, Form.TWO: Form.ROWS, None: Pivots(64, 128)}
             other = named[value] if value in named else not value if isinstance(value, bool) else value + 64
             variants.append((replace(problem, **{field.name: other}), TRN1))
     variants += [(replace(MLP, gate_pivots=Pivots(64, 64)), TRN1)]
