@@ -5,33 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
 from neuronmm.kernels import Fp8
-from neuronmm.models.low_bits import LowBitsModule
+from neuronmm.models.low_bits import LowBitsLinear
 
 
-class Fp8Linear(LowBitsModule):
-    """``y = W x + bias`` with ``W[i, j] = weight[i, j] * weight_scale[i]``.
+class Fp8Linear(LowBitsLinear):
+    """``W[i, j] = weight[i, j] * weight_scale[i]``; weight float8_e4m3fn [out, in].
 
-    Dimensions: x [..., in_features] -> [..., out_features]; weight float8_e4m3fn [out, in], which is a float to torch
-    but is not converted with the module.
+    It is a float to torch, but is not converted with the module.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        weight = torch.zeros(out_features, in_features, dtype=torch.float8_e4m3fn, device=device)
-        super().__init__(Fp8(weight, torch.zeros(out_features, dtype=torch.float32, device=device)))
-        self.in_features, self.out_features = in_features, out_features
-        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
-        self.bias = None if zeros is None else nn.Parameter(zeros)
+    precision = "fp8"
+
+    @staticmethod
+    def _zeros(out_features: int, in_features: int, scales: Tensor) -> Fp8:
+        return Fp8(torch.zeros(out_features, in_features, dtype=torch.float8_e4m3fn, device=scales.device), scales)
 
     @property
     def matrix(self) -> Fp8:
@@ -43,9 +33,3 @@ class Fp8Linear(LowBitsModule):
         if self.weight.dtype != weight.dtype:
             self.weight.data = weight.to(self.weight.device)
         return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.matrix.dequantise(x.dtype), self.bias)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, fp8"

@@ -24,7 +24,7 @@ WeightDtype = Literal["int8", "int4"]
 """What the dense weights of a model are rounded to."""
 
 Module = TypeVar("Module", bound="LowBitsModule")
-LowBitsLinear = TypeVar("LowBitsLinear", "Int8Linear", "Int4Linear")
+Linear = TypeVar("Linear", bound="LowBitsLinear")
 
 
 class LowBitsModule(nn.Module):
@@ -47,11 +47,13 @@ class LowBitsModule(nn.Module):
         return self
 
 
-class Int8Linear(LowBitsModule):
-    """``y = W x + bias`` with ``W[i, j] = weight[i, j] * weight_scale[i]``.
+class LowBitsLinear(LowBitsModule):
+    """``y = W x + bias`` with a W of few bits; ``precision`` names its dtype.
 
-    Dimensions: x [..., in_features] -> [..., out_features]; weight int8 [out, in].
+    Dimensions: x [..., in_features] -> [..., out_features].
     """
+
+    precision: str
 
     def __init__(
         self,
@@ -61,52 +63,53 @@ class Int8Linear(LowBitsModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        weight = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
-        super().__init__(Int8(weight, torch.zeros(out_features, dtype=torch.float32, device=device)))
+        super().__init__(
+            self._zeros(out_features, in_features, torch.zeros(out_features, dtype=torch.float32, device=device))
+        )
         self.in_features, self.out_features = in_features, out_features
         zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self.bias = None if zeros is None else nn.Parameter(zeros)
+
+    @staticmethod
+    @abstractmethod
+    def _zeros(out_features: int, in_features: int, scales: Tensor) -> Int8 | Int4 | Fp8:
+        """Return a W of zeros [out, in] with these scales, on their device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.matrix.dequantise(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.precision}"
+
+
+class Int8Linear(LowBitsLinear):
+    """``W[i, j] = weight[i, j] * weight_scale[i]``; weight int8 [out, in]."""
+
+    precision = "int8"
+
+    @staticmethod
+    def _zeros(out_features: int, in_features: int, scales: Tensor) -> Int8:
+        return Int8(torch.zeros(out_features, in_features, dtype=torch.int8, device=scales.device), scales)
 
     @property
     def matrix(self) -> Int8:
         return Int8(self.weight, self.weight_scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.matrix.dequantise(x.dtype), self.bias)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int8"
+class Int4Linear(LowBitsLinear):
+    """W is a :class:`Int4`; weight uint8, its ``values``."""
 
+    precision = "int4"
 
-class Int4Linear(LowBitsModule):
-    """``y = W x + bias`` with W of :class:`Int4`.
-
-    Dimensions: x [..., in_features] -> [..., out_features]; weight uint8, the ``values`` of W.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        weight = torch.zeros(int4_shape(out_features, in_features), dtype=torch.uint8, device=device)
-        super().__init__(Int4(weight, torch.zeros(out_features, dtype=torch.float32, device=device), in_features))
-        self.in_features, self.out_features = in_features, out_features
-        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
-        self.bias = None if zeros is None else nn.Parameter(zeros)
+    @staticmethod
+    def _zeros(out_features: int, in_features: int, scales: Tensor) -> Int4:
+        shape = int4_shape(out_features, in_features)
+        return Int4(torch.zeros(shape, dtype=torch.uint8, device=scales.device), scales, in_features)
 
     @property
     def matrix(self) -> Int4:
         return Int4(self.weight, self.weight_scale, self.in_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.matrix.dequantise(x.dtype), self.bias)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int4"
 
 
 class Int8Embedding(LowBitsModule):
@@ -206,7 +209,7 @@ def _replace_weights(
     model.set_output_embeddings(_with(Int8Linear, head, matrix))
 
 
-def _with(kind: type[LowBitsLinear], module: nn.Linear, matrix: Int8 | Int4) -> LowBitsLinear:
+def _with(kind: type[Linear], module: nn.Linear, matrix: Int8 | Int4) -> Linear:
     """Return ``module`` with the weight ``matrix``, as a ``kind``."""
     low = kind(module.in_features, module.out_features, False, torch.device("meta"))
     low.weight, low.weight_scale, low.bias = frozen(matrix.values), frozen(matrix.scales), module.bias
