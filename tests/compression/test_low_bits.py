@@ -26,7 +26,7 @@ from neuronmm.models.families import LAYERS, LINEARS
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.low_bits import weight_dtype_of
 from neuronmm.models.neuronx.checkpoint import Checkpoint
-from tiny_models import load_plain, make_tokens
+from tiny_models import load_plain, logits
 
 Dense = Callable[..., Path]
 FITTED: dict[str, Any] = {"ratio": 0, "method": "whitened", "weight_dtype": "int4"}
@@ -58,11 +58,6 @@ def test_plain_rounding_is_stored_as_load_rounds_it(
     texts = [load(folder, **options).generate(["w9 w10"])[0].text
              for folder, options in ((tmp_path / "out", {}), (source, {"weight_dtype": dtype}))]  # fmt: skip
     assert texts[0] == texts[1]
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(make_tokens()).logits
 
 
 def test_int4_is_fitted_to_the_inputs_behind_what_is_rounded(dense: Dense, text: Path, tmp_path: Path) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from neuron_cases import EVERY, MIXED, POSITIONS, neuron_host
-from neuronmm.engine.engine import Engine, load
+from neuron_cases import EVERY, MIXED, POSITIONS, emulated_engines
+from neuronmm.engine.engine import Engine
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import intermediate, sdk
 from tiny_models import compress_tiny, fill_tiny, make_tiny, pivot_tiny, shared_spec, vary_norms, write_checkpoint
@@ -55,15 +54,5 @@ def neuron_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 @pytest.fixture
 def neuron() -> Iterator[Callable[..., Engine]]:
     """``load(folder, backend="neuron", emulate=True, ...)``; the engines are closed after the test."""
-    loaded: list[Engine] = []
-
-    def make(folder: Path, **options: Any) -> Engine:
-        defaults = {"n_positions": POSITIONS, "amp": "fp32", "emulate": True}
-        engine = load(folder, backend="neuron", **{**defaults, **options})
-        engine.tokenizer = word_tokenizer()
-        loaded.append(engine)
-        return engine
-
-    yield make
-    for engine in loaded:
-        neuron_host(engine).close()
+    with emulated_engines(n_positions=POSITIONS) as make:
+        yield make

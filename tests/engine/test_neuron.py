@@ -13,10 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from error_rule import assert_twice_plain
-from neuron_cases import KERNELS, MIXED, NEW, NORMS, PARAMS, POSITIONS, PROMPTS, cpu_tokens, neuron_host
+from neuron_cases import (
+    KERNELS,
+    MIXED,
+    NEW,
+    NORMS,
+    PARAMS,
+    POSITIONS,
+    PROMPTS,
+    assert_near_float32,
+    cpu_tokens,
+    neuron_host,
+)
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.emulator.runtime import Session, neuron_emulation
@@ -116,19 +125,6 @@ def test_bfloat16_logits(
     folder = neuron_checkpoint(model_type, kind, torch.bfloat16)
     engine = neuron(folder, tp_degree=tp_degree, batch_size=2, amp="bf16")
     assert_near_float32(folder, engine, make_tokens(2, 20))
-
-
-def assert_near_float32(folder: Path, engine: Engine, tokens: Tensor) -> None:
-    """Assert the rule for bfloat16 logits, after a prompt of 5 tokens and after each later token."""
-    plain, exact = (load(folder, backend="cpu", dtype=dtype, impl="naive") for dtype in ("bf16", "fp32"))
-
-    def logits(engine: Engine) -> Tensor:
-        decoder = engine.runner.decoder(*tokens.shape)
-        steps = [decoder.prefill(tokens[:, :5], torch.ones(len(tokens), 5, dtype=torch.long))]
-        steps += [decoder.decode(token) for token in tokens[:, 5:].T]
-        return torch.stack(steps).to(torch.bfloat16 if engine is not exact else torch.float32)
-
-    assert_twice_plain([None], lambda _: logits(engine), lambda _: logits(plain), lambda _: logits(exact))
 
 
 def test_the_hosts_own_loops_give_the_same_tokens(

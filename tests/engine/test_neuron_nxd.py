@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from error_rule import assert_twice_plain
-from neuron_cases import KERNELS, PROMPTS, neuron_host
+from neuron_cases import KERNELS, PROMPTS, assert_near_float32, emulated_engines, neuron_host
 from neuronmm import cli
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
@@ -49,18 +48,8 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def nxd() -> Iterator[Callable[..., Engine]]:
     """``nxd(folder, tp_degree=2)``: an emulated engine on this host in float32; closed after the test."""
-    loaded: list[Engine] = []
-
-    def make(folder: Path, **options: Any) -> Engine:
-        defaults = {"n_positions": 40, "amp": "fp32", "emulate": True, "host": HOST.name}
-        engine = load(folder, backend="neuron", **{**defaults, **options})
-        engine.tokenizer = word_tokenizer()
-        loaded.append(engine)
-        return engine
-
-    yield make
-    for engine in loaded:
-        neuron_host(engine).close()
+    with emulated_engines(n_positions=40, host=HOST.name) as make:
+        yield make
 
 
 def tokens_of_hf(folder: Path, prompts: list[str]) -> list[list[int]]:
@@ -185,17 +174,8 @@ def test_bfloat16_logits(
 ) -> None:  # fmt: skip
     """On the same tokens, the logits of every step are within twice the error of plain bfloat16 torch."""
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
-    folder, tokens = neuron_checkpoint("qwen2", kind, torch.bfloat16), make_tokens(2, 16)
-    plain, exact = (load(folder, backend="cpu", dtype=dtype, impl="naive") for dtype in ("bf16", "fp32"))
-    engine = nxd(folder, batch_size=2, amp="bf16")
-
-    def logits(engine: Engine) -> torch.Tensor:
-        decoder = engine.runner.decoder(*tokens.shape)
-        steps = [decoder.prefill(tokens[:, :5], torch.ones(len(tokens), 5, dtype=torch.long))]
-        steps += [decoder.decode(token) for token in tokens[:, 5:].T]
-        return torch.stack(steps).to(torch.bfloat16 if engine is not exact else torch.float32)
-
-    assert_twice_plain([None], lambda _: logits(engine), lambda _: logits(plain), lambda _: logits(exact))
+    folder = neuron_checkpoint("qwen2", kind, torch.bfloat16)
+    assert_near_float32(folder, nxd(folder, batch_size=2, amp="bf16"), make_tokens(2, 16))
 
 
 def test_on_trainium_2(

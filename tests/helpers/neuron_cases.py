@@ -1,9 +1,16 @@
-"""Shared by the tests of the Neuron hosts: prompts, ranks, kernel counts, and the expected tokens."""
+"""Shared by the tests of the Neuron hosts: prompts, ranks, kernel counts, engines, and what is expected of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from error_rule import assert_twice_plain
 from neuronmm.engine.backends.neuron import NeuronRunner
 from neuronmm.engine.engine import Engine, load
 from neuronmm.engine.sampling import SamplingParams
@@ -35,3 +42,32 @@ def cpu_tokens(folder: Path, prompts: list[str]) -> list[list[int]]:
     engine = load(folder, backend="cpu", dtype="fp32")
     engine.tokenizer = word_tokenizer()
     return [result.token_ids for result in engine.generate(prompts, PARAMS)]
+
+
+@contextmanager
+def emulated_engines(**defaults: Any) -> Iterator[Callable[..., Engine]]:
+    """Yield ``make(folder, ...)``: an emulated engine in float32 with these defaults; all are closed at the end."""
+    loaded: list[Engine] = []
+
+    def make(folder: Path, **options: Any) -> Engine:
+        engine = load(folder, backend="neuron", **{"amp": "fp32", "emulate": True, **defaults, **options})
+        engine.tokenizer = word_tokenizer()
+        loaded.append(engine)
+        return engine
+
+    yield make
+    for engine in loaded:
+        neuron_host(engine).close()
+
+
+def assert_near_float32(folder: Path, engine: Engine, tokens: Tensor) -> None:
+    """Assert the rule for bfloat16 logits, after a prompt of 5 tokens and after each later token."""
+    plain, exact = (load(folder, backend="cpu", dtype=dtype, impl="naive") for dtype in ("bf16", "fp32"))
+
+    def logits(engine: Engine) -> Tensor:
+        decoder = engine.runner.decoder(*tokens.shape)
+        steps = [decoder.prefill(tokens[:, :5], torch.ones(len(tokens), 5, dtype=torch.long))]
+        steps += [decoder.decode(token) for token in tokens[:, 5:].T]
+        return torch.stack(steps).to(torch.bfloat16 if engine is not exact else torch.float32)
+
+    assert_twice_plain([None], lambda _: logits(engine), lambda _: logits(plain), lambda _: logits(exact))

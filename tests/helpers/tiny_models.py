@@ -257,3 +257,15 @@ def train_tiny(model: Any, steps: int = 3, learning_rate: float = 0.05) -> list[
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return the logits [batch, length, vocabulary] of a model for :func:`make_tokens`."""
+    with torch.no_grad():
+        return model(make_tokens()).logits
+
+
+def specs_of(factors: str) -> dict[str, CompressionSpec]:
+    """Return specs of a low-rank MLP and a low-rank q with factors of this dtype, with and without a shared A."""
+    ranks = layer_ranks((*TARGETS["mlp"], "self_attn.q_proj"))
+    return {"own A": make_spec(ranks, factors=factors), "shared A": shared_spec(factors=factors)}

@@ -16,25 +16,12 @@ from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu.library import FP8_FACTORS
 from neuronmm.models import UserError, fuse
-from neuronmm.models.families import TARGETS
 from neuronmm.models.fp8 import Fp8Linear
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.neuronx.checkpoint import Checkpoint
-from tiny_models import (
-    fill_tiny,
-    layer_ranks,
-    load_plain,
-    make_spec,
-    make_tiny,
-    make_tokens,
-    shared_spec,
-    write_checkpoint,
-)
+from tiny_models import fill_tiny, load_plain, logits, make_tiny, specs_of, write_checkpoint
 
-SPECS = {
-    "own A": make_spec(layer_ranks((*TARGETS["mlp"], "self_attn.q_proj")), factors="fp8"),
-    "shared A": shared_spec(factors="fp8"),
-}
+SPECS = specs_of("fp8")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UP = "model.layers.0.mlp.up_proj.B.weight"
 
@@ -44,11 +31,6 @@ def fp8_checkpoint(folder: Path, kind: str = "own A", **kwargs: Any) -> PreTrain
     model = make_tiny("qwen2", **kwargs)
     write_checkpoint(model, fill_tiny(model, SPECS[kind]), folder)
     return model
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(make_tokens()).logits
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from tiny_models import (
     compress_tiny,
     layer_ranks,
     load_plain,
+    logits,
     make_tiny,
     make_tokens,
     tiny_checkpoint,
@@ -27,11 +28,6 @@ from tiny_models import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(make_tokens()).logits
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

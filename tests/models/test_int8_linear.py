@@ -15,23 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compression_runs import edit_tensors
 from neuronmm.models import FAMILIES, Int8Linear, UserError, fuse
-from neuronmm.models.families import TARGETS
 from neuronmm.models.load import load_pretrained
-from tiny_models import (
-    fill_tiny,
-    layer_ranks,
-    load_plain,
-    make_spec,
-    make_tiny,
-    make_tokens,
-    shared_spec,
-    write_checkpoint,
-)
+from tiny_models import fill_tiny, load_plain, logits, make_tiny, make_tokens, specs_of, write_checkpoint
 
-SPECS = {
-    "own A": make_spec(layer_ranks((*TARGETS["mlp"], "self_attn.q_proj")), factors="int8"),
-    "shared A": shared_spec(factors="int8"),
-}
+SPECS = specs_of("int8")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -40,11 +27,6 @@ def int8_checkpoint(folder: Path, model_type: str = "llama", kind: str = "own A"
     model = make_tiny(model_type, **kwargs)
     write_checkpoint(model, fill_tiny(model, SPECS[kind]), folder)
     return model
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(make_tokens()).logits
 
 
 def dequantised(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,13 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from neuronmm.models import LowRankSwiGLU, fuse
-from tiny_models import load_plain, make_tokens, tiny_checkpoint, train_tiny
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(make_tokens()).logits
-
+from tiny_models import load_plain, logits, tiny_checkpoint, train_tiny
 
 TARGETS: list[Any] = [["A", "B"], ["B", "q_proj", "v_proj"], "all-linear"]
 
