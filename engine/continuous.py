@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from neuronmm.engine.loop import Row, advance
+from neuronmm.engine.loop import DraftCounts, Row, advance
 from neuronmm.engine.sampling import NOT_FINITE, Sampler, SamplingParams, logprobs
+from neuronmm.engine.speculation import Speculation
 from neuronmm.models.errors import UserError
 
 
@@ -46,6 +47,7 @@ class Slots(Protocol):
 class _Sequence:
     slot: int
     sampler: Sampler
+    ends: frozenset[int]
     seen: list[int]
     read: int = 0
     """Tokens of the prompt that have been read."""
@@ -65,11 +67,17 @@ class Batch:
 
     The tokens of a row do not depend on the other rows. If its logits are not finite, there is an error instead of a
     token, and the row has to leave.
+
+    ``speculate`` begins the drafts of the sequence in a slot. A row has drafts while it is alone: a step of several
+    rows reads the weights once for all of them anyway.
     """
 
-    def __init__(self, slots: Slots, device: torch.device) -> None:
-        self._slots, self._device = slots, device
+    def __init__(
+        self, slots: Slots, device: torch.device, speculate: Callable[[int], Speculation] | None = None
+    ) -> None:
+        self._slots, self._device, self._speculate = slots, device, speculate
         self._running: dict[Row, _Sequence] = {}
+        self._drafts: tuple[Row, Speculation] | None = None
 
     def __len__(self) -> int:
         return len(self._running)
@@ -89,10 +97,10 @@ class Batch:
         """The rows whose prompts are read, which the next step advances."""
         return [row for row, sequence in self._running.items() if sequence.read == len(row.prompt_ids)]
 
-    def join(self, row: Row, params: SamplingParams) -> None:
-        """Give a row the first free slot; its prompt is still to be read."""
+    def join(self, row: Row, params: SamplingParams, ends: frozenset[int]) -> None:
+        """Give a row the first free slot; its prompt is still to be read. After a token of ``ends`` it leaves."""
         slot = min(set(range(self._slots.batch)) - {sequence.slot for sequence in self._running.values()})
-        self._running[row] = _Sequence(slot, Sampler(params, [row.seed], self._device), list(row.prompt_ids))
+        self._running[row] = _Sequence(slot, Sampler(params, [row.seed], self._device), ends, list(row.prompt_ids))
 
     def read(self, row: Row) -> int | UserError | None:
         """Read the next chunk of the prompt of a row, and return its first token after the last chunk, else None."""
@@ -106,8 +114,10 @@ class Batch:
         return self._choose([row], logits[None])[0] if sequence.read == len(row.prompt_ids) else None
 
     def step(self) -> list[tuple[Row, int | UserError]]:
-        """Advance every row that is ready by one token; there has to be one."""
+        """Advance every row that is ready by one token, a row with drafts by one or more; there has to be one."""
         rows = self.ready
+        if self._speculate and len(self) == 1:
+            return [(rows[0], token) for token in self._drafted(rows[0], self._speculate)]
         sequences = [self._running[row] for row in rows]
         last = torch.tensor([sequence.seen[-1] for sequence in sequences], device=self._device)
         logits = self._slots.step([sequence.slot for sequence in sequences], last)
@@ -116,6 +126,18 @@ class Batch:
     def leave(self, row: Row) -> None:
         """Free the slot of a row."""
         del self._running[row]
+
+    def _drafted(self, row: Row, speculate: Callable[[int], Speculation]) -> Iterator[int | UserError]:
+        """Yield the next tokens of the only row, up to its end."""
+        sequence = self._running[row]
+        if self._drafts is None or self._drafts[0] is not row:
+            self._drafts = row, speculate(sequence.slot)
+        counts = row.result.draft = row.result.draft or DraftCounts()
+        room = len(row.prompt_ids) + row.limit - len(sequence.seen) - 1
+        for token in self._drafts[1].step(sequence.seen, room, lambda line: self._choose([row], line)[0], counts):
+            yield token
+            if token in sequence.ends:
+                return
 
     @torch.inference_mode()
     def _choose(self, rows: list[Row], logits: Tensor) -> list[int | UserError]:
@@ -154,7 +176,7 @@ def run(
     while waiting or len(batch):
         for _ in range(min(batch.free, len(waiting))):
             row = waiting.popleft()
-            batch.join(row, params)
+            batch.join(row, params, eos)
             token = None
             while token is None:
                 token = batch.read(row)

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import time
 from itertools import takewhile
-from pathlib import Path
-from typing import Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from neuronmm.engine.backends import cpu
-from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.engine.cpu_decoder import CpuDecoder
-from neuronmm.engine.decoder import Decoder
 from neuronmm.kernels.cpu.library import MAX_BATCH
-from neuronmm.models.errors import UserError
-from neuronmm.models.load import load_config, load_tokenizer
-from neuronmm.models.low_bits import WeightDtype
-from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import resolve
-
-NGRAM = "ngram"
-"""The name of the drafter that needs no model."""
-
-FEWER_BITS: tuple[WeightDtype, ...] = get_args(WeightDtype)
-"""The names of the drafts of the model itself, with its dense weights rounded."""
 
 
 class Drafter(Protocol):
@@ -155,79 +139,3 @@ class FewerBitsDrafter(ModelDrafter):
 
     def _known(self, context: list[int]) -> int:
         return len(context) - 1
-
-
-class Drafts:
-    """What ``draft`` names: n-grams, the model itself in fewer bits, or a checkpoint that is loaded beside the model.
-
-    Raises:
-        UserError: the model does not decode in the C++ core, or the checkpoint has another vocabulary or does not
-            decode there either.
-    """
-
-    def __init__(
-        self,
-        draft: str | Path,
-        folder: Path,
-        runner: object,
-        tokenizer: PreTrainedTokenizerBase,
-        vocabulary: int,
-        progress: Progress = no_progress,
-    ) -> None:
-        self.name = str(draft)
-        self._runner: TorchRunner | None = None
-        rounded: WeightDtype | None = next((dtype for dtype in FEWER_BITS if dtype == draft), None)
-        self._shares_cache = rounded is not None
-        if not isinstance(runner, TorchRunner) or not _in_core(runner):
-            raise UserError("drafts need a model that decodes in the C++ core: bf16 or fp32, and --impl auto")
-        if draft == NGRAM:
-            return
-        if rounded is not None:
-            self._runner = cpu.load(folder, runner.dtype, "auto", rounded)
-        else:
-            self._runner = cpu.load(_same_vocabulary(draft, tokenizer, vocabulary, progress), runner.dtype, "auto")
-        if not _in_core(self._runner):
-            raise UserError(f"{draft}: does not decode in the C++ core; use another draft, or --draft {NGRAM}")
-        self._step_seconds = _step_seconds(_decoder(self._runner, 4))
-
-    def drafter(self, decoder: Decoder) -> Drafter:
-        """Create a drafter for the sequence of ``decoder``, a decoder of the model."""
-        if self._runner is None:
-            return NgramDrafter()
-        if self._shares_cache:
-            assert isinstance(decoder, CpuDecoder)
-            twin = CpuDecoder(self._runner.model, 1, decoder.max_len, cache=decoder.cache)
-            return FewerBitsDrafter(twin, self._step_seconds)
-        return ModelDrafter(_decoder(self._runner, decoder.max_len), self._step_seconds)
-
-
-def _same_vocabulary(
-    draft: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int, progress: Progress
-) -> Path:
-    folder = resolve(draft, progress)
-    other = load_config(folder).vocab_size
-    if other != vocabulary or load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"{draft}: has another vocabulary than the model; a draft has to have the same tokenizer")
-    return folder
-
-
-def _in_core(runner: TorchRunner) -> bool:
-    return isinstance(runner.decoder(1, 1), CpuDecoder)
-
-
-def _decoder(runner: TorchRunner, max_len: int) -> CpuDecoder:
-    decoder = runner.decoder(1, max_len)
-    assert isinstance(decoder, CpuDecoder)
-    return decoder
-
-
-def _step_seconds(decoder: CpuDecoder) -> float:
-    """Return the shortest of three steps after one token."""
-    token = torch.zeros(1, 1, dtype=torch.long)
-    decoder.prefill(token, torch.ones_like(token))
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        decoder.decode(token[0])
-        times.append(time.perf_counter() - start)
-    return min(times)

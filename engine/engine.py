@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,11 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from neuronmm.engine import continuous, speculation
 from neuronmm.engine.backends import Runner, choose
+from neuronmm.engine.continuous import Slots
 from neuronmm.engine.draft_length import StepTimes
-from neuronmm.engine.drafters import Drafts
+from neuronmm.engine.drafts import Drafts
 from neuronmm.engine.loop import Generation, Row, run
 from neuronmm.engine.sampling import SamplingParams
-from neuronmm.engine.speculation import Verifier
+from neuronmm.engine.slots import CpuSlots
+from neuronmm.engine.speculation import Speculation, Verifier
 from neuronmm.engine.text import TextStream
 from neuronmm.models import processes
 from neuronmm.models.chat import ChatTemplate
@@ -182,9 +185,19 @@ class Engine:
         longest = max(len(row.prompt_ids) for row in rows)
         decoder = self.runner.decoder(len(rows), longest + max(row.limit for row in rows))
         if self.drafts:
-            drafter = self.drafts.drafter(decoder)
-            return speculation.run(cast(Verifier, decoder), rows[0], params, eos, drafter, self._step_times)
+            verifier, own = cast(Verifier, decoder), self.drafts.decoder(decoder)
+            drafts = Speculation(verifier, self.drafts.drafter(own), self._step_times)
+            return speculation.run(verifier, rows[0], params, eos, drafts)
         return run(decoder, rows, params, eos, self.runner.device)
+
+    def speculate(self, slots: Slots) -> Callable[[int], Speculation] | None:
+        """Return what begins the drafts of a new sequence in a slot; None without drafts."""
+        drafts, times = self.drafts, self._step_times
+        if drafts is None:
+            return None
+        rows = cast(CpuSlots, slots).rows
+        own = cache(lambda slot: drafts.decoder(rows[slot]))
+        return lambda slot: Speculation(rows[slot], drafts.drafter(own(slot)), times)
 
 
 class Stream:

@@ -18,6 +18,7 @@ import torch
 from neuronmm.engine.continuous import Batch, Slots
 from neuronmm.engine.loop import Row
 from neuronmm.engine.sampling import SamplingParams
+from neuronmm.engine.speculation import Speculation
 from neuronmm.models.errors import UserError
 
 
@@ -42,12 +43,13 @@ class Event:
 class _Job:
     row: Row
     params: SamplingParams
+    ends: frozenset[int]
     left: int
 
-    def ends_with(self, token: int | Exception, eos: frozenset[int]) -> bool:
+    def ends_with(self, token: int | Exception) -> bool:
         """Count a token, and return whether it is the last one."""
         self.left -= 1
-        return isinstance(token, Exception) or self.left == 0 or (token in eos and not self.params.ignore_eos)
+        return isinstance(token, Exception) or self.left == 0 or token in self.ends
 
 
 class Scheduler:
@@ -55,7 +57,8 @@ class Scheduler:
 
     ``deliver`` is called after each prefill and each step, in the scheduler's thread, with the new tokens. A row ends
     by itself after its limit, an end-of-sequence token or an error, and at once when it is cancelled; a stop string is
-    found by the receiver, which then cancels the row. Up to ``max_queue`` rows wait for a slot.
+    found by the receiver, which then cancels the row. Up to ``max_queue`` rows wait for a slot. ``speculate``: see
+    :class:`~neuronmm.engine.continuous.Batch`.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class Scheduler:
         device: torch.device,
         max_queue: int,
         deliver: Callable[[list[Event]], None],
+        speculate: Callable[[int], Speculation] | None = None,
     ) -> None:
-        self.batch, self._slots = Batch(slots, device), slots.batch
+        self.batch, self._slots = Batch(slots, device, speculate), slots.batch
         self._eos, self._max_queue, self._deliver = eos, max_queue, deliver
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[Row, _Job] = {}
@@ -98,7 +102,8 @@ class Scheduler:
             QueueFull: they do not fit.
             SchedulerEnded: the scheduler is closed or has failed.
         """
-        jobs = [_Job(row, params, row.limit) for row in rows]
+        ends = frozenset() if params.ignore_eos else self._eos
+        jobs = [_Job(row, params, ends, row.limit) for row in rows]
         with self._changed:
             if self._closed or self.failure:
                 raise SchedulerEnded
@@ -130,7 +135,7 @@ class Scheduler:
             self._drop_cancelled()
             if self._waiting and self.batch.free and not self.batch.reading:
                 job = self._waiting.popleft()
-                self.batch.join(job.row, job.params)
+                self.batch.join(job.row, job.params, job.ends)
         row = self.batch.reading
         token = None if row is None else self.batch.read(row)
         if row is not None and token is not None:
@@ -152,7 +157,7 @@ class Scheduler:
         now = time.perf_counter()
         with self._changed:
             for row, token in tokens:
-                if self._jobs[row].ends_with(token, self._eos):
+                if self._jobs[row].ends_with(token):
                     del self._jobs[row]
                     self.batch.leave(row)
         self._deliver([Event(row, token, now) for row, token in tokens])

@@ -5,7 +5,7 @@ number of streams; the order rotates from round to round. A stream asks for one 
 prompt each time, so that no cache of prompts helps. The clients are in this process.
 
     python scripts/bench_serving.py MODEL.gguf --install     install llama.cpp's server in an environment of its own
-    python scripts/bench_serving.py MODEL.gguf OUT --rounds 3 --streams 1 4 16 --results results.jsonl
+    python scripts/bench_serving.py MODEL.gguf OUT --drafts int4 --rounds 3 --streams 1 4 16 --results results.jsonl
     python scripts/bench_serving.py --report results.jsonl
 
 MODEL is a GGUF file, which is converted for llama.cpp to bf16 and to f16. OUT are further models for our server alone,
@@ -67,13 +67,14 @@ def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list
     """Return each server's command and URL, by name."""
     commands: dict[str, tuple[list[str], str]] = {}
     rows, context = max(args.streams), args.prompt + args.new + 64
-    for i, model in enumerate(models):
-        port = str(args.port + i)
-        ours = [sys.executable, "-m", "neuronmm", "serve", model, "--port", port, "--context", str(context)]
-        name = "neuronmm" if not i else f"neuronmm {Path(model).name}"
-        commands[name] = ([*ours, "--max-batch", str(rows), "--dtype", "bf16"], f"http://127.0.0.1:{port}")
+    ours = {"neuronmm": [models[0]], **{f"neuronmm {Path(model).name}": [model] for model in models[1:]}}
+    ours |= {f"neuronmm --draft {draft}": [models[0], "--draft", draft] for draft in args.drafts}
+    common = ["--context", str(context), "--max-batch", str(rows), "--dtype", "bf16"]
+    for number, (name, options) in enumerate(ours.items(), args.port):
+        command = [sys.executable, "-m", "neuronmm", "serve", *options, "--port", str(number), *common]
+        commands[name] = (command, f"http://127.0.0.1:{number}")
     for i, engine in enumerate(args.engines):
-        port, script = str(args.port + len(models) + i), str(Path(__file__).with_name("llama_server.py"))
+        port, script = str(args.port + len(ours) + i), str(Path(__file__).with_name("llama_server.py"))
         file = str(cpu_peers.write_gguf(models[0], engine.removeprefix("llama.cpp-")))
         command = [str(LLAMA), script, file, port, str(rows), str(context), str(os.cpu_count())]
         commands[engine] = (command, f"http://127.0.0.1:{port}")
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--report", type=Path, metavar="FILE")
+    parser.add_argument("--drafts", nargs="*", default=[], help="our server also with these as --draft")
     parser.add_argument("--engines", nargs="*", default=PEERS, choices=PEERS, help="other servers; default all")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)

@@ -24,6 +24,8 @@ class Metrics:
         )
         self._prompt = Counter("neuronmm_prompt_tokens", "Prompt tokens of rows that began", registry=registry)
         self._output = Counter("neuronmm_output_tokens", "Generated tokens", registry=registry)
+        self._drafted = Counter("neuronmm_draft_tokens", "Drafted tokens that were verified", registry=registry)
+        self._accepted = Counter("neuronmm_draft_tokens_accepted", "Those that were accepted", registry=registry)
         self.requests = Counter(
             "neuronmm_requests", "Requests by status; 499: the client left", ["path", "status"], registry=registry
         )
@@ -44,6 +46,9 @@ class Metrics:
         """Record a row that has ended or was cancelled."""
         if len(result.token_ids) > 1:
             self._tpot.observe(result.decode_seconds / (len(result.token_ids) - 1))
+        if result.draft:
+            self._drafted.inc(result.draft.drafted)
+            self._accepted.inc(result.draft.accepted)
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

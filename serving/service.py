@@ -43,7 +43,9 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._inboxes: dict[Row, asyncio.Queue[Event]] = {}
         slots = engine.runner.slots(limits.max_batch, limits.context)
-        self.scheduler = Scheduler(slots, engine.eos, engine.runner.device, limits.max_queue, self._deliver)
+        self.scheduler = Scheduler(
+            slots, engine.eos, engine.runner.device, limits.max_queue, self._deliver, engine.speculate(slots)
+        )
         self.metrics = Metrics(self.scheduler)
         self.stopping = False
         self.scheduler.start()

@@ -46,6 +46,17 @@ class CpuRunner(TorchRunner):
         """Create a continuous batch of ``batch`` slots of at most ``max_len`` positions."""
         return super().slots(batch, max_len) if self._in_torch(1) else CpuSlots(self.model, batch, max_len)
 
+    def rounded(self, dtype: WeightDtype) -> TorchRunner:
+        """Return a runner of the same model with its dense weights rounded; both share all other tensors.
+
+        Raises:
+            UserError: the weights have few bits already.
+        """
+        twin, mine = self.sibling(self.impl), {id(parameter) for parameter in self.model.parameters()}
+        quantise_weights(twin.model, dtype)
+        arena.gather(parameter for parameter in twin.model.parameters() if id(parameter) not in mine)
+        return twin
+
     def _in_torch(self, batch: int) -> bool:
         if self.impl not in ("auto", "cpu"):
             return True

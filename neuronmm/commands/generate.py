@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
     add_weight_dtype(parser)
     parser.add_argument("--impl", default="auto", help="low-rank kernel: auto (default), naive, torch, reference, ...")
-    parser.add_argument(
-        "--draft",
-        metavar="ngram|int4|int8|CHECKPOINT",
-        help="guess tokens, on the CPU and for one prompt; int4 is the model itself, rounded",
-    )
+    add_draft(parser, "for one prompt")
     add_neuron_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of streaming text")
 
@@ -62,6 +58,15 @@ def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
         "--weight-dtype",
         choices=("int8", "int4"),
         help="round the dense weights when they are loaded, on the CPU; int4 keeps embedding and head in int8",
+    )
+
+
+def add_draft(parser: argparse.ArgumentParser, when: str) -> None:
+    """Add the option that names a draft; ``when`` says when it is used."""
+    parser.add_argument(
+        "--draft",
+        metavar="ngram|int4|int8|CHECKPOINT",
+        help=f"guess tokens, on the CPU and {when}; int4 is the model itself, rounded",
     )
 
 

@@ -4,6 +4,7 @@ examples:
   neuronmm serve OUT                                     (then: http://127.0.0.1:8000/v1)
   neuronmm serve OUT --port 0 --json                     (a free port; one JSON line says which, when it is ready)
   neuronmm serve OUT --max-batch 16 --context 4096 --max-tokens 1024
+  neuronmm serve MODEL --draft int4                      (the same answers, faster for a single client)
   neuronmm serve OUT --host 0.0.0.0 --api-key-file key.txt
   NEURONMM_API_KEY=secret neuronmm serve OUT --host 0.0.0.0
   neuronmm serve OUT --backend neuron --tp 2 --positions 512     (on Trainium)
@@ -23,7 +24,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from neuronmm.commands.generate import add_neuron_arguments, add_weight_dtype, backend_options
+from neuronmm.commands.generate import add_draft, add_neuron_arguments, add_weight_dtype, backend_options
 
 CONTEXT = 2048
 """Default context, unless the model's is shorter: the cache of all slots is allocated at the start."""
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
     parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
     add_weight_dtype(parser)
+    add_draft(parser, "while one row runs alone")
     add_neuron_arguments(parser, continuous=False)
     parser.add_argument("--json", action="store_true", help="print one JSON line with the address when it is ready")
 
@@ -100,7 +102,9 @@ def run(args: argparse.Namespace) -> None:
         if args.backend == "neuron":
             options.update(continuous=True, batch_size=args.max_batch)
         with stage_progress() as progress:
-            engine = load(args.model, backend=args.backend, dtype=args.dtype, progress=progress, **options)
+            engine = load(
+                args.model, backend=args.backend, dtype=args.dtype, draft=args.draft, progress=progress, **options
+            )
         if args.context is not None and args.context > engine.context:
             raise UserError(f"--context is {args.context}, but the model has {engine.context} positions")
         engine.context = args.context or min(engine.context, CONTEXT)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +18,18 @@ from draws import examples
 from fake_slots import FakeSlots, row
 from neuronmm.engine import continuous
 from neuronmm.engine.continuous import Slots
+from neuronmm.engine.cpu_decoder import CpuDecoder
 from neuronmm.engine.decoder import TorchDecoder
+from neuronmm.engine.draft_length import DraftLength, StepTimes
+from neuronmm.engine.drafters import FewerBitsDrafter, ModelDrafter, NgramDrafter
 from neuronmm.engine.loop import Row
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.scheduler import Event, QueueFull, Scheduler, SchedulerEnded
 from neuronmm.engine.slots import CpuSlots, RowSlots
+from neuronmm.engine.speculation import Speculation
 from neuronmm.kernels.cpu import core
 from neuronmm.models.errors import UserError
+from neuronmm.models.low_bits import quantise_weights
 from tiny_models import make_tiny
 
 CPU = torch.device("cpu")
@@ -33,10 +41,14 @@ KINDS = (
     SamplingParams(max_new_tokens=12, repetition_penalty=1.5),
 )
 _MODEL = make_tiny(dtype=torch.bfloat16)
+_POSITIONS = 24
 _PROMPTS = st.lists(st.integers(3, 63), min_size=1, max_size=9)
 _ROWS = st.tuples(_PROMPTS, st.integers(1, 12), st.sampled_from(KINDS), st.integers(0, 99))
 _ACTIONS = st.lists(st.one_of(_ROWS, st.integers(0, 9), st.none()), min_size=1, max_size=25)
 """A row arrives; the row of an earlier number is cancelled; a round."""
+
+
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
 
 class Log:
@@ -57,9 +69,26 @@ def alone(slots: Slots, prompt: list[int], limit: int, params: SamplingParams, s
     return only.result.token_ids
 
 
-def assert_each_row_is_what_it_is_alone(slots: Slots, single: Slots, actions: list[Any]) -> None:
+def speculator(slots: CpuSlots, draft: str) -> Callable[[int], Speculation]:
+    """Drafts from the context, from the model in int4 on the slot's cache, or from the model on one other cache."""
+    rounded, own = copy.deepcopy(_MODEL), CpuDecoder(_MODEL, 1, _POSITIONS)
+    quantise_weights(rounded, "int4")
+
+    def speculate(slot: int) -> Speculation:
+        verifier = slots.rows[slot]
+        if draft == "int4":
+            twin = CpuDecoder(rounded, 1, _POSITIONS, cache=verifier.cache)
+            return Speculation(verifier, FewerBitsDrafter(twin, 1e-3), StepTimes())
+        return Speculation(verifier, NgramDrafter() if draft == "ngram" else ModelDrafter(own, 1e-3), StepTimes())
+
+    return speculate
+
+
+def assert_each_row_is_what_it_is_alone(
+    slots: Slots, single: Slots, actions: list[Any], speculate: Callable[[int], Speculation] | None = None
+) -> None:
     log, rows, cancelled = Log(), list[tuple[Row, Any]](), dict[Row, int]()
-    scheduler = Scheduler(slots, EOS, CPU, 99, log)
+    scheduler = Scheduler(slots, EOS, CPU, 99, log, speculate)
     for action in actions:
         if action is None:
             scheduler.round()
@@ -85,20 +114,72 @@ def test_each_row_is_what_it_is_alone(batch: int, chunk: int | None, actions: li
     assert_each_row_is_what_it_is_alone(FakeSlots(batch, chunk), FakeSlots(1), actions)
 
 
-@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@needs_core
 @examples(25)
 @given(st.sampled_from([2, 9]), st.sampled_from([2, 3, 128]), _ACTIONS)
 def test_each_row_is_what_it_is_alone_in_the_core(batch: int, chunk: int, actions: list[Any]) -> None:
     """Also in chunks: a prompt in bf16 is the same, bit by bit, as one that is read as a whole."""
-    slots = CpuSlots(_MODEL, batch, 24)
+    slots = CpuSlots(_MODEL, batch, _POSITIONS)
     slots.chunk = chunk
-    assert_each_row_is_what_it_is_alone(slots, CpuSlots(_MODEL, 1, 24), actions)
+    assert_each_row_is_what_it_is_alone(slots, CpuSlots(_MODEL, 1, _POSITIONS), actions)
+
+
+@needs_core
+@examples(40)
+@given(
+    st.integers(1, 3), st.sampled_from(["ngram", "int4", "itself"]), st.lists(st.integers(0, 7), min_size=1), _ACTIONS
+)
+def test_each_row_is_what_it_is_alone_with_drafts(
+    batch: int, draft: str, counts: list[int], actions: list[Any]
+) -> None:
+    """A row has drafts of any length while it is alone, none while others run, and drafts again after them."""
+    slots, turn = CpuSlots(_MODEL, batch, _POSITIONS), itertools.cycle(counts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, next(turn)))
+        single = CpuSlots(_MODEL, 1, _POSITIONS)
+        assert_each_row_is_what_it_is_alone(slots, single, actions, speculator(slots, draft))
+
+
+@needs_core
+def test_a_row_has_drafts_while_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model as its own draft all tokens are right: three and one more per step, and 12 after the first one."""
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, 3))
+    slots, params, log = CpuSlots(_MODEL, 2, _POSITIONS), KINDS[1], Log()
+    scheduler = Scheduler(slots, EOS, CPU, 9, log, speculator(slots, "itself"))
+    first, second = row([3, 4], 13, params), row([5, 6], 2, params)
+    scheduler.submit([first], params)
+    scheduler.round()
+    assert len(log.tokens[first]) == 5
+    scheduler.submit([second], params)
+    scheduler.round()
+    assert (len(log.tokens[first]), len(log.tokens[second])) == (6, 2)
+    scheduler.round()
+    assert len(log.tokens[first]) == 10
+    scheduler.round()
+    assert len(log.tokens[first]) == 13 and not scheduler.running
+    counts = first.result.draft
+    assert counts is not None and (counts.steps, counts.drafted, counts.accepted) == (3, 8, 8)
+    assert second.result.draft is None
+
+
+@needs_core
+def test_a_row_with_drafts_ends_at_an_end_of_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, 7))
+    free = alone(CpuSlots(_MODEL, 1, _POSITIONS), [3, 4], 12, KINDS[1], 7)
+    for token in set(free):
+        slots, log = CpuSlots(_MODEL, 1, _POSITIONS), Log()
+        scheduler = Scheduler(slots, frozenset({token}), CPU, 9, log, speculator(slots, "itself"))
+        only = row([3, 4], 12, KINDS[0])
+        scheduler.submit([only], KINDS[0])
+        while scheduler.running or scheduler.waiting:
+            scheduler.round()
+        assert log.tokens[only] == free[: free.index(token) + 1]
 
 
 @examples(10)
 @given(_ACTIONS)
 def test_each_row_is_what_it_is_alone_in_torch(actions: list[Any]) -> None:
-    decoders = [TorchDecoder(_MODEL, 1, 24) for _ in range(4)]
+    decoders = [TorchDecoder(_MODEL, 1, _POSITIONS) for _ in range(4)]
     assert_each_row_is_what_it_is_alone(RowSlots(decoders[:3]), RowSlots(decoders[3:]), actions)
 
 

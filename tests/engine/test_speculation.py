@@ -21,6 +21,7 @@ from neuronmm.engine.draft_length import DraftLength, StepTimes
 from neuronmm.engine.engine import load
 from neuronmm.engine.loop import Generation, Row
 from neuronmm.engine.sampling import SamplingParams
+from neuronmm.engine.speculation import Speculation
 from neuronmm.engine.text import TextStream
 from neuronmm.kernels.cpu import core
 from neuronmm.models import UserError
@@ -106,7 +107,8 @@ def test_any_draft_gives_the_plain_run(data: st.DataObject) -> None:
     counts = draw(st.lists(st.integers(0, 7), max_size=30))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, counts.pop() if counts else 0))
-        list(speculation.run(decoder, drafted, params, eos, drafter, StepTimes()))
+        drafts = Speculation(decoder, drafter, StepTimes())
+        list(speculation.run(decoder, drafted, params, eos, drafts))
     mine, theirs = drafted.result, plain.result
     assert (mine.token_ids, mine.text, mine.finish_reason) == (theirs.token_ids, theirs.text, theirs.finish_reason)
     figures = mine.draft
@@ -141,7 +143,7 @@ def test_same_tokens_greedy_and_sampled(
             if draft == "itself" and params is PARAMS[0]:  # the model agrees with itself: only the last step is short
                 assert result.draft.accepted == result.draft.drafted
                 assert result.draft.steps == -(-39 // (count + 1))
-    assert accepted or draft == "ngram"  # a random model need not repeat itself
+    assert accepted or draft in ("ngram", "other")  # a random model need not repeat itself, nor another one
 
 
 @needs_core
@@ -169,7 +171,7 @@ def test_a_draft_of_fewer_bits_works_on_the_cache_of_the_model(
     drafts: Any = engine.drafts
     decoder: Any = engine.runner.decoder(1, 32)
     twin: Any = rounded.runner.decoder(1, 32)
-    drafter, context = drafts.drafter(decoder), list(range(3, 23))
+    drafter, context = drafts.drafter(drafts.decoder(decoder)), list(range(3, 23))
     prompt = torch.tensor([context[:-1]])
     decoder.prefill(prompt, torch.ones_like(prompt))
     twin.prefill(prompt, torch.ones_like(prompt))

@@ -33,10 +33,10 @@ def engine(folder: Path) -> Engine:
     return load(folder, dtype="bf16")
 
 
-@pytest.fixture(scope="package")
-def server(folder: Path) -> Iterator[Server]:
-    """Four rows run, sixteen wait."""
-    options = ("--max-batch", "4", "--max-queue", "16", "--context", str(CONTEXT), "--dtype", "bf16")
+@pytest.fixture(scope="package", params=[(), ("--draft", "int4")], ids=["plain", "drafts"])
+def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Four rows run, sixteen wait. A row that is alone has drafts, or not: the answers are the same."""
+    options = ("--max-batch", "4", "--max-queue", "16", "--context", str(CONTEXT), "--dtype", "bf16", *request.param)
     with Server(folder, *options) as server:
         yield server
 

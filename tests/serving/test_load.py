@@ -7,13 +7,16 @@ import random
 import re
 import time
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
 from neuronmm.engine.engine import Engine
+from neuronmm.engine.loop import DraftCounts, Generation
 from neuronmm.engine.sampling import SamplingParams
+from neuronmm.serving.metrics import Metrics
 from served import KEY, Server
 
 ENDLESS: Any = {"model": "tiny", "prompt": "w9", "max_tokens": 16000, "extra_body": {"ignore_eos": True}, "n": 4}
@@ -108,3 +111,13 @@ def test_metrics_count_tokens_and_times(client: openai.OpenAI, server: Server) -
     after = [metric(server, name) for name in names]
     assert [b - a for a, b in zip(before, after, strict=True)] == [6, 10, 2]
     assert metric(server, "time_per_output_token_seconds_sum") > 0
+
+
+def test_metrics_count_drafts() -> None:
+    scheduler: Any = SimpleNamespace(waiting=0, running=0)
+    metrics = Metrics(scheduler)
+    for drafted, accepted in ((7, 5), (4, 0)):
+        metrics.end(Generation("", 1, draft=DraftCounts(2, drafted, accepted)))
+    metrics.end(Generation("", 1))
+    text = metrics.text().decode()
+    assert "neuronmm_draft_tokens_total 11.0" in text and "neuronmm_draft_tokens_accepted_total 5.0" in text
