@@ -37,9 +37,13 @@ struct Bf16PairDot {
 };
 #endif
 
-// Accumulators that fit the registers, which bounds the input rows of one pass over a weight row. After the first pass
-// the weight row is in the first-level cache.
+// Accumulators that fit the registers, beside the weights of AVX2's 16 registers. They bound the input rows of one pass
+// over a weight row. After the first pass the weight row is in the first-level cache.
+#if defined(__AVX512F__)
 constexpr int kAccumulators = 16;
+#else
+constexpr int kAccumulators = 12;
+#endif
 
 // sums[b] = w . x[b]. Several accumulators along the row hide the latency of the additions. Their number is the same for
 // every B, so that a row's result does not depend on the other rows: a step of several tokens equals as many steps of
@@ -49,13 +53,15 @@ inline void row_times(const typename P::Weight* w, int cols, const typename P::I
     constexpr int U = P::kSums, W = P::kWidth;
     Vec acc[B][U] = {};
     int j = 0;
-    for (; j + U * W <= cols; j += U * W)
+    for (; j + U * W <= cols; j += U * W) {
+        fetch_next<U * W * sizeof *w>(w + j);
 #pragma GCC unroll 4
         for (int u = 0; u < U; u++) {
             const auto wide = P::read(w + j + u * W);
 #pragma GCC unroll 8
             for (int b = 0; b < B; b++) acc[b][u] = P::add(acc[b][u], wide, x + b * ldx + j + u * W);
         }
+    }
     for (; j + W <= cols; j += W) {
         const auto wide = P::read(w + j);
 #pragma GCC unroll 8
@@ -83,8 +89,7 @@ void gemv_of(const Matrix& m, int begin, int end, const typename P::Input* x, si
     const int cols = m.cols;
     for (int i = begin; i < end; i++) {
         const auto* w = static_cast<const typename P::Weight*>(m.data) + static_cast<size_t>(i) * cols;
-        for (size_t at = 0; at < cols * sizeof *w; at += kEvery)
-            __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at, 0, 2);
+        fetch_row(w, cols * sizeof *w);
         float sums[B];
         int first = 0;
         for (; first + G <= B; first += G) row_times<P, G>(w, cols, x + first * ldx, ldx, sums + first);

@@ -20,7 +20,6 @@ namespace {
 
 typedef int16_t ShortHalf __attribute__((vector_size(2 * L)));
 
-constexpr int kLine = 64;           // bytes between prefetches: this kernel gains from every line (docs/log.md)
 constexpr int kExact = 512 * L;     // columns whose products fit the int32 lanes: 512 of at most 128 * 32767 in each
 constexpr int kHeader = 32;         // 16-bit cells before the activations of a token; the first two hold their scale
 constexpr int kGroup = 32;          // columns of a group of int4
@@ -159,7 +158,7 @@ void gemv_int8(const Matrix& m, int begin, int end, Inputs x, float* y, size_t l
     const auto* tokens = static_cast<const int16_t*>(x.data);
     for (int i = begin; i < end; i++) {
         const int8_t* w = static_cast<const int8_t*>(m.data) + static_cast<size_t>(i) * m.cols;
-        for (int at = 0; at < m.cols; at += kLine) __builtin_prefetch(w + kAhead + at, 0, 2);
+        for (int at = 0; at < m.cols; at += kCacheLine) __builtin_prefetch(w + kAhead + at, 0, 2);
         double total[B] = {};
         for (int from = 0; from < m.cols; from += kExact) {
             const int to = m.cols - from < kExact ? m.cols : from + kExact;
