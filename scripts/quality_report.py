@@ -25,12 +25,14 @@ Point = dict[str, Any]
 
 PICTURED = (
     "dense",
+    "int8",
+    "int4",
+    "llama.cpp Q8_0",
+    "llama.cpp Q4_1",
+    "llama.cpp Q4_0",
     "SVD-LLM",
-    "whitened+global",
-    "anchored+global",
-    "whitened+share+global+fast",
+    "whitened+share+global+int4",
     "whitened+share+global+pivoted",
-    "whitened+share+global+pivoted+fast",
     "fisher+share+global+pivoted",
     "fisher+share+global+pivoted+fast",
 )
