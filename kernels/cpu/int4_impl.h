@@ -117,56 +117,71 @@ inline ShortVec both(const int16_t* pair) {
 
 inline Vec load_rows(const float* p, int n) { return n < L ? load_part(p, n) : load(p); }
 
-// The sums over s q - 16 m times the activation, of L rows from row `part` of a tile on.
-template <int B>
+// The sums over s q - 16 m times the activation, of P L rows from row `part` of a tile on.
+template <int B, int P>
 inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const double* sums, size_t stride,
-                       Doubles* totals) {
+                       Doubles (*totals)[B]) {
     for (int g = 0; g < groups; g++) {
-        IVec dots[B] = {};
+        IVec dots[P][B] = {};
 #pragma GCC unroll 4
         for (int i = 0; i < kWords; i++) {
-            const UShortVec word = tile.word(g, i, part);
             const int16_t* pairs = q + g * kGroup + 8 * i;
+            UShortVec words[P];
+            for (int p = 0; p < P; p++) words[p] = tile.word(g, i, part + p * L);
             __builtin_prefetch(tile.words + kAhead + ((g * kWords + i) * kTile + part) * 4, 0, 2);
 #pragma GCC unroll 4
-            for (int k = 0; k < 4; k++) {
-                const ShortVec halves = (ShortVec)(k == 3 ? word >> 12 : word >> 4 * k & 15);
+            for (int k = 0; k < 4; k++)
 #pragma GCC unroll 8
-                for (int b = 0; b < B; b++) dots[b] = add_products(dots[b], halves, both(pairs + b * stride + 2 * k));
-            }
+                for (int b = 0; b < B; b++) {
+                    const ShortVec inputs = both(pairs + b * stride + 2 * k);
+#pragma GCC unroll 2
+                    for (int p = 0; p < P; p++) {
+                        const ShortVec halves = (ShortVec)(k == 3 ? words[p] >> 12 : words[p] >> 4 * k & 15);
+                        dots[p][b] = add_products(dots[p][b], halves, inputs);
+                    }
+                }
         }
-        const Doubles steps = Doubles::of(tile.steps(g, part)), offsets = Doubles::of(tile.offsets(g, part));
+        for (int p = 0; p < P; p++) {
+            const Doubles steps = Doubles::of(tile.steps(g, part + p * L));
+            const Doubles offsets = Doubles::of(tile.offsets(g, part + p * L));
 #pragma GCC unroll 8
-        for (int b = 0; b < B; b++) {
-            totals[b].add(Doubles::of(dots[b]), steps);
-            totals[b].subtract(offsets, sums[g + b * stride * sizeof *q / sizeof *sums]);
+            for (int b = 0; b < B; b++) {
+                totals[p][b].add(Doubles::of(dots[p][b]), steps);
+                totals[p][b].subtract(offsets, sums[g + b * stride * sizeof *q / sizeof *sums]);
+            }
         }
     }
 }
 
-// `begin` is a multiple of kTile, and so is `end` unless it is the last row.
+// `begin` is a multiple of kTile, and so is `end` unless it is the last row. The vectors of a tile share the loads of the
+// activations where their sums fit the registers.
 template <int B>
 void gemv_int4(const Matrix& m, int begin, int end, Inputs x, float* y, size_t ldy, const float* bias,
                Strided addend) {
+    constexpr int P = 2 * L <= kTile && B <= 2 ? 2 : 1;
     const auto* tokens = static_cast<const int16_t*>(x.data);
     const int groups = groups_of(m);
-    for (int i = begin; i < end; i += L) {
-        const int part = i % kTile, n = end - i;
-        Doubles totals[B] = {};
-        tile_times<B>(tile_of(m, i - part), groups, part, tokens + kHeader, sums_of(tokens, m.cols), x.stride, totals);
-        const Doubles rows = Doubles::of(load_rows(m.scale + i, n));
-        const Doubles offset = Doubles::of(bias ? load_rows(bias + i, n) : Vec{});
-        for (int b = 0; b < B; b++) {
-            float scale;
-            memcpy(&scale, tokens + b * x.stride, sizeof scale);
-            Doubles sum = offset;
-            sum.add(Doubles::of(totals[b].floats() * scale), rows);  // exact products, like `gemv_of`
-            Vec value = sum.floats();
-            if (addend.data) value = load_rows(addend.data + b * addend.stride + i, n) + value;
-            if (n < L)
-                store_part(y + b * ldy + i, value, n);
-            else
-                store(y + b * ldy + i, value);
+    for (int first = begin; first < end; first += P * L) {
+        const int part = first % kTile;
+        Doubles totals[P][B] = {};
+        tile_times<B, P>(tile_of(m, first - part), groups, part, tokens + kHeader, sums_of(tokens, m.cols), x.stride,
+                         totals);
+        for (int i = first, p = 0; p < P && i < end; i += L, p++) {
+            const int n = end - i;
+            const Doubles rows = Doubles::of(load_rows(m.scale + i, n));
+            const Doubles offset = Doubles::of(bias ? load_rows(bias + i, n) : Vec{});
+            for (int b = 0; b < B; b++) {
+                float scale;
+                memcpy(&scale, tokens + b * x.stride, sizeof scale);
+                Doubles sum = offset;
+                sum.add(Doubles::of(totals[p][b].floats() * scale), rows);  // exact products, like `gemv_of`
+                Vec value = sum.floats();
+                if (addend.data) value = load_rows(addend.data + b * addend.stride + i, n) + value;
+                if (n < L)
+                    store_part(y + b * ldy + i, value, n);
+                else
+                    store(y + b * ldy + i, value);
+            }
         }
     }
 }
