@@ -130,9 +130,9 @@ def main(folder: Path, sweeps: list[Path]) -> None:
     written = content(result["points"], list(result["texts"].values()))
     document.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
     shown = [point for point in result["points"] if method_of(point) in PICTURED]
-    mark_fronts(shown, result["costs"], list(result["texts"]))
-    title = Path(result["model"]).name
-    draw_sweep(shown, result["costs"], list(result["texts"]), title, folder / "quality.png")
+    costs = [cost for cost in result["costs"] if cost == "bytes" or any(cost in point for point in shown)]
+    mark_fronts(shown, costs, list(result["texts"]))
+    draw_sweep(shown, costs, list(result["texts"]), Path(result["model"]).name, folder / "quality.png")
 
 
 if __name__ == "__main__":
