@@ -1,8 +1,9 @@
 """The scheduler of a server: requests of many clients share one continuous batch, which runs in a thread of its own.
 
-A round reads one chunk of one prompt at most, so that running rows wait for a bounded number of prompt tokens, and then
-advances all rows whose prompts are read by one token. Only token ids are handled here. Text is made by the receiver of
-the tokens, in its own thread, while the next step runs in the core, which releases Python's lock.
+A round reads one chunk of one prompt at most, so that running rows wait for a bounded number of prompt tokens. Then it
+advances all rows whose prompts are read by one token, or a single row with drafts by several. Only token ids are
+handled here. Text is made by the receiver of the tokens, in its own thread, while the next step runs in the core, which
+releases Python's lock.
 """
 
 from __future__ import annotations
