@@ -126,6 +126,8 @@ class Batch:
     def leave(self, row: Row) -> None:
         """Free the slot of a row."""
         del self._running[row]
+        if self._drafts and self._drafts[0] is row:
+            self._drafts = None
 
     def _drafted(self, row: Row, speculate: Callable[[int], Speculation]) -> Iterator[int | UserError]:
         """Yield the next tokens of the only row, up to its end."""

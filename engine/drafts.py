@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -11,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from neuronmm.engine.backends import cpu
 from neuronmm.engine.backends.torch_runner import TorchRunner
-from neuronmm.engine.cpu_decoder import CpuDecoder
-from neuronmm.engine.decoder import Decoder
+from neuronmm.engine.cpu_decoder import CpuDecoder, describe
 from neuronmm.engine.drafters import Drafter, FewerBitsDrafter, ModelDrafter, NgramDrafter
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config, load_tokenizer
@@ -62,17 +62,21 @@ class Drafts:
             raise UserError(f"{draft}: does not decode in the C++ core; use another draft, or --draft {NGRAM}")
         self._step_seconds = _step_seconds(_decoder(self._runner, 4))
 
-    def decoder(self, decoder: Decoder) -> CpuDecoder | None:
-        """Create what drafts for the sequences of ``decoder``, a decoder of the model; None for n-grams."""
+    def decoders(self, rows: Sequence[CpuDecoder]) -> Sequence[CpuDecoder | None]:
+        """Create what drafts for the sequence of each row, one row at a time; None for n-grams.
+
+        ``rows`` are decoders of the model, of one length. Another checkpoint has one decoder for all of them.
+        """
         if self._runner is None:
-            return None
-        if self._shares_cache:
-            assert isinstance(decoder, CpuDecoder)
-            return CpuDecoder(self._runner.model, 1, decoder.max_len, cache=decoder.cache)
-        return _decoder(self._runner, decoder.max_len)
+            return [None] * len(rows)
+        model, max_len = self._runner.model, rows[0].max_len
+        if not self._shares_cache:
+            return [_decoder(self._runner, max_len)] * len(rows)
+        weights = describe(model, max_len)
+        return [CpuDecoder(model, 1, max_len, weights, row.cache) for row in rows]
 
     def drafter(self, own: CpuDecoder | None) -> Drafter:
-        """Create a drafter for one sequence with the :meth:`decoder` ``own``, which forgets the one before."""
+        """Create a drafter for one sequence with its entry of :meth:`decoders`, which forgets the sequence before."""
         if own is None:
             return NgramDrafter()
         return (FewerBitsDrafter if self._shares_cache else ModelDrafter)(own, self._step_seconds)

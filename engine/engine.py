@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from neuronmm.engine import continuous, speculation
 from neuronmm.engine.backends import Runner, choose
 from neuronmm.engine.continuous import Slots
+from neuronmm.engine.cpu_decoder import CpuDecoder
 from neuronmm.engine.draft_length import StepTimes
 from neuronmm.engine.drafts import Drafts
 from neuronmm.engine.loop import Generation, Row, run
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.slots import CpuSlots
-from neuronmm.engine.speculation import Speculation, Verifier
+from neuronmm.engine.speculation import Speculation
 from neuronmm.engine.text import TextStream
 from neuronmm.models import processes
 from neuronmm.models.chat import ChatTemplate
@@ -185,7 +185,8 @@ class Engine:
         longest = max(len(row.prompt_ids) for row in rows)
         decoder = self.runner.decoder(len(rows), longest + max(row.limit for row in rows))
         if self.drafts:
-            verifier, own = cast(Verifier, decoder), self.drafts.decoder(decoder)
+            verifier = cast(CpuDecoder, decoder)
+            (own,) = self.drafts.decoders([verifier])
             drafts = Speculation(verifier, self.drafts.drafter(own), self._step_times)
             return speculation.run(verifier, rows[0], params, eos, drafts)
         return run(decoder, rows, params, eos, self.runner.device)
@@ -196,8 +197,8 @@ class Engine:
         if drafts is None:
             return None
         rows = cast(CpuSlots, slots).rows
-        own = cache(lambda slot: drafts.decoder(rows[slot]))
-        return lambda slot: Speculation(rows[slot], drafts.drafter(own(slot)), times)
+        own = drafts.decoders(rows)
+        return lambda slot: Speculation(rows[slot], drafts.drafter(own[slot]), times)
 
 
 class Stream:

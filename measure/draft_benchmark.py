@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import torch
 
+from neuronmm.engine.cpu_decoder import CpuDecoder
 from neuronmm.engine.engine import Engine, load
 from neuronmm.engine.loop import Generation
 from neuronmm.engine.sampling import SamplingParams
-from neuronmm.engine.speculation import Verifier
 from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.measure.config import BenchmarkConfig
 from neuronmm.measure.machine import Machine, describe_machine
@@ -158,8 +158,9 @@ def _summarise(name: str, rounds: list[tuple[Generation, Generation]]) -> DraftF
 def _steps(engine: Engine, length: int) -> list[StepFigures]:
     """Measure steps of 1 to 8 tokens after a prompt of ``length`` tokens, in turn."""
     assert engine.drafts is not None
-    decoder = cast(Verifier, engine.runner.decoder(1, length + MAX_BATCH))
-    drafter = engine.drafts.drafter(engine.drafts.decoder(decoder))
+    decoder = cast(CpuDecoder, engine.runner.decoder(1, length + MAX_BATCH))
+    (own,) = engine.drafts.decoders([decoder])
+    drafter = engine.drafts.drafter(own)
     prompt = torch.zeros(1, length, dtype=torch.long)
     decoder.prefill(prompt, torch.ones_like(prompt))
     times: dict[int, list[float]] = {count: [] for count in range(1, MAX_BATCH + 1)}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -37,6 +38,7 @@ LLAMA = cpu_peers.python_of("llama.cpp-BF16")
 """The interpreter of the environment that has llama.cpp's own server."""
 PEERS = ["llama.cpp-BF16", "llama.cpp-F16"]
 """llama.cpp with the model in these types."""
+_PERCENTILES = ("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95")
 TEXT = """
 the of and to in is that it was for on are as with they be at one have this from by hot word but what some we can out
 other were all there when up use your how said an each she which do their time if will way about many then them write
@@ -141,17 +143,23 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def report(path: Path) -> None:
-    """Print one table: medians over the rounds, with the range of the throughput."""
+    """Print one table: medians over the rounds, and the throughput relative to the first server's."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    print("| streams | server | output tokens/s | TTFT p50 | TTFT p95 | TPOT p50 | TPOT p95 |")
-    print("|---:|---|---:|---:|---:|---:|---:|")
+    columns = ["streams", "server", "output tokens/s", "over the first, by round", *_PERCENTILES]
+    print(f"| {' | '.join(columns)} |\n|---:|---|{'---:|' * (len(columns) - 2)}")
+    speeds = {(row["streams"], row["server"], row["round"]): row["tokens_per_second"] for row in rows}
+    names = list(dict.fromkeys(row["server"] for row in rows))
     for streams in sorted({row["streams"] for row in rows}):
-        for name in dict.fromkeys(row["server"] for row in rows):
+        for name in names:
             mine = [row for row in rows if (row["streams"], row["server"]) == (streams, name)]
             if not mine:
                 continue
             speed = [row["tokens_per_second"] for row in mine]
+            ratios = [
+                row["tokens_per_second"] / speeds.get((streams, names[0], row["round"]), math.nan) for row in mine
+            ]
             cells = [f"{statistics.median(speed):.0f} ({min(speed):.0f} to {max(speed):.0f})"]
+            cells += [f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
             for key in ("ttft", "tpot"):
                 values = sorted(value * 1e3 for row in mine for value in row[key])
                 cells += [f"{statistics.median(values):.1f}", f"{values[int(0.95 * (len(values) - 1))]:.1f}"]

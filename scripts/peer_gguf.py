@@ -13,6 +13,7 @@ from pathlib import Path
 
 import cpu_peers
 
+from neuronmm.measure.sweep_folder import read_settings
 from neuronmm.measure.sweep_points import add_point
 from neuronmm.models.source import resolve
 
@@ -31,6 +32,8 @@ def main() -> None:
     parser.add_argument("sweep", type=Path, metavar="SWEEP", help="folder of a sweep of the same model")
     parser.add_argument("--types", nargs="+", default=["Q8_0", "Q4_1", "Q4_0"], help="default: Q8_0 Q4_1 Q4_0")
     args = parser.parse_args()
+    if read_settings(args.sweep).speed:
+        raise SystemExit(f"{args.sweep}: measures speed, which weights that were dequantised to bf16 cannot show")
     cpu_peers.ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
     for kind in args.types:
         file = cpu_peers.write_gguf(args.model, kind)

@@ -130,16 +130,15 @@ inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, co
             for (int p = 0; p < P; p++) words[p] = tile.word(g, i, part + p * L);
             __builtin_prefetch(tile.words + kAhead + ((g * kWords + i) * kTile + part) * 4, 0, 2);
 #pragma GCC unroll 4
-            for (int k = 0; k < 4; k++)
+            for (int k = 0; k < 4; k++) {
+                ShortVec halves[P];
+                for (int p = 0; p < P; p++) halves[p] = (ShortVec)(k == 3 ? words[p] >> 12 : words[p] >> 4 * k & 15);
 #pragma GCC unroll 8
                 for (int b = 0; b < B; b++) {
                     const ShortVec inputs = both(pairs + b * stride + 2 * k);
-#pragma GCC unroll 2
-                    for (int p = 0; p < P; p++) {
-                        const ShortVec halves = (ShortVec)(k == 3 ? words[p] >> 12 : words[p] >> 4 * k & 15);
-                        dots[p][b] = add_products(dots[p][b], halves, inputs);
-                    }
+                    for (int p = 0; p < P; p++) dots[p][b] = add_products(dots[p][b], halves[p], inputs);
                 }
+            }
         }
         for (int p = 0; p < P; p++) {
             const Doubles steps = Doubles::of(tile.steps(g, part + p * L));
