@@ -14,7 +14,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ SAFE_SECONDS = 600
 def serve(folder: Path, environment: dict[str, str], log: Path, port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     options = {"--port": port, "--served-model-name": "tiny", "--max-model-len": 128, "--max-num-seqs": 16}
+    # vLLM would round this model to bf16. Sums of other numbers of rows then decide near ties in another way.
+    command += ["--dtype", "float32"]
     for option in options.items():
         command += map(str, option)
     with log.open("wb") as output:
@@ -126,11 +127,6 @@ def test_a_request_beyond_the_context_is_refused(client: Any) -> None:
         client.completions.create(prompt=" ".join(["w3"] * 200), **GREEDY)
 
 
-def leading(text: str, other: str) -> int:
-    """The number of words in which both begin alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text.split(), other.split(), strict=False)))
-
-
 def test_sixteen_streams_of_which_half_are_cancelled(address: str, client: Any) -> None:
     prompts = [f"w{3 + i} w{20 + i} w{40 + i}" for i in range(16)]
     options = {**GREEDY, "max_tokens": 60}
@@ -151,9 +147,5 @@ def test_sixteen_streams_of_which_half_are_cancelled(address: str, client: Any) 
             tasks = [one(client, prompt, index % 2 == 1) for index, prompt in enumerate(prompts)]
             return await asyncio.gather(*tasks)
 
-    # Sums of other numbers of rows are rounded in another way, which decides near ties in bf16: a text may branch off.
-    texts = asyncio.run(together())[::2]
-    assert sum(map(str.__eq__, texts, alone)) > len(alone) // 2
-    for index, text in enumerate(texts):
-        assert max(range(len(alone)), key=lambda i: (leading(text, alone[i]), i == index)) == index
+    assert asyncio.run(together())[::2] == alone
     assert words(client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text)  # it still answers
