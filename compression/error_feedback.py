@@ -6,8 +6,8 @@ upper Cholesky factor U of the inverse of the damped G that is
 
     columns after j  -=  (w_j - q_j) U[j, j + 1:] / U[j, j]
 
-The levels of a group are chosen when its first column is reached; the scales of the rows are those of plain
-rounding. The result is the plain rounding if that changes the products less.
+The levels of a group are chosen when its first column is reached; the scales of the rows are those of plain rounding.
+The result is the plain rounding if that changes the products less.
 """
 
 from __future__ import annotations

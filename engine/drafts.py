@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -62,24 +62,21 @@ class Drafts:
             raise UserError(f"{draft}: does not decode in the C++ core; use another draft, or --draft {NGRAM}")
         self._step_seconds = _step_seconds(_decoder(self._runner, 4))
 
-    def decoders(self, rows: Sequence[CpuDecoder]) -> Sequence[CpuDecoder | None]:
-        """Create what drafts for the sequence of each row, one row at a time; None for n-grams.
+    def drafters(self, rows: Sequence[CpuDecoder]) -> Callable[[int], Drafter]:
+        """Return what creates the drafter of a new sequence in a row, which forgets the one before.
 
-        ``rows`` are decoders of the model, of one length. Another checkpoint has one decoder for all of them.
+        ``rows`` are decoders of the model, of one length. One row drafts at a time: another checkpoint has one decoder
+        for all of them.
         """
         if self._runner is None:
-            return [None] * len(rows)
+            return lambda _: NgramDrafter()
         model, max_len = self._runner.model, rows[0].max_len
         if not self._shares_cache:
-            return [_decoder(self._runner, max_len)] * len(rows)
+            own = _decoder(self._runner, max_len)
+            return lambda _: ModelDrafter(own, self._step_seconds)
         weights = describe(model, max_len)
-        return [CpuDecoder(model, 1, max_len, weights, row.cache) for row in rows]
-
-    def drafter(self, own: CpuDecoder | None) -> Drafter:
-        """Create a drafter for one sequence with its entry of :meth:`decoders`, which forgets the sequence before."""
-        if own is None:
-            return NgramDrafter()
-        return (FewerBitsDrafter if self._shares_cache else ModelDrafter)(own, self._step_seconds)
+        twins = [CpuDecoder(model, 1, max_len, weights, row.cache) for row in rows]
+        return lambda row: FewerBitsDrafter(twins[row], self._step_seconds)
 
 
 def _same_vocabulary(

@@ -186,8 +186,7 @@ class Engine:
         decoder = self.runner.decoder(len(rows), longest + max(row.limit for row in rows))
         if self.drafts:
             verifier = cast(CpuDecoder, decoder)
-            (own,) = self.drafts.decoders([verifier])
-            drafts = Speculation(verifier, self.drafts.drafter(own), self._step_times)
+            drafts = Speculation(verifier, self.drafts.drafters([verifier])(0), self._step_times)
             return speculation.run(verifier, rows[0], params, eos, drafts)
         return run(decoder, rows, params, eos, self.runner.device)
 
@@ -197,8 +196,8 @@ class Engine:
         if drafts is None:
             return None
         rows = cast(CpuSlots, slots).rows
-        own = drafts.decoders(rows)
-        return lambda slot: Speculation(rows[slot], drafts.drafter(own[slot]), times)
+        drafter = drafts.drafters(rows)
+        return lambda slot: Speculation(rows[slot], drafter(slot), times)
 
 
 class Stream:

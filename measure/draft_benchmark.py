@@ -159,8 +159,7 @@ def _steps(engine: Engine, length: int) -> list[StepFigures]:
     """Measure steps of 1 to 8 tokens after a prompt of ``length`` tokens, in turn."""
     assert engine.drafts is not None
     decoder = cast(CpuDecoder, engine.runner.decoder(1, length + MAX_BATCH))
-    (own,) = engine.drafts.decoders([decoder])
-    drafter = engine.drafts.drafter(own)
+    drafter = engine.drafts.drafters([decoder])(0)
     prompt = torch.zeros(1, length, dtype=torch.long)
     decoder.prefill(prompt, torch.ones_like(prompt))
     times: dict[int, list[float]] = {count: [] for count in range(1, MAX_BATCH + 1)}

@@ -37,11 +37,9 @@ def main() -> None:
     cpu_peers.ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
     for kind in args.types:
         file = cpu_peers.write_gguf(args.model, kind)
-        name = f"llama.cpp {kind}"
-        add_point(
-            args.sweep, name.replace(" ", "-"), resolve(file), {"name": name, "ratio": 0.0, "bytes": tensor_bytes(file)}
-        )
-        print(f"{name}: {tensor_bytes(file) / 1e6:.1f} MB")
+        name, size = f"llama.cpp {kind}", tensor_bytes(file)
+        add_point(args.sweep, name.replace(" ", "-"), resolve(file), {"name": name, "ratio": 0.0, "bytes": size})
+        print(f"{name}: {size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def test_a_draft_of_fewer_bits_works_on_the_cache_of_the_model(
     drafts: Any = engine.drafts
     decoder: Any = engine.runner.decoder(1, 32)
     twin: Any = rounded.runner.decoder(1, 32)
-    drafter, context = drafts.drafter(drafts.decoders([decoder])[0]), list(range(3, 23))
+    drafter, context = drafts.drafters([decoder])(0), list(range(3, 23))
     prompt = torch.tensor([context[:-1]])
     decoder.prefill(prompt, torch.ones_like(prompt))
     twin.prefill(prompt, torch.ones_like(prompt))
