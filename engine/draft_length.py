@@ -7,21 +7,32 @@ from collections.abc import Callable
 from statistics import median
 
 _RECENT = 5  # times of a length that count
+_LIFE = 1000  # steps after which the times of a length that was not used are forgotten
 _MEMORY = 0.95  # weight of the past at each tested token
 _PRIOR_WEIGHT = 3.0  # how many tokens the expected share of a new sequence is worth
 
 
 class StepTimes:
-    """Seconds of the steps by their number of tokens. A longer step never counts as faster than a shorter one."""
+    """Seconds of the steps by their number of tokens. A longer step never counts as faster than a shorter one.
+
+    A server lives long, and its contexts and the machine's load change. A length that a thousand steps did not use is
+    forgotten, and thus tried again.
+    """
 
     def __init__(self) -> None:
         self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._medians: dict[int, float] = {}
+        self._used: dict[int, int] = {}  # the step that used a length last
+        self._steps = 0
 
     def add(self, tokens: int, seconds: float) -> None:
         """Add a measured step."""
+        self._steps += 1
+        self._used[tokens] = self._steps
         self._times[tokens].append(seconds)
         self._medians[tokens] = median(self._times[tokens])
+        for unused in [length for length, step in self._used.items() if self._steps - step >= _LIFE]:
+            del self._used[unused], self._times[unused], self._medians[unused]
 
     def __call__(self, tokens: int) -> float | None:
         """Predict a step of so many tokens; None before a step of one token was measured.

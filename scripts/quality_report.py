@@ -9,8 +9,8 @@ measurements stay.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -136,4 +136,9 @@ def main(folder: Path, sweeps: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(sweep) for sweep in sys.argv[2:]])
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder of quality.json, quality.md and quality.png")
+    parser.add_argument("sweeps", type=Path, nargs="*", metavar="SWEEP", help="a folder of neuronmm sweep")
+    arguments = parser.parse_args()
+    main(arguments.folder, arguments.sweeps)

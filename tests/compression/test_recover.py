@@ -52,7 +52,9 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Path:
 def test_it_writes_the_bytes_that_compress_would_write(
     train: Any, stored: Any, source: str, dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
-    usual = {"method": "whitened", "targets": "all", "share_a": "auto", "calibration_rows": 24, "seed": 3}
+    # With 24 rows, 3 are held out. Whether training helps these few is chance, and a text that the model writes differs
+    # from processor to processor.
+    usual = {"method": "whitened", "targets": "all", "share_a": "auto", "calibration_rows": 96, "seed": 3}
     usual["calibration"] = str(text) if source == "text" else source
     model = dense(tied=stored == "int8", dtype=torch.bfloat16, max_shard_size="20KB")
     whole, low, out = tmp_path / "whole", tmp_path / "low", tmp_path / "out"

@@ -82,6 +82,19 @@ def test_a_length_without_a_time_is_tried_and_a_stall_is_outlived() -> None:
     assert stalled(1) == 1.1
 
 
+def test_a_length_that_did_not_pay_is_tried_again_a_thousand_steps_later() -> None:
+    seconds = times(1, 9)
+    length = after(seconds, 40, 0)
+    for _ in range(999):
+        seconds.add(1, 1.0)
+    assert length.choose(1, lambda n: 0) == 0
+    seconds.add(1, 1.0)
+    assert length.choose(1, lambda n: 0) == 1
+    for _ in range(1000):
+        seconds.add(2, 1.1)
+    assert seconds(1) is None and length.choose(1, lambda n: 0) == 0, "the time of a single step is measured anew"
+
+
 @examples(100)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.lists(st.booleans(), max_size=60), st.floats(0, 2))
 def test_no_length_is_chosen_that_is_predicted_to_lose(seconds: list[float], accepted: list[bool], cost: float) -> None:
