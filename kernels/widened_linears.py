@@ -1,7 +1,8 @@
-"""Run torch's 16-bit linears in float32 on processors where that is faster.
+"""Run torch's 16-bit linears in float32, or in the C++ core, on processors where that is faster.
 
 Without 16-bit instructions, torch's GEMMs of bf16 and fp16 matrices take 2 to 7 times as long as float32 GEMMs of the
-same matrices, conversions included (docs/log.md has the measurements).
+same matrices, conversions included. With up to 64 rows most of that is the conversion of the weights, which the core
+does in registers: it takes a third of the time or less (docs/log.md has the measurements).
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from neuronmm.kernels.cpu.library import core
+from neuronmm.kernels.cpu.linears import describe
+from neuronmm.kernels.cpu.step import LinearWeights
+
 _FEW = 16
 """Calls with fewer rows are bound by reading the weights, which is faster in 16 bits."""
+
+_CORE_ROWS = 64
+"""Calls with more rows are not sent to the core."""
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -39,7 +47,7 @@ def has_amx() -> bool:
 
 
 def widened_linears(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which 16-bit linears on an x86 CPU run in float32 where that is faster.
+    """Return a context in which 16-bit linears on an x86 CPU run in float32, or in the core, where that is faster.
 
     The result is rounded to 16 bits. It differs from that of the 16-bit linear only by the order of the float32 sum.
     """
@@ -74,10 +82,20 @@ class _Widened(TorchFunctionMode):
         return self._linear(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if input.dtype not in self._dtypes or input.numel() < _FEW * input.shape[-1]:
+        rows = input.numel() // max(input.shape[-1], 1)
+        if input.dtype not in self._dtypes or rows < _FEW:
             return linear(input, weight, bias)
         wide = None if bias is None else bias.float()
+        if rows <= _CORE_ROWS and _in_core(input, weight):
+            described = describe([LinearWeights(weight, bias=wide)], input.dtype)
+            return torch.ops.neuronmm.linears(input, described, len(weight))
         return linear(input.float(), weight.float(), wide).to(input.dtype)
+
+
+def _in_core(input: Tensor, weight: Tensor) -> bool:
+    """Return whether the core can run the linear, which has no gradients there."""
+    exact = input.dtype is weight.dtype is torch.bfloat16 and weight.is_contiguous()
+    return exact and not torch.is_grad_enabled() and core() is not None
 
 
 def _capabilities() -> Mapping[str, Any]:

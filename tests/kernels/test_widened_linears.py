@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from neuronmm.kernels.cpu import core
 from neuronmm.kernels.widened_linears import has_amx, multiplies_bf16, widened_linears
 from neuronmm.measure.scoring import hidden_states
 from tiny_models import LAYER_COUNT, make_tiny, make_tokens
@@ -40,12 +41,30 @@ def old_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_widened_linear_is_the_float32_one_rounded(dtype: torch.dtype, with_bias: bool) -> None:
-    x, weight = torch.randn(2, 10, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype)
+    x, weight = torch.randn(5, 20, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype)
     bias = torch.randn(40, dtype=dtype) if with_bias else None
     with widened_linears(CPU):
         got = linear(x, weight, bias)
     exact = linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert torch.equal(got, exact.to(dtype))
+
+
+@pytest.mark.usefixtures("old_processor")
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("rows", [16, 33, 64])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_up_to_64_rows_run_in_the_core(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(rows, 1, 200).bfloat16(), torch.randn(40, 200).bfloat16()
+    bias = torch.randn(40).bfloat16() if with_bias else None
+    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
+    plain = linear(x, weight, bias)
+    with widened_linears(CPU):
+        trained = linear(x, weight.requires_grad_(), bias)
+        with torch.no_grad(), monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "to", lambda *_: pytest.fail("the weights were widened"))
+            got = linear(x, weight, bias)
+    assert got.dtype is torch.bfloat16 and got.shape == exact.shape and trained.requires_grad
+    assert (got.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
 
 
 @pytest.mark.usefixtures("old_processor")
@@ -78,7 +97,7 @@ def test_nothing_is_widened_where_bf16_is_fast_or_the_cpu_is_unknown(
 
 @pytest.mark.usefixtures("old_processor")
 def test_every_linear_of_a_model_is_widened_when_it_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, wide, ids = make_tiny(dtype=torch.bfloat16), make_tiny(), make_tokens(3, 20)
+    model, wide, ids = make_tiny(dtype=torch.bfloat16), make_tiny(), make_tokens(4, 20)
     wide.load_state_dict(model.state_dict())
     matrices, widen = [], torch.Tensor.float
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: (matrices.append(tensor.ndim == 2), widen(tensor))[1])
