@@ -114,8 +114,8 @@ def add_point(out: Path, key: str, folder: Path, facts: SweepPoint) -> None:
         key: the name of the point's file.
         folder: the checkpoint.
         facts: the known facts of a new point: ``name`` and ``ratio``, and for a compressed model ``targets``,
-            ``realised_ratio``, ``model_ratio``, ``seconds`` and ``peak_rss_bytes``. ``bytes`` replaces the measured
-            size.
+            ``realised_ratio`` and ``model_ratio``; ``seconds`` and ``peak_rss_bytes`` if they are known. ``bytes``
+            replaces the measured size.
 
     Raises:
         UserError: ``out`` is not the folder of a sweep, or the checkpoint cannot be measured.

@@ -317,7 +317,9 @@ def test_a_point_created_elsewhere_is_measured_and_shown(
     settings = {"ratios": [0.2], "methods": ["svd"], "texts": texts, "tasks": tasks, "questions": 7}
     sweep(model, tmp_path / "out", **settings)
     add_point(tmp_path / "out", "peer", theirs, facts)
+    add_point(tmp_path / "out", "rounded", model, {"name": "only rounded", "ratio": 0.0})
     result = sweep(model, tmp_path / "out", resume=True, **settings)
+    assert any(line.endswith("|  |  |") for line in as_markdown(result).splitlines() if "only rounded" in line)
     point = result.points[-1]
     assert (point["name"], point["bytes"], point["targets"]) == ("peer", 1234, "all")
     same = finished[1].points[3]
