@@ -1,8 +1,8 @@
 """Run torch's 16-bit linears in float32, or in the C++ core, on processors where that is faster.
 
 Without 16-bit instructions, torch's GEMMs of bf16 and fp16 matrices take 2 to 7 times as long as float32 GEMMs of the
-same matrices, conversions included. With up to 64 rows most of that is the conversion of the weights, which the core
-does in registers: it takes a third of the time or less (docs/log.md has the measurements).
+same matrices, conversions included. With up to 192 rows much of that is the conversion of the weights, which the core
+does in registers: it takes half the time or less (docs/log.md has the measurements).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from neuronmm.kernels.cpu.step import LinearWeights
 _FEW = 16
 """Calls with fewer rows are bound by reading the weights, which is faster in 16 bits."""
 
-_CORE_ROWS = 64
+_CORE_ROWS = 192
 """Calls with more rows are not sent to the core."""
 
 

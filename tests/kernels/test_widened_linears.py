@@ -41,7 +41,7 @@ def old_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_widened_linear_is_the_float32_one_rounded(dtype: torch.dtype, with_bias: bool) -> None:
-    x, weight = torch.randn(5, 20, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype)
+    x, weight = torch.randn(10, 20, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype)
     bias = torch.randn(40, dtype=dtype) if with_bias else None
     with widened_linears(CPU):
         got = linear(x, weight, bias)
@@ -51,9 +51,9 @@ def test_a_widened_linear_is_the_float32_one_rounded(dtype: torch.dtype, with_bi
 
 @pytest.mark.usefixtures("old_processor")
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize("rows", [16, 33, 64])
+@pytest.mark.parametrize("rows", [16, 33, 192])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_up_to_64_rows_run_in_the_core(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_to_192_rows_run_in_the_core(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(rows, 1, 200).bfloat16(), torch.randn(40, 200).bfloat16()
     bias = torch.randn(40).bfloat16() if with_bias else None
     exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -97,7 +97,7 @@ def test_nothing_is_widened_where_bf16_is_fast_or_the_cpu_is_unknown(
 
 @pytest.mark.usefixtures("old_processor")
 def test_every_linear_of_a_model_is_widened_when_it_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, wide, ids = make_tiny(dtype=torch.bfloat16), make_tiny(), make_tokens(4, 20)
+    model, wide, ids = make_tiny(dtype=torch.bfloat16), make_tiny(), make_tokens(10, 20)
     wide.load_state_dict(model.state_dict())
     matrices, widen = [], torch.Tensor.float
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: (matrices.append(tensor.ndim == 2), widen(tensor))[1])
