@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.engine.cpu_decoder import CpuDecoder
+from neuronmm.engine.slots import CHUNK
 from neuronmm.kernels.cpu.library import MAX_BATCH
 
 
@@ -76,6 +77,8 @@ class NgramDrafter:
 class ModelDrafter:
     """Decodes greedily with another model. It keeps its cache and reads only what is new since the last draft.
 
+    Of a long context it reads one chunk per call, and drafts when it has read all.
+
     ``step_seconds`` is the time of one of its steps.
     """
 
@@ -99,7 +102,11 @@ class ModelDrafter:
     def propose(self, context: list[int], count: int) -> list[int]:
         """See :class:`Drafter`."""
         held = self._known(context)
-        logits = self._read(context[held:], held)
+        end = min(held + CHUNK, len(context))
+        logits = self._read(context[held:end], held)
+        if end < len(context):  # the next steps read the rest, so that who comes meanwhile waits for no more than this
+            self._held, self._context = context[:end], end
+            return []
         draft = [int(logits.argmax())]
         while len(draft) < count:
             start = time.perf_counter()
@@ -120,8 +127,9 @@ class ModelDrafter:
             prompt = torch.tensor([tokens])
             return self._decoder.prefill(prompt, torch.ones_like(prompt))[0]
         self._decoder.rewind(held)
-        *_, logits = map(self._decoder.verify, torch.tensor(tokens).split(MAX_BATCH))
-        return logits[-1]
+        if len(tokens) > MAX_BATCH:
+            return self._decoder.extend(torch.tensor([tokens]))[0]
+        return self._decoder.verify(torch.tensor(tokens))[-1]
 
 
 class FewerBitsDrafter(ModelDrafter):

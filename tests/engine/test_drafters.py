@@ -1,13 +1,18 @@
-"""The n-gram drafter against a search of the whole context, and the choice of the draft length."""
+"""The n-gram drafter against a search of the whole context, the model drafter's reading, the draft length."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draws import examples
+from neuronmm.engine import drafters
+from neuronmm.engine.cpu_decoder import CpuDecoder
 from neuronmm.engine.draft_length import DraftLength, StepTimes
-from neuronmm.engine.drafters import NgramDrafter
+from neuronmm.engine.drafters import ModelDrafter, NgramDrafter
+from neuronmm.kernels.cpu import core
+from tiny_models import make_tiny, make_tokens
 
 
 def searched(context: list[int], count: int) -> list[int]:
@@ -37,6 +42,21 @@ def test_an_ngram_needs_two_tokens_seen_before() -> None:
     assert NgramDrafter().propose([5, 6, 7, 8, 6], 4) == []
     assert NgramDrafter().propose([5, 6, 7, 8, 5, 6], 4) == [7, 8, 5, 6]
     assert NgramDrafter().propose([9, 1, 1, 1], 3) == [1, 1, 1]
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_a_model_drafter_reads_a_long_context_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make_tiny(), make_tokens(1, 40)[0].tolist()
+    at_once, decoder = ModelDrafter(CpuDecoder(model, 1, 48), 1e-3), CpuDecoder(model, 1, 48)
+    expected = at_once.propose(tokens, 5)
+    monkeypatch.setattr(drafters, "CHUNK", 12)
+    drafter = ModelDrafter(decoder, 1e-3)
+    behind = [drafter.behind(tokens)]
+    for grown, read in ((37, 12), (38, 24), (39, 36)):  # the context grows while it is read
+        assert drafter.propose(tokens[:grown], 5) == [] and decoder.cache.length == read
+        behind.append(drafter.behind(tokens))
+    assert behind == sorted(behind, reverse=True) and behind[-1] == 0
+    assert drafter.propose(tokens, 5) == expected and len(expected) == 5
 
 
 def times(*seconds: float) -> StepTimes:
