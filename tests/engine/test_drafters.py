@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core_decoding import needs_core
 from draws import examples
 from neuronmm.engine import drafters
 from neuronmm.engine.cpu_decoder import CpuDecoder
 from neuronmm.engine.draft_length import DraftLength, StepTimes
 from neuronmm.engine.drafters import ModelDrafter, NgramDrafter
-from neuronmm.kernels.cpu import core
 from tiny_models import make_tiny, make_tokens
 
 
@@ -44,7 +44,7 @@ def test_an_ngram_needs_two_tokens_seen_before() -> None:
     assert NgramDrafter().propose([9, 1, 1, 1], 3) == [1, 1, 1]
 
 
-@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@needs_core
 def test_a_model_drafter_reads_a_long_context_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = make_tiny(), make_tokens(1, 40)[0].tolist()
     at_once, decoder = ModelDrafter(CpuDecoder(model, 1, 48), 1e-3), CpuDecoder(model, 1, 48)

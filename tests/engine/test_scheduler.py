@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_decoding import needs_core
 from draws import examples
 from fake_slots import FakeSlots, row
 from neuronmm.engine import continuous
@@ -27,7 +28,6 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.scheduler import Event, QueueFull, Scheduler, SchedulerEnded
 from neuronmm.engine.slots import CpuSlots, RowSlots
 from neuronmm.engine.speculation import Speculation
-from neuronmm.kernels.cpu import core
 from neuronmm.models.errors import UserError
 from neuronmm.models.low_bits import quantise_weights
 from tiny_models import make_tiny
@@ -46,9 +46,6 @@ _PROMPTS = st.lists(st.integers(3, 63), min_size=1, max_size=9)
 _ROWS = st.tuples(_PROMPTS, st.integers(1, 12), st.sampled_from(KINDS), st.integers(0, 99))
 _ACTIONS = st.lists(st.one_of(_ROWS, st.integers(0, 9), st.none()), min_size=1, max_size=25)
 """A row arrives; the row of an earlier number is cancelled; a round."""
-
-
-needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
 
 class Log:

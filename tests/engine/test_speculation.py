@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from core_decoding import needs_core
 from draws import examples
 from neuronmm.cli import main
 from neuronmm.engine import loop, speculation
@@ -23,13 +24,11 @@ from neuronmm.engine.loop import Generation, Row
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.speculation import Speculation
 from neuronmm.engine.text import TextStream
-from neuronmm.kernels.cpu import core
 from neuronmm.models import UserError
 from neuronmm.models.families import FAMILIES
 from tiny_models import make_tiny
 from word_tokenizer import word_tokenizer
 
-needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 VOCABULARY = 6
 SAMPLED = [SamplingParams(max_new_tokens=40, temperature=1.0, top_k=8, seed=seed) for seed in (0, 1, 2)]
 PARAMS = [SamplingParams(max_new_tokens=40, ignore_eos=True), SamplingParams(repetition_penalty=1.3), *SAMPLED]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from compression_runs import edit_tensors
+from core_decoding import needs_core
 from neuronmm.cli import main
 from neuronmm.engine.engine import load
 from neuronmm.kernels import Int4, Int8, quantise, quantise_int4
-from neuronmm.kernels.cpu import core
 from neuronmm.measure.benchmark import benchmark
 from neuronmm.measure.evaluate import evaluate
 from neuronmm.models import Int4Linear, Int8Embedding, Int8Linear, LowRankLinear, UserError
@@ -23,7 +23,7 @@ from neuronmm.models.low_bits import LowBitsModule, WeightDtype, quantise_weight
 Capture = pytest.CaptureFixture[str]
 Checkpoint = Callable[..., Path]
 ROUNDED = get_args(WeightDtype)
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 
 
 @pytest.mark.parametrize("dtype", ROUNDED)

@@ -1,4 +1,4 @@
-"""The C++ core's decoder against transformers and against the torch decoder, on tiny models."""
+"""The C++ core: the mark of tests that need it, its decoder against transformers and the torch decoder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from torch import Tensor
 
 from neuronmm.engine.cpu_decoder import CpuDecoder
 from neuronmm.engine.decoder import TorchDecoder
+from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.step import ModelWeights
 from tiny_models import make_tokens
+
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
 PROMPT, NEW = 9, 12
 """Tokens of a prompt, and tokens decoded after it."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from neuronmm.kernels.cpu import core
+from core_decoding import needs_core
 from neuronmm.kernels.widened_linears import has_amx, multiplies_bf16, widened_linears
 from neuronmm.measure.scoring import hidden_states
 from tiny_models import LAYER_COUNT, make_tiny, make_tokens
@@ -50,7 +50,7 @@ def test_a_widened_linear_is_the_float32_one_rounded(dtype: torch.dtype, with_bi
 
 
 @pytest.mark.usefixtures("old_processor")
-@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@needs_core
 @pytest.mark.parametrize("rows", [16, 33, 192])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_up_to_192_rows_run_in_the_core(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from core_decoding import needs_core
 from neuronmm.cli import main
 from neuronmm.engine import speculation
 from neuronmm.engine.draft_length import DraftLength
-from neuronmm.kernels.cpu import core
 from neuronmm.measure import draft_benchmark
 from neuronmm.measure.benchmark import benchmark
 
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 ARGUMENTS = ["--new-tokens", "12", "--runs", "2", "--dtype", "fp32"]
 
 

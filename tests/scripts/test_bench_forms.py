@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from neuronmm.kernels.cpu import core
+from core_decoding import needs_core
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 
 
-@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@needs_core
 def test_the_last_line_holds_the_machine_and_every_round(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

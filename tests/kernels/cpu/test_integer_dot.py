@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_decoding import needs_core
 from draws import examples
 from error_rule import assert_twice_plain
 from neuronmm.kernels import Form, Int8, KernelError, LowRank, low_rank_linear, quantise, quantise_int4
-from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, require
 from neuronmm.kernels.low_bits import LowBits, Weight
 from rounded_activations import SMALLEST, round_activations
 
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 
 Rounding = Callable[[Tensor], LowBits]
 ROUNDINGS: list[Rounding] = [quantise, quantise_int4]

@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core_decoding import needs_core
 from draws import examples
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe
 from neuronmm.engine.decoder import new_cache
 from neuronmm.engine.slots import CpuSlots
 from neuronmm.kernels import KernelError
-from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.step import DecodeStep
 from neuronmm.models.families import FAMILIES
 from tiny_models import fill_tiny, make_tiny, make_tokens, pivoted_spec, shared_spec, vary_norms
 
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 
 KINDS = {"dense": None, "two": shared_spec(), "pivoted": pivoted_spec(), "int8": shared_spec(factors="int8")}
 MAX_LEN = 30

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_decoding import needs_core
 from draws import examples
 from error_rule import assert_twice_plain, draws_to_pool
 from neuronmm.kernels import KernelError, LowRank
-from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.linears import describe
 from neuronmm.kernels.cpu.step import LinearWeights
 from neuronmm.kernels.plain import linears
 from random_factors import LAYOUTS, doubled, make_factors, quantised
 
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 SIZES = st.integers(1, 130)
 ROWS = st.one_of(st.integers(1, 8), st.sampled_from([9, 16, 33, 256, 257, 300]))
 PARTS = st.lists(st.tuples(SIZES, SIZES, st.sampled_from(["dense", *LAYOUTS])), min_size=1, max_size=3)

@@ -8,19 +8,18 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from core_decoding import assert_decodes_within_the_rule, assert_reads_prompts
+from core_decoding import assert_decodes_within_the_rule, assert_reads_prompts, needs_core
 from few_bits import quantise_model
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe, refuses
 from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.kernels import Int8, KernelError, quantise_int4
-from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.step import DecodeStep
 from neuronmm.models import Int8Embedding, quantise_weights
 from neuronmm.models.families import FAMILIES
 from neuronmm.models.low_bits import LowBitsModule, WeightDtype
 from tiny_models import fill_tiny, make_tiny, make_tokens, pivoted_spec, shared_spec, vary_norms
 
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 
 ROUNDED = get_args(WeightDtype)
 SPECS = {

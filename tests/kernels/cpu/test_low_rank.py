@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_decoding import needs_core
 from draws import examples
 from error_rule import POOL, draws_to_pool
 from neuronmm.kernels import KernelError, LowRank, low_rank_linear, low_rank_swiglu
-from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.kernels.ops import Op, choose
 from random_factors import LAYOUTS, doubled, make_factors
 
-built = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 SIZES = st.integers(1, 130)
 PIVOTED = LAYOUTS[1:]
 
@@ -115,7 +114,7 @@ def swiglu_case(mlp: Mlp) -> Case:
     return y, plain, exact, magnitude
 
 
-@built
+@needs_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 class TestRule:
@@ -179,7 +178,7 @@ class TestRule:
             check_swiglu(Mlp(rows, hidden, ranks, inter, draw(st.booleans()), dtype, layouts, shared))
 
 
-@built
+@needs_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", range(1, MAX_BATCH + 1))
 @torch.inference_mode()
@@ -188,7 +187,7 @@ def test_every_instruction_set_and_batch(isa: str, rows: int, dtype: torch.dtype
     check_swiglu(Mlp(rows, 64, (16, 33, 7), 300, True, dtype))
 
 
-@built
+@needs_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("layout", PIVOTED)
@@ -201,7 +200,7 @@ def test_every_instruction_set_and_form(isa: str, layout: str, rows: int, dtype:
         check_swiglu(Mlp(rows, 64, (33, 33, 50), 300, True, dtype, layouts, shared=up != "columns"))
 
 
-@built
+@needs_core
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_its_neighbours_beyond_summation_order() -> None:
     factors, x = make_factors(200, 576, 64, False, torch.float32), torch.randn(8, 576)
@@ -210,7 +209,7 @@ def test_a_row_does_not_depend_on_its_neighbours_beyond_summation_order() -> Non
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
-@built
+@needs_core
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.inference_mode()
 def test_the_number_of_threads_changes_nothing(layout: str) -> None:
@@ -226,7 +225,7 @@ def test_the_number_of_threads_changes_nothing(layout: str) -> None:
     assert all(torch.equal(y, results[0]) for y in results)
 
 
-@built
+@needs_core
 @torch.inference_mode()
 def test_extreme_values_pass_through_silu() -> None:
     one = LowRank(torch.ones(1, 1), torch.ones(1, 1))
@@ -235,7 +234,7 @@ def test_extreme_values_pass_through_silu() -> None:
     torch.testing.assert_close(low_rank_swiglu(x, one, one, one, impl="cpu"), expected, equal_nan=True)
 
 
-@built
+@needs_core
 @torch.inference_mode()
 def test_leading_dimensions_and_strided_input() -> None:
     factors, x = make_factors(24, 16, 4, True, torch.bfloat16), torch.randn(2, 32, 3).to(torch.bfloat16)
@@ -244,7 +243,7 @@ def test_leading_dimensions_and_strided_input() -> None:
     assert torch.equal(low_rank_linear(strided, *factors, impl="cpu"), expected)
 
 
-@built
+@needs_core
 @pytest.mark.parametrize(
     ("reason", "x", "change"),
     [
@@ -265,7 +264,7 @@ def test_it_says_why_it_cannot_serve(reason: str, x: Tensor, change: dict[str, T
         choose(Op.LINEAR, "cpu", x, factors)
 
 
-@built
+@needs_core
 @torch.inference_mode()
 def test_auto_takes_it_for_few_rows_and_torch_for_many() -> None:
     factors = make_factors(24, 16, 4, False, torch.float32)

@@ -17,6 +17,7 @@ from core_decoding import (
     assert_decodes_within_the_rule,
     assert_equals_transformers,
     assert_reads_prompts,
+    needs_core,
     prompt_errors,
 )
 from draws import examples
@@ -24,12 +25,11 @@ from error_rule import draws_to_pool
 from few_bits import quantise_model
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe
 from neuronmm.kernels import Int8, KernelError, LowRank, low_rank_linear
-from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.step import LinearWeights, ModelWeights
 from random_factors import LAYOUTS, make_factors, quantised
 from tiny_models import make_tiny
 
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 
 MLP, ATTENTION = ("gate", "up", "down"), ("q", "k", "v", "o")
 POSITIONS = 512

@@ -14,18 +14,19 @@ from core_decoding import (
     assert_reads_prompts,
     exact_logits,
     make_prompts,
+    needs_core,
     prompt_errors,
 )
 from draws import examples
 from error_rule import draws_to_pool
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.kernels import KernelError
-from neuronmm.kernels.cpu import arena, core
+from neuronmm.kernels.cpu import arena
 from neuronmm.kernels.cpu.library import isa as isa_in_use
 from neuronmm.models.families import FAMILIES, TARGETS
 from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, shared_spec
 
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 
 KINDS = {
     "dense": None,

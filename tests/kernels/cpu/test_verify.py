@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core_decoding import needs_core
 from draws import examples
 from few_bits import quantise_model
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe
 from neuronmm.kernels import KernelError, quantise, quantise_int4
-from neuronmm.kernels.cpu import core
 from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.kernels.low_bits import LowBits
 from neuronmm.models.families import FAMILIES
 from tiny_models import fill_tiny, make_tiny, make_tokens, pivoted_spec, shared_spec, vary_norms
 
-pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+pytestmark = needs_core
 
 PROMPT = 5
 KINDS = {"dense": None, "two": shared_spec(), "pivoted": pivoted_spec(), "int8": shared_spec(factors="int8")}
