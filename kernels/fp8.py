@@ -45,7 +45,14 @@ def quantise_fp8(weight: Tensor) -> Fp8:
     them, apart from float32 rounding.
     """
     wide = weight.detach().float()
-    # as in low_bits.quantise, a row of zeros or of subnormal numbers gets the smallest normal scale
-    largest = wide.abs().amax(dim=1) if wide.shape[1] else wide.new_zeros(len(wide))
-    scales = (largest / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+    scales = row_scales(wide, LARGEST)
     return Fp8((wide / scales[:, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales)
+
+
+def row_scales(weight: Tensor, largest: float) -> Tensor:
+    """Return the scales [out] that map the largest element of each row of a float32 matrix [out, in] to ``largest``.
+
+    A row of zeros or of subnormal numbers gets the smallest normal scale, which avoids a division by zero.
+    """
+    most = weight.abs().amax(dim=1) if weight.shape[1] else weight.new_zeros(len(weight))
+    return (most / largest).clamp_min_(torch.finfo(torch.float32).tiny)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from neuronmm.kernels.fp8 import Fp8
+from neuronmm.kernels.fp8 import Fp8, row_scales
 from neuronmm.kernels.int4_layout import GROUP, GROUP_BYTES, TILE
 
 _OFFSET = 16
@@ -87,9 +87,7 @@ def quantise(weight: Tensor) -> Int8:
     No element changes by more than half its row's scale, apart from float32 rounding.
     """
     wide = weight.detach().float()
-    # A row of zeros or of subnormal numbers gets the smallest normal scale, which avoids a division by zero.
-    largest = wide.abs().amax(dim=1) if wide.shape[1] else wide.new_zeros(len(wide))
-    scales = (largest / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+    scales = row_scales(wide, 127)
     return Int8((wide / scales[:, None]).round_().to(torch.int8), scales)
 
 
