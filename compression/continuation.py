@@ -62,7 +62,7 @@ def continue_rows(
     opened = torch.tensor([len(opening) for opening in openings])
     with quiet():
         cache = DynamicCache()
-    with widened_linears(model.device):
+    with widened_linears(model.device, in_core=True):
         for position in range(length - 1):
             hidden = model.embed(tokens[:, position : position + 1])
             rotary = model.rotary(hidden, torch.tensor([[position]]))

@@ -16,7 +16,7 @@ class StepTimes:
     """Seconds of the steps by their number of tokens. A longer step never counts as faster than a shorter one.
 
     A server lives long, and its contexts and the machine's load change. A length that a thousand steps did not use is
-    forgotten, and thus tried again.
+    forgotten, and thus tried again: where drafts never pay, that is one step of each length in a thousand.
     """
 
     def __init__(self) -> None:

@@ -77,7 +77,7 @@ class NgramDrafter:
 class ModelDrafter:
     """Decodes greedily with another model. It keeps its cache and reads only what is new since the last draft.
 
-    Of a long context it reads one chunk per call, and drafts when it has read all.
+    It reads a long context one chunk per call. It drafts when it has read all of it.
 
     ``step_seconds`` is the time of one of its steps.
     """
@@ -104,7 +104,7 @@ class ModelDrafter:
         held = self._known(context)
         end = min(held + CHUNK, len(context))
         logits = self._read(context[held:end], held)
-        if end < len(context):  # the next steps read the rest, so that who comes meanwhile waits for no more than this
+        if end < len(context):  # the next steps read the rest; a row that arrives meanwhile waits for one chunk
             self._held, self._context = context[:end], end
             return []
         draft = [int(logits.argmax())]

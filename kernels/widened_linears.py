@@ -1,8 +1,8 @@
 """Run torch's 16-bit linears in float32, or in the C++ core, on processors where that is faster.
 
 Without 16-bit instructions, torch's GEMMs of bf16 and fp16 matrices take 2 to 7 times as long as float32 GEMMs of the
-same matrices, conversions included. With up to 192 rows much of that is the conversion of the weights, which the core
-does in registers: it takes half the time or less (docs/log.md has the measurements).
+same matrices, conversions included. The conversion of a large matrix goes through main memory and takes most of the
+time of a call with few rows. The core converts in registers instead (docs/log.md has the measurements).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from neuronmm.kernels.cpu.library import core
+from neuronmm.kernels.cpu.library import isa
 from neuronmm.kernels.cpu.linears import describe
 from neuronmm.kernels.cpu.step import LinearWeights
 
 _FEW = 16
 """Calls with fewer rows are bound by reading the weights, which is faster in 16 bits."""
 
-_CORE_ROWS = 192
-"""Calls with more rows are not sent to the core."""
+_CORE_ROWS, _LARGE = 192, 1 << 23
+"""The core takes calls of at most so many rows whose matrix has at least so many elements, 32 MiB in float32."""
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -46,10 +46,11 @@ def has_amx() -> bool:
     return bool(_capabilities().get("amx_bf16"))
 
 
-def widened_linears(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which 16-bit linears on an x86 CPU run in float32, or in the core, where that is faster.
+def widened_linears(device: torch.device, *, in_core: bool = False) -> AbstractContextManager[object]:
+    """Return a context in which 16-bit linears on an x86 CPU run in float32 where that is faster.
 
-    The result is rounded to 16 bits. It differs from that of the 16-bit linear only by the order of the float32 sum.
+    With ``in_core``, large bf16 linears of few rows and without gradients run in the C++ core. The result is rounded to
+    16 bits. It differs from that of the 16-bit linear only by the order of the float32 sum.
     """
     capabilities = _capabilities()
     if device.type != "cpu" or capabilities.get("architecture") != "x86_64":
@@ -59,15 +60,16 @@ def widened_linears(device: torch.device) -> AbstractContextManager[object]:
         slow.add(torch.bfloat16)
     if not (capabilities.get("amx_fp16") or capabilities.get("avx512_fp16")):
         slow.add(torch.float16)
-    return _Widened(slow) if slow else nullcontext()
+    return _Widened(slow, in_core) if slow else nullcontext()
 
 
 class _Widened(TorchFunctionMode):
     """Widen the operands of linears of these dtypes."""
 
-    def __init__(self, dtypes: set[torch.dtype]) -> None:
+    def __init__(self, dtypes: set[torch.dtype], in_core: bool) -> None:
         super().__init__()
         self._dtypes = dtypes
+        self._in_core = in_core and isa() not in (None, "portable")  # the portable core has no GEMM
 
     def __torch_function__(
         self,
@@ -86,16 +88,18 @@ class _Widened(TorchFunctionMode):
         if input.dtype not in self._dtypes or rows < _FEW:
             return linear(input, weight, bias)
         wide = None if bias is None else bias.float()
-        if rows <= _CORE_ROWS and _in_core(input, weight):
+        if self._in_core and rows <= _CORE_ROWS and _fits_core(input, weight, wide):
             described = describe([LinearWeights(weight, bias=wide)], input.dtype)
             return torch.ops.neuronmm.linears(input, described, len(weight))
         return linear(input.float(), weight.float(), wide).to(input.dtype)
 
 
-def _in_core(input: Tensor, weight: Tensor) -> bool:
-    """Return whether the core can run the linear, which has no gradients there."""
-    exact = input.dtype is weight.dtype is torch.bfloat16 and weight.is_contiguous()
-    return exact and not torch.is_grad_enabled() and core() is not None
+def _fits_core(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether the core can run the linear, and faster; it has no gradients there. ``bias`` is float32."""
+    bf16 = input.dtype is weight.dtype is torch.bfloat16 and not torch.is_grad_enabled()
+    large = weight.ndim == 2 and weight.is_contiguous() and weight.numel() >= _LARGE and weight.device.type == "cpu"
+    added = bias is None or (bias.shape == (len(weight),) and bias.is_contiguous())
+    return bf16 and large and added and input.shape[-1] == weight.shape[1] and input.device.type == "cpu"
 
 
 def _capabilities() -> Mapping[str, Any]:

@@ -114,7 +114,7 @@ def add_point(out: Path, key: str, folder: Path, facts: SweepPoint) -> None:
         key: the name of the point's file.
         folder: the checkpoint.
         facts: the known facts of a new point: ``name`` and ``ratio``, and for a compressed model ``targets``,
-            ``realised_ratio`` and ``model_ratio``; ``seconds`` and ``peak_rss_bytes`` if they are known. ``bytes``
+            ``realised_ratio`` and ``model_ratio``; and ``seconds`` and ``peak_rss_bytes``, both or neither. ``bytes``
             replaces the measured size.
 
     Raises:

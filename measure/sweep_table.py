@@ -83,6 +83,6 @@ def _row(result: SweepResult, point: SweepPoint) -> list[str]:
         rate, gain = speed_cells(point.get("speed"))
         mark = f" {MARK}" if all(f"speed, {text}" in point["fronts"] for text in result.settings.texts) else ""
         cells += [rate + mark, gain]
-    if "seconds" not in point:  # nothing was compressed here
+    if "seconds" not in point:  # the dense model, or made elsewhere
         return [*cells, "", ""]
     return [*cells, f"{point['seconds'] / 60:.1f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]

@@ -110,8 +110,10 @@ def _row(point: Point, rivals: list[Point]) -> list[str]:
     for figures, least in zip(point["perplexity"].values(), best, strict=True):
         cell = with_error(figures)
         cells.append(f"**{cell}**" if figures["value"] == least else cell)
-    cells += [f"{point['seconds'] / 60:.0f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"]
-    return [*cells, *speed_cells(point.get("speed"))]
+    minutes, memory = "", ""
+    if "seconds" in point:
+        minutes, memory = f"{point['seconds'] / 60:.0f}", f"{point['peak_rss_bytes'] / 2**30:.2f}"
+    return [*cells, minutes, memory, *speed_cells(point.get("speed"))]
 
 
 def _values(point: Point) -> list[float]:

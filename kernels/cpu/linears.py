@@ -1,4 +1,4 @@
-"""Several linears of one input as one torch op, for hosts that compile or thread a model themselves.
+"""Several linears of one input as one torch op, for callers without autograd, and hosts that compile a model themselves.
 
 ``describe`` writes the C structs of the linears into a tensor, once. ``torch.ops.neuronmm.linears`` hands that tensor
 to the core: a call converts nothing and sees no Python object of a weight, so ``torch.compile`` can put it into a
@@ -44,6 +44,8 @@ def _struct(linear: LinearWeights, dtype: torch.dtype) -> Linear:
     _check(linear.A)
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (linear.out_features,)):
         raise KernelError(f"a bias {list(bias.shape)} of {bias.dtype}, not [{linear.out_features}] of torch.float32")
+    if bias is not None and (bias.device.type != "cpu" or not bias.is_contiguous()):
+        raise KernelError("a bias is not contiguous, or not in main memory")
     address = None if bias is None else bias.data_ptr()
     if factors is None:
         return Linear(Matrix.of(linear.A, dtype), Matrix(), address)

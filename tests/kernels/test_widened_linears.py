@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from core_decoding import needs_core
+from neuronmm.kernels import widened_linears as widening
+from neuronmm.kernels.cpu import isa
+from neuronmm.kernels.cpu.linears import describe
 from neuronmm.kernels.widened_linears import has_amx, multiplies_bf16, widened_linears
 from neuronmm.measure.scoring import hidden_states
 from tiny_models import LAYER_COUNT, make_tiny, make_tokens
@@ -41,7 +47,7 @@ def old_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_widened_linear_is_the_float32_one_rounded(dtype: torch.dtype, with_bias: bool) -> None:
-    x, weight = torch.randn(10, 20, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype)
+    x, weight = torch.randn(2, 10, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype)
     bias = torch.randn(40, dtype=dtype) if with_bias else None
     with widened_linears(CPU):
         got = linear(x, weight, bias)
@@ -49,22 +55,77 @@ def test_a_widened_linear_is_the_float32_one_rounded(dtype: torch.dtype, with_bi
     assert torch.equal(got, exact.to(dtype))
 
 
-@pytest.mark.usefixtures("old_processor")
+def count_core_calls(monkeypatch: pytest.MonkeyPatch, smallest: int) -> Mock:
+    """Let matrices of so many elements run in the core, and return what counts its calls."""
+    calls = Mock(wraps=describe)
+    monkeypatch.setattr(widening, "describe", calls)
+    monkeypatch.setattr(widening, "_LARGE", smallest)
+    return calls
+
+
 @needs_core
+@pytest.mark.skipif(isa() == "portable", reason="the portable core has no GEMM")
+@pytest.mark.usefixtures("old_processor")
 @pytest.mark.parametrize("rows", [16, 33, 192])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_up_to_192_rows_run_in_the_core(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_linears_of_few_rows_run_in_the_core(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_core_calls(monkeypatch, 40 * 200)
     x, weight = torch.randn(rows, 1, 200).bfloat16(), torch.randn(40, 200).bfloat16()
     bias = torch.randn(40).bfloat16() if with_bias else None
     exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
     plain = linear(x, weight, bias)
-    with widened_linears(CPU):
-        trained = linear(x, weight.requires_grad_(), bias)
-        with torch.no_grad(), monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "to", lambda *_: pytest.fail("the weights were widened"))
-            got = linear(x, weight, bias)
-    assert got.dtype is torch.bfloat16 and got.shape == exact.shape and trained.requires_grad
+    with widened_linears(CPU, in_core=True), torch.no_grad():
+        got = linear(x, weight, bias)
+    assert calls.call_count == 1 and got.dtype is torch.bfloat16 and got.shape == exact.shape
     assert (got.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
+
+
+@needs_core
+@pytest.mark.skipif(isa() == "portable", reason="the portable core has no GEMM")
+@pytest.mark.usefixtures("old_processor")
+def test_a_model_whose_linears_run_in_the_core_is_within_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wide, ids = make_tiny(dtype=torch.bfloat16), make_tiny(), make_tokens(3, 20)
+    wide.load_state_dict(model.state_dict())
+    calls = count_core_calls(monkeypatch, 1)
+    with torch.no_grad():
+        exact, plain = wide.model(ids)[0], model.model(ids)[0].float()
+        with widened_linears(CPU, in_core=True):
+            got = model.model(ids)[0].float()
+    assert calls.call_count == 7 * LAYER_COUNT
+    assert (got - exact).norm() <= 2 * (plain - exact).norm()
+
+
+WEIGHT = torch.randn(40, 24).bfloat16()
+
+
+@pytest.mark.usefixtures("old_processor")
+@pytest.mark.parametrize(
+    ("rows", "weight", "bias"),
+    [
+        (193, WEIGHT, None),
+        (16, WEIGHT[:39], None),
+        (16, torch.randn(24, 40).bfloat16().T, None),
+        (16, torch.randn(40, 48).bfloat16()[:, ::2], None),
+        (16, WEIGHT, torch.randn(80)[::2]),
+        (16, WEIGHT, torch.randn(1)),
+        (16, WEIGHT.half(), None),
+    ],
+)
+def test_other_linears_are_widened(
+    rows: int, weight: Tensor, bias: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_core_calls(monkeypatch, 40 * 24)
+    x = torch.randn(rows, 24).to(weight.dtype)
+    with widened_linears(CPU, in_core=True), torch.no_grad():
+        got = linear(x, weight, bias)
+    assert torch.equal(got, linear(x.float(), weight.float(), bias).to(x.dtype))
+    with widened_linears(CPU, in_core=True):
+        linear(torch.randn(16, 24).bfloat16(), WEIGHT.clone().requires_grad_()).sum().backward()
+    with widened_linears(CPU), torch.no_grad():
+        linear(torch.randn(16, 24).bfloat16(), WEIGHT)
+    with widened_linears(CPU, in_core=True), torch.no_grad(), pytest.raises(RuntimeError, match="cannot be multiplied"):
+        linear(torch.randn(16, 25).bfloat16(), WEIGHT)
+    assert not calls.called
 
 
 @pytest.mark.usefixtures("old_processor")
@@ -97,7 +158,7 @@ def test_nothing_is_widened_where_bf16_is_fast_or_the_cpu_is_unknown(
 
 @pytest.mark.usefixtures("old_processor")
 def test_every_linear_of_a_model_is_widened_when_it_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, wide, ids = make_tiny(dtype=torch.bfloat16), make_tiny(), make_tokens(10, 20)
+    model, wide, ids = make_tiny(dtype=torch.bfloat16), make_tiny(), make_tokens(3, 20)
     wide.load_state_dict(model.state_dict())
     matrices, widen = [], torch.Tensor.float
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: (matrices.append(tensor.ndim == 2), widen(tensor))[1])

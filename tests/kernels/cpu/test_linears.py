@@ -156,6 +156,7 @@ def test_several_threads_call_it_at_once() -> None:
         ("int8", [LinearWeights(torch.zeros(2, 4).char())]),
         ("not contiguous", [LinearWeights(torch.zeros(4, 2).T)]),
         ("bias", [LinearWeights(torch.zeros(2, 4), bias=torch.zeros(2).bfloat16())]),
+        ("bias is not contiguous", [LinearWeights(torch.zeros(2, 4), bias=torch.zeros(4)[::2])]),
         ("do not fit", [LinearWeights(torch.zeros(2, 4), torch.zeros(5, 3))]),
     ],
 )
