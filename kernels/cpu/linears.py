@@ -1,4 +1,4 @@
-"""Several linears of one input as one torch op, for callers without autograd, and hosts that compile a model themselves.
+"""Several linears of one input as one torch op, without autograd, also for hosts that compile a model themselves.
 
 ``describe`` writes the C structs of the linears into a tensor, once. ``torch.ops.neuronmm.linears`` hands that tensor
 to the core: a call converts nothing and sees no Python object of a weight, so ``torch.compile`` can put it into a

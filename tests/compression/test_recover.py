@@ -52,8 +52,8 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Path:
 def test_it_writes_the_bytes_that_compress_would_write(
     train: Any, stored: Any, source: str, dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
-    # Of 96 rows 12 are held out. Whether training helps the 3 of 24 rows is chance: a text that the model writes differs
-    # from processor to processor.
+    # Of 96 rows 12 are held out. Of 24 rows it would be 3, and whether training helps these is chance: a text that the
+    # model writes differs from processor to processor.
     usual = {"method": "whitened", "targets": "all", "share_a": "auto", "calibration_rows": 96, "seed": 3}
     usual["calibration"] = str(text) if source == "text" else source
     model = dense(tied=stored == "int8", dtype=torch.bfloat16, max_shard_size="20KB")
