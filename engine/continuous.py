@@ -14,6 +14,7 @@ from torch import Tensor
 from neuronmm.engine.loop import DraftCounts, Row, advance
 from neuronmm.engine.sampling import NOT_FINITE, Sampler, SamplingParams, logprobs
 from neuronmm.engine.speculation import Speculation
+from neuronmm.kernels.cpu.library import MAX_BATCH
 from neuronmm.models.errors import UserError
 
 
@@ -27,7 +28,10 @@ class Slots(Protocol):
 
     @property
     def chunk(self) -> int | None:
-        """Most tokens of a prompt per call of :meth:`join` and :meth:`extend`; None: a prompt is read as a whole."""
+        """Tokens of a prompt per call of :meth:`join` and :meth:`extend`; None: a prompt is read as a whole.
+
+        The last call takes up to 8 more.
+        """
         ...
 
     def join(self, slot: int, input_ids: Tensor) -> Tensor:
@@ -106,8 +110,8 @@ class Batch:
         """Read the next chunk of the prompt of a row, and return its first token after the last chunk, else None."""
         sequence = self._running[row]
         end = min(sequence.read + (self._slots.chunk or len(row.prompt_ids)), len(row.prompt_ids))
-        if end == len(row.prompt_ids) - 1 > 1:
-            end -= 1  # the core reads a single token as a decode step, which rounds in another way than a prompt
+        if len(row.prompt_ids) - end <= MAX_BATCH:
+            end = len(row.prompt_ids)  # so few tokens the core reads as decode steps, which round in another way
         ids = torch.tensor(row.prompt_ids[sequence.read : end], device=self._device)
         logits = (self._slots.extend if sequence.read else self._slots.join)(sequence.slot, ids)
         sequence.read = end

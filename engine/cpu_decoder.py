@@ -74,7 +74,10 @@ class CpuDecoder(TorchDecoder):
 
     @torch.inference_mode()
     def extend(self, input_ids: Tensor) -> Tensor:
-        """See :meth:`TorchDecoder.extend`; in the core the logits are those of one prefill, bit by bit."""
+        """See :meth:`TorchDecoder.extend`.
+
+        In the core the logits are those of one prefill, bit by bit, if each part has more than 8 tokens.
+        """
         return self._advance(input_ids, self._core_step) if self.reads_prompts else super().extend(input_ids)
 
     @torch.inference_mode()
