@@ -42,11 +42,13 @@ def describe(linears: Sequence[LinearWeights], dtype: torch.dtype) -> Tensor:
 def _struct(linear: LinearWeights, dtype: torch.dtype) -> Linear:
     factors, bias = linear.factors, linear.bias
     _check(linear.A)
-    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (linear.out_features,)):
-        raise KernelError(f"a bias {list(bias.shape)} of {bias.dtype}, not [{linear.out_features}] of torch.float32")
-    if bias is not None and (bias.device.type != "cpu" or not bias.is_contiguous()):
-        raise KernelError("a bias is not contiguous, or not in main memory")
-    address = None if bias is None else bias.data_ptr()
+    address = None
+    if bias is not None:
+        if bias.dtype != torch.float32 or bias.shape != (linear.out_features,):
+            wanted = f"[{linear.out_features}] of torch.float32"
+            raise KernelError(f"a bias {list(bias.shape)} of {bias.dtype}, not {wanted}")
+        _check_place("bias", (bias,))
+        address = bias.data_ptr()
     if factors is None:
         return Linear(Matrix.of(linear.A, dtype), Matrix(), address)
     _check(factors.B)
@@ -58,8 +60,12 @@ def _check(weight: Weight) -> None:
     reason = malformed(weight)
     if reason is not None:
         raise KernelError(f"a weight: {reason}")
-    if any(t.device.type != "cpu" or not t.is_contiguous() for t in stored(weight)):
-        raise KernelError("a weight is not contiguous, or not in main memory")
+    _check_place("weight", stored(weight))
+
+
+def _check_place(what: str, tensors: Sequence[Tensor]) -> None:
+    if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in tensors):
+        raise KernelError(f"a {what} is not contiguous, or not in main memory")
 
 
 def _linears(x: Tensor, described: Tensor, out_features: int) -> Tensor:
