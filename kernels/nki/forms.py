@@ -20,12 +20,15 @@ Pivots that are not consecutive would be a gather, which the kernels do not have
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from neuronmm.kernels.nki.layout import Packing
 from neuronmm.kernels.nki.objects import Chunks
 from neuronmm.kernels.nki.problem import Pivots, Ranks
 from neuronmm.kernels.ops import Form, KernelError
 
 
+@lru_cache(maxsize=64)  # the tiling solver asks again for every choice of block sizes
 def linear_packings(
     inputs: int, rank: int, outputs: int, element_bytes: int, form: Form = Form.TWO, pivots: int = 0
 ) -> tuple[Packing, Packing]:
@@ -46,6 +49,7 @@ def linear_packings(
     return Packing.cut(x, h, element_bytes, stored), Packing.cut(h, y, element_bytes, copied=copied)
 
 
+@lru_cache(maxsize=64)
 def mlp_packings(hidden: int, ranks: Ranks, shared: bool, element_bytes: int) -> tuple[Packing, ...]:
     """Return how A and B of gate, up and down are packed; with a shared A, up's A is gate's.
 

@@ -16,6 +16,7 @@ those that are wide enough, or a little less, so that little is padded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -86,17 +87,17 @@ class Packing:
 
         return cls(r, c, chunks(ROW_BYTES), chunks(LAST_ROW_BYTES), deep, *copied)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Elements of the packed tensor, padding included."""
-        return self._rows * sum(panel.columns for panel in self.panels())
+        return self._rows * sum(panel.columns for panel in self.panels)
 
     @property
     def computed(self) -> int:
         """Column chunks that are computed: all but the copied ones."""
         return self.columns.count - self.copies
 
-    @property
+    @cached_property
     def _rows(self) -> int:
         """Rows of a column, padding included."""
         return sum(partitions * s.count for s, partitions in self._segments())
@@ -123,8 +124,9 @@ class Packing:
             left //= 2
         return [*sizes, left]
 
+    @cached_property
     def panels(self) -> list[Panel]:
-        """Return the panels in their order in memory; copied chunks divide or shorten a panel."""
+        """The panels in their order in memory; copied chunks divide or shorten a panel."""
         panels, begin, offset = [], 0, 0
         skip, resume = self.copied, self.copied + self.copies
         for chunks in self.chunks_of_panels():
@@ -154,7 +156,7 @@ class Packing:
 
     def plan(self) -> FactorPlan:
         """Return what :func:`.objects.factor` takes: sizes and borders, group, panels, pieces, the identity block."""
-        panels = tuple((p.offset, p.first, p.last, p.columns) for p in self.panels())
+        panels = tuple((p.offset, p.first, p.last, p.columns) for p in self.panels)
         pieces = tuple((p.begin, p.end, p.first, p.last, p.chunks, p.offset) for p in self.pieces())
         cuts = self.rows.size, self.rows.borders, self.columns.size, self.columns.borders
         return *cuts, self.group, panels, pieces, self.stored, self.copied, self.copies
@@ -163,7 +165,7 @@ class Packing:
         """Describe a tensor that is packed like this."""
         cuts = self.rows, self.columns
         identity = self.stored, self.copied, self.copies
-        return Factor(packed, *cuts, self.group, self.panels(), self.pieces(), *identity)
+        return Factor(packed, *cuts, self.group, self.panels, self.pieces(), *identity)
 
 
 def pack(weight: Tensor, scale: Tensor | None = None, packing: Packing | None = None) -> Tensor:

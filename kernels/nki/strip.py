@@ -144,7 +144,7 @@ class Strip:
         tensor = weights = 0.0
         tiles = tile = traffic = 0
         for packing, deep, turns in streamed:
-            panels = len(packing.panels())
+            panels = len(packing.panels)
             row = min(deep, packing.stored) * min(packing.group, packing.columns.count) * packing.columns.width * size
             tensor += packing.stored * packing.computed * self.matmul_ns
             weights += self._dma(packing.elements * size, row)

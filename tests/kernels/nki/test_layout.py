@@ -44,7 +44,7 @@ def test_rows_of_the_models_are_long_and_little_is_padded(hidden: int, middle: i
     for rows, columns in ((hidden, rank), (rank, middle), (middle, rank), (rank, hidden)):
         packing = Packing.of(rows, columns, 2)
         assert packing.elements <= 1.01 * rows * columns
-        panels = packing.panels()
+        panels = packing.panels
         assert sum(p.columns for p in panels) == columns
         assert all(packing.rows.count * p.columns * 2 >= 2048 for p in panels)
 
@@ -55,7 +55,7 @@ def test_the_last_panels_are_the_smallest(rows: int, columns: int) -> None:
     packing = Packing.of(rows, columns, 2)
     sizes = packing.chunks_of_panels()
     assert sum(sizes) == packing.columns.count and max(sizes) <= packing.group
-    starts = {panel.first for panel in packing.panels()}
+    starts = {panel.first for panel in packing.panels}
     assert starts >= set(range(0, packing.columns.count, packing.group))
     assert min(sizes) >= min(packing.least, packing.columns.count % packing.group or packing.group)
     if packing.columns.count > packing.group > packing.least:
@@ -67,7 +67,7 @@ def test_a_panel_is_contiguous_for_each_partition() -> None:
     rows, columns = 256, 300
     weight = torch.arange(rows * columns, dtype=torch.float32).reshape(columns, rows)
     packing, packed = Packing.of(rows, columns, 4), pack(weight)
-    panel = packing.panels()[0]
+    panel = packing.panels[0]
     part = packed[panel.offset : panel.offset + 128 * 2 * panel.columns].view(128, 2, panel.columns)
     features = order(packing.columns)
     for p, c, q in ((0, 0, 0), (3, 1, 5), (127, 1, panel.columns - 1)):

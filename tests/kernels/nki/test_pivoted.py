@@ -181,7 +181,7 @@ def test_packing_is_inverted_with_the_identity_block(sizes: dict[str, Any], dtyp
         assert torch.equal(unpacked(packing.factor(packed)), full)
         assert torch.equal(unpacked(factor(packed, packing.plan())), full)
         padding = 1 if len(packing.rows.segments) == 1 else 15
-        columns = sum(panel.columns for panel in packing.panels())
+        columns = sum(panel.columns for panel in packing.panels)
         assert packing.elements <= weight.numel() + padding * packing.rows.count * columns
 
 
