@@ -74,22 +74,20 @@ class Skeleton:
         for _ in range(8 * len(self.pivots)):
             columns = _at(places, self.pivots, smaller.pivots)
             rows = _at(places, smaller.others, self.others)
-            large, small = self.coefficients.abs(), smaller.coefficients.abs()
-            gains = (
-                large[:, columns] * small[rows],
-                large * ~smaller.mask[self.pivots],
-                small * self.mask[smaller.others][:, None],
-            )
-            best = [float(one.max()) if one.numel() else 0.0 for one in gains]
-            kind = best.index(max(best))
-            if not best[kind] > BOUND:
+            free = (~smaller.mask[self.pivots]).nonzero().flatten()
+            held = self.mask[smaller.others].nonzero().flatten()
+            both = _largest(self.coefficients[:, columns] * smaller.coefficients[rows])
+            own, theirs = _largest(self.coefficients[:, free]), _largest(smaller.coefficients[held])
+            size, other, pivot = max(both, own, theirs)
+            if not size > BOUND:
                 break
-            other, pivot = divmod(int(gains[kind].argmax()), gains[kind].shape[1])
-            if kind == 0:
+            if size == both[0]:
                 self._exchange(other, int(columns[pivot]))
                 smaller._exchange(int(rows[other]), pivot)
+            elif size == own[0]:
+                self._exchange(other, int(free[pivot]))
             else:
-                (self, smaller)[kind - 1]._exchange(other, pivot)
+                smaller._exchange(int(held[other]), pivot)
 
     def reorder(self, position: Tensor) -> None:
         """Renumber the rows: row i becomes row ``position[i]``. Pivots and others are then in increasing order."""
@@ -135,12 +133,13 @@ class Skeleton:
         ``enter`` and ``leave`` are masks [out] of the rows that may become a pivot and of the pivots that may be
         replaced.
         """
-        sizes = self.coefficients.abs() * enter[self.others][:, None] * leave[self.pivots]
-        if not sizes.numel():
+        rows, columns = enter[self.others], leave[self.pivots]
+        everywhere = bool(rows.all() and columns.all())
+        size, other, pivot = _largest(self.coefficients if everywhere else self.coefficients[rows][:, columns])
+        if not size > least:
             return False
-        other, pivot = divmod(int(sizes.argmax()), sizes.shape[1])
-        if not sizes[other, pivot] > least:
-            return False
+        if not everywhere:
+            other, pivot = int(rows.nonzero()[other]), int(columns.nonzero()[pivot])
         self._exchange(other, pivot)
         return True
 
@@ -149,12 +148,24 @@ class Skeleton:
         coefficients, size = self.coefficients, float(self.coefficients[other, pivot])
         change = coefficients[other].clone()
         change[pivot] -= 1
-        coefficients -= torch.outer(coefficients[:, pivot], change) / size
+        coefficients.addr_(coefficients[:, pivot].clone(), change, alpha=-1 / size)
         coefficients[other] = -change / size
         coefficients[other, pivot] += 1
         entering = int(self.others[other])
         self.__dict__.pop("condition", None)
         self.others[other], self.pivots[pivot] = self.pivots[pivot].clone(), entering
+
+
+def _largest(block: Tensor) -> tuple[float, int, int]:
+    """Return the largest absolute value in ``block`` [m, n], 0 if it is empty, and its row and column.
+
+    It reads the block twice and writes nothing: a block of a large model is 80 MB, and there are many exchanges.
+    """
+    if not block.numel():
+        return 0.0, 0, 0
+    low, high = torch.aminmax(block)
+    place = block.argmax() if high >= -low else block.argmin()
+    return max(float(high), -float(low)), *divmod(int(place), block.shape[1])
 
 
 def _at(places: Tensor, rows: Tensor, wanted: Tensor) -> Tensor:
