@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kDecodeHeads = kMaxBatch;  // query heads that one pass over the keys of their KV head serves
 constexpr int kPrefillQueries = 120;     // most query rows that prefill attention scores together
-constexpr int kPrefillRows = 512;        // most rows of one prefill step; longer prompts take several steps
+constexpr int kPrefillRows = 512;        // rows of one prefill step; a longer prompt takes several steps
 
 // Activations of one step, shared by all workers.
 struct Buffers {
@@ -365,7 +365,9 @@ int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t c
     if (count > 1 && !neuronmm_reads_prompts(model)) return -1;
     const int most = std::max(1, neuronmm::kPrefillRows / model->batch);
     for (int done = 0, n; done < count; done += n) {
-        n = std::min(most, count - done);
+        // The last step takes up to kMaxBatch rows more: so few rows alone would go through GEMVs, which round otherwise.
+        const int left = count - done;
+        n = left <= most + neuronmm::kMaxBatch / model->batch ? left : most;
         const neuronmm::Step step(*model, tokens + done, count, n, n == 1, batch_of(*model, starts, slot + done),
                                   done + n == count ? logits : nullptr, threads);
         neuronmm::run_team(threads, [&](const neuronmm::Worker& worker) { step.run(worker); });

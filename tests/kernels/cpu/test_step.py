@@ -133,6 +133,19 @@ def test_prompts_of_models_of_any_width(data: st.DataObject) -> None:
     assert (errors[:, 0] <= 4 * errors[:, 1]).all()
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("more", [1, 8, 9])
+def test_no_step_of_a_long_prompt_is_so_short_that_it_rounds_otherwise(more: int) -> None:
+    """The core takes 512 tokens per step; the logits are those of the same prompt in two parts of some 260."""
+    ids = torch.randint(3, 64, (1, 512 + more))
+    decoder = CpuDecoder(make_model("qwen2", "shared", dtype=torch.bfloat16), 1, 600)
+    if not decoder.reads_prompts:
+        pytest.skip("prompts are read by torch")
+    whole = decoder.prefill(ids, torch.ones_like(ids))
+    decoder.prefill(ids[:, :260], torch.ones(1, 260, dtype=torch.int64))
+    assert torch.equal(decoder.extend(ids[:, 260:]), whole)
+
+
 def test_a_prompt_in_fp32_is_read_by_torch() -> None:
     assert not CpuDecoder(make_model("llama", "dense"), 1, 16).reads_prompts
 
