@@ -16,7 +16,9 @@ from neuronmm.measure.config import PredictionConfig
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, LINEARS, TARGETS
 from neuronmm.models.model_config import ModelConfig
-from neuronmm.models.neuronx.intermediate import MLP, split_mlp
+from neuronmm.models.neuronx.checkpoint import layer_name
+from neuronmm.models.neuronx.expansion import low_rank
+from neuronmm.models.neuronx.intermediate import MLP, Split, split_mlp
 from neuronmm.models.source import expanded, read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
@@ -115,9 +117,17 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
     block = document.get("quantization_config")
     if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and ratio is None:
         spec = CompressionSpec.parse(block, where)
-        followers = tuple(tuple(name for name, _ in layer) for layer in _by_layer(dense, names, spec.shared))
-        pivots = tuple(_pivots(dense, spec, i, parallel) for i in range(dense.layers))
-        compressed = replace(dense, ranks=_by_layer(dense, names, spec.ranks), followers=followers, pivots=pivots)
+        mlps = [_mlp(dense, spec, index, parallel) for index in range(dense.layers)]
+        layers = [
+            low_rank(index, dense.linears(), spec.ranks, spec.shared, MLP if mlp else ())
+            for index, mlp in enumerate(mlps)
+        ]
+        compressed = replace(
+            dense,
+            ranks=tuple(tuple((name, plan.rank) for name, plan in layer.items()) for layer in layers),
+            followers=tuple(tuple(name for name, plan in layer.items() if plan.leader) for layer in layers),
+            pivots=tuple(map(_pivots, mlps)),
+        )
         return dense, compressed, spec.targets, spec.realised_ratio
     sizes = dense.linears()
     linears = [
@@ -130,10 +140,14 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
     return dense, replace(dense, ranks=_by_layer(dense, names, factorised)), "mlp", realised(linears, ranks)
 
 
-def _pivots(dense: Decoder, spec: CompressionSpec, layer: int, parallel: int) -> tuple[tuple[str, int], ...]:
-    """Return (short name, pivots on each core) of the linears of a layer whose pivots the MLP kernel uses."""
-    linears = [f"{LAYERS}.{layer}.{LINEARS[name]}" for name in MLP]
-    mlp = split_mlp(linears, spec.ranks, spec.shared, spec.forms, dense.intermediate, parallel)
+def _mlp(dense: Decoder, spec: CompressionSpec, layer: int, parallel: int) -> Split | None:
+    """Return how the MLP of a layer is split over the cores if one kernel computes it."""
+    linears = [layer_name(layer, LINEARS[name]) for name in MLP]
+    return split_mlp(linears, spec.ranks, spec.shared, spec.forms, dense.intermediate, parallel)
+
+
+def _pivots(mlp: Split | None) -> tuple[tuple[str, int], ...]:
+    """Return (short name, pivots on each core) of the linears of an MLP whose pivots its kernel uses."""
     if mlp is None:
         return ()
     return tuple((name, pivots.number) for name, pivots in zip(MLP, mlp.per_core.pivots, strict=True) if pivots)

@@ -72,6 +72,14 @@ class Architecture:
         return architecture
 
     @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of a layer's linears by short name."""
+        queries, keys = self.heads * self.head, self.kv_heads * self.head
+        attention = {"q": (self.hidden, queries), "k": (self.hidden, keys), "v": (self.hidden, keys)}
+        up, down = (self.hidden, self.intermediate), (self.intermediate, self.hidden)
+        return {**attention, "o": (queries, self.hidden), "gate": up, "up": up, "down": down}
+
+    @property
     def host_heads(self) -> int:
         """The number of heads passed to a host, chosen so that its hidden size / heads is the head size."""
         return self.hidden // self.head

@@ -78,6 +78,17 @@ class Checkpoint:
             check_pivots(name, pivots, self.ranks[linear] + len(stored), self.folder)
         return expand_b(stored, form, pivots)
 
+    def weight(self, linear: str) -> Tensor:
+        """Read the weight [out, in] of a linear; that of a factorised one is multiplied out in float32.
+
+        Raises:
+            UserError: as :meth:`factor`.
+        """
+        if linear not in self.ranks:
+            return self.tensor(f"{linear}.weight")
+        A, B = self.factor(self.shared.get(linear, linear), "A"), self.factor(linear, "B")
+        return (B.float() @ A.float()).to(self.dtype)
+
     def bias(self, linear: str) -> str:
         """Return the name that the bias of a linear has if it has one."""
         return bias_name(linear, self._form(linear)) if linear in self.ranks else f"{linear}.bias"

@@ -64,7 +64,9 @@ def shards(checkpoint: Checkpoint, tp_degree: int) -> Shards:
 
 def replaced(plan: LayerPlan) -> tuple[str, ...]:
     """Return the linears of a layer that the plugin computes, dense ones of their groups included."""
-    return tuple(name for group in GROUPS if any(plan[member].rank for member in group) for name in group)
+    return tuple(
+        name for group in GROUPS if any(plan[one].rank or plan[one].expanded for one in group) for name in group
+    )
 
 
 def parameters(plan: LayerPlan, name: str, element_bytes: int) -> dict[str, Parameter]:

@@ -8,7 +8,8 @@ order of the parameters.
 
 An MLP that one kernel computes keeps gate and up in the row form and down in the column form. On several cores each has
 its own order of the intermediate dimension and of the ranks (:mod:`.intermediate`), so that the factor without a split
-dimension has another order on every core. All other linears in a pivoted form are expanded to two factors.
+dimension has another order on every core. All other linears in a pivoted form are expanded to two factors, or to the
+matrix where that has fewer weights (:mod:`.expansion`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from neuronmm.kernels.nki.problem import Ranks
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LINEARS
 from neuronmm.models.neuronx.checkpoint import Checkpoint, layer_name
+from neuronmm.models.neuronx.expansion import low_rank
 from neuronmm.models.neuronx.heads import HeadPlan, distribute, take_heads
 from neuronmm.models.neuronx.intermediate import MLP, Split, split_mlp
 
@@ -45,7 +47,8 @@ BY_INPUT = ("o", "down")
 class LinearPlan:
     """One linear on one core: its sizes there, its rank (None: dense), and whether it has a bias.
 
-    ``leader``: short name of the linear whose A it shares; None if it has its own A.
+    ``leader``: short name of the linear whose A it shares; None if it has its own A. ``expanded``: it is dense here and
+    factorised in the checkpoint.
     """
 
     inputs: int
@@ -53,6 +56,7 @@ class LinearPlan:
     rank: int | None
     bias: bool
     leader: str | None
+    expanded: bool
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class Shards:
         for name, linear in plan.linears:
             full = layer_name(index, LINEARS[name])
             if linear.rank is None:
-                weights = self._split(name, checkpoint.tensor(f"{full}.weight"))
+                weights = self._split(name, checkpoint.weight(full))
                 parts[f"{name}.W"] = [weight.T.contiguous() for weight in weights]
             else:
                 for factor in "AB" if linear.leader is None else "B":
@@ -198,21 +202,20 @@ class Shards:
             "up": (hidden, intermediate),
             "down": (intermediate, hidden),
         }
+        checkpoint, mlp = self.checkpoint, self.mlps[index]
+        low = low_rank(index, architecture.linears, checkpoint.ranks, checkpoint.shared, MLP if mlp else ())
         linears = []
         for name, (inputs, outputs) in sizes.items():
             full = layer_name(index, LINEARS[name])
-            leader = self.checkpoint.shared.get(full)
-            short = next((n for n, part in LINEARS.items() if leader == layer_name(index, part)), None)
-            bias = self.checkpoint.has(self.checkpoint.bias(full))
-            linears.append((name, LinearPlan(inputs, outputs, self.checkpoint.ranks.get(full), bias, short)))
-        ranks = {name: linear.rank for name, linear in linears}
-        fused = [norm for norm, readers in READERS.items() if all(ranks[reader] for reader in readers)]
+            bias, expanded = checkpoint.has(checkpoint.bias(full)), full in checkpoint.ranks and name not in low
+            rank, leader = low.get(name, (None, None))
+            linears.append((name, LinearPlan(inputs, outputs, rank, bias, leader, expanded)))
+        fused = [norm for norm, readers in READERS.items() if all(reader in low for reader in readers)]
         if (
-            not self.fuses_norms or self.checkpoint.dtype is torch.float16
+            not self.fuses_norms or checkpoint.dtype is torch.float16
         ):  # which cannot represent the squares of a hidden state
             fused = []
-        qk_norm = self.checkpoint.has(layer_name(index, f"{NORMS['q_norm']}.weight"))
-        mlp = self.mlps[index]
+        qk_norm = checkpoint.has(layer_name(index, f"{NORMS['q_norm']}.weight"))
         return LayerPlan(tuple(linears), qk_norm, tuple(fused), mlp.per_core if mlp else None)
 
     def _mlp(self, index: int) -> Split | None:
