@@ -191,16 +191,21 @@ def pivot_tiny(model: PreTrainedModel, leader: str = "gate") -> CompressionSpec:
     forms |= {f"{layer}.self_attn.q_proj": {"form": "rows"} for layer in (first, second)}
     follower = {"gate": "up", "up": "gate"}[leader]
     shared = {f"{second}.mlp.{follower}_proj": f"{second}.mlp.{leader}_proj"}
-    spec = make_spec(ranks, shared=shared, forms=forms, format=2)
+    return randomise_tiny(model, make_spec(ranks, shared=shared, forms=forms, format=2))
+
+
+def randomise_tiny(model: PreTrainedModel, spec: CompressionSpec) -> CompressionSpec:
+    """Patch ``model`` in place with random factors; an index of pivots has every other output, if they suffice."""
     patch(model, spec)
     with torch.no_grad():
         for name in spec.ranks:
             low_rank = model.get_submodule(name)
             assert isinstance(low_rank, LowRankLinear)
-            for factor in [low_rank.B] if name in shared else [low_rank.A, low_rank.B]:
+            for factor in [low_rank.B] if name in spec.shared else [low_rank.A, low_rank.B]:
                 factor.weight.normal_(std=factor.weight.shape[1] ** -0.5)
             if low_rank.form is Form.ROWS and low_rank.first_pivot is None:
-                low_rank.pivots.copy_(torch.arange(0, 2 * low_rank.rank, 2))
+                step = min(2, low_rank.out_features // low_rank.rank)
+                low_rank.pivots.copy_(torch.arange(0, step * low_rank.rank, step))
     return spec
 
 

@@ -16,7 +16,17 @@ from neuronmm.models.neuronx.architecture import Architecture
 from neuronmm.models.neuronx.checkpoint import Checkpoint
 from neuronmm.models.neuronx.settings import Settings
 from neuronmm.models.neuronx.weights import BY_INPUT, NORMS, LayerPlan, Shards, names
-from tiny_models import compress_tiny, layer_ranks, load_plain, make_tiny, pivot_tiny, vary_norms, write_checkpoint
+from tiny_models import (
+    compress_tiny,
+    layer_ranks,
+    load_plain,
+    make_spec,
+    make_tiny,
+    pivot_tiny,
+    randomise_tiny,
+    vary_norms,
+    write_checkpoint,
+)
 
 LINEARS_LOW = (*TARGETS["mlp"], "self_attn.q_proj", "self_attn.k_proj")
 
@@ -50,17 +60,48 @@ def test_the_cores_together_compute_every_linear(tmp_path: Path, model_type: str
         weights = dict(zip(names(plan), made, strict=True))
         assert plan.fused == ("mlp_norm",) and "mlp_norm" not in weights and "input_norm" in weights
         assert all(len(parts) == cores and len({part.shape for part in parts}) == 1 for parts in made)
-        for name, linear in plan.linears:
-            module = model.get_submodule(f"model.layers.{index}.{LINEARS[name]}")
-            x = torch.randn(5, module.in_features)
-            parts = [part(weights, plan, name, core, inputs(cut, index, name, x, core)) for core in range(cores)]
-            y = sum(parts) if name in BY_INPUT else gather(cut, index, name, parts)
-            if linear.bias:
-                whole = weights[f"{name}.bias"]
-                y = y + (whole[0] if name in BY_INPUT else gather(cut, index, name, [b[None] for b in whole]))
-            if norm := plan.norm_of(name):
-                x = x * model.get_parameter(f"model.layers.{index}.{NORMS[norm]}.weight")
-            torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-4)
+        assert_the_cores_compute(cut, model, index)
+
+
+def assert_the_cores_compute(cut: Shards, model: torch.nn.Module, index: int) -> None:
+    """The linears of a layer, from their parts on the cores, give what those of ``model`` give."""
+    plan = cut.plans[index]
+    weights = dict(zip(names(plan), cut.layer(index), strict=True))
+    for name, linear in plan.linears:
+        module = model.get_submodule(f"model.layers.{index}.{LINEARS[name]}")
+        x = torch.randn(5, module.in_features)
+        parts = [part(weights, plan, name, core, inputs(cut, index, name, x, core)) for core in range(cut.tp_degree)]
+        y = sum(parts) if name in BY_INPUT else gather(cut, index, name, parts)
+        if linear.bias:
+            whole = weights[f"{name}.bias"]
+            y = y + (whole[0] if name in BY_INPUT else gather(cut, index, name, [b[None] for b in whole]))
+        if norm := plan.norm_of(name):
+            x = x * model.get_parameter(f"model.layers.{index}.{NORMS[norm]}.weight")
+        torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("rank", [20, 22])
+def test_a_linear_above_break_even_is_the_matrix(tmp_path: Path, rank: int, cores: int) -> None:
+    """Two factors of q, k, v with one A are 96 r weights, the matrices 2048; an MLP in one kernel stays low-rank."""
+    first, second = (f"model.layers.{index}" for index in range(2))
+    q, k, v = (f"{first}.self_attn.{name}_proj" for name in "qkv")
+    ranks = {name: rank for name in (q, k, v)} | {f"{first}.mlp.up_proj": 12, f"{first}.mlp.down_proj": 30}
+    ranks |= {f"{second}.mlp.{name}_proj": 30 for name in ("gate", "up", "down")}
+    forms = {q: {"form": "rows"}, f"{first}.mlp.up_proj": {"form": "rows", "first": 5}}
+    forms |= {f"{second}.mlp.{name}_proj": {"form": "rows", "first": 0} for name in ("gate", "up")}
+    forms |= {f"{layer}.mlp.down_proj": {"form": "columns"} for layer in (first, second)}
+    tiny = vary_norms(make_tiny("qwen2"))
+    spec = randomise_tiny(tiny, make_spec(ranks, shared={k: q, v: q}, forms=forms, format=2))
+    write_checkpoint(tiny, spec, tmp_path)
+    cut = shards(tmp_path, cores)
+    plan, last = cut.plans
+    dense = {"down"} if rank == 20 else {"q", "k", "v", "down"}
+    assert {name for name, linear in plan.linears if linear.expanded} == dense
+    assert plan.fused == (("input_norm",) if rank == 20 else ()) and plan["up"].rank == 12
+    assert last.mlp is not None and [last[name].rank for name in ("gate", "up", "down")] == [30, 30, 30]
+    for index in range(2):
+        assert_the_cores_compute(cut, load_plain(tmp_path), index)
 
 
 @pytest.mark.parametrize("cores", [1, 2])
