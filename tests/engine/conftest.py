@@ -12,7 +12,16 @@ from neuron_cases import EVERY, MIXED, POSITIONS, emulated_engines
 from neuronmm.engine.engine import Engine
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.neuronx import intermediate, sdk
-from tiny_models import compress_tiny, fill_tiny, make_tiny, pivot_tiny, shared_spec, vary_norms, write_checkpoint
+from tiny_models import (
+    compress_tiny,
+    fill_tiny,
+    make_tiny,
+    pivot_high,
+    pivot_tiny,
+    shared_spec,
+    vary_norms,
+    write_checkpoint,
+)
 from word_tokenizer import word_tokenizer
 
 
@@ -31,7 +40,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.fixture
 def neuron_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """``neuron_checkpoint("qwen2", "mlp")``: tiny, and ``dense``, ``mlp``, ``mixed`` (see MIXED), ``shared``:
-    one A for q, k, v and one for gate, up; or ``pivoted``: see ``pivot_tiny``."""
+    one A for q, k, v and one for gate, up; ``pivoted``, ``high``: see ``pivot_tiny`` and ``pivot_high``."""
 
     def make(model_type: str = "llama", kind: str = "dense", dtype: torch.dtype = torch.float32) -> Path:
         folder, model = tmp_path / f"{model_type}-{kind}", vary_norms(make_tiny(model_type, dtype=dtype))
@@ -42,6 +51,8 @@ def neuron_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         elif kind == "pivoted":
             monkeypatch.setattr(intermediate, "TILE", 1)  # tiny ranks have no full tiles
             write_checkpoint(model, pivot_tiny(model), folder)
+        elif kind == "high":
+            write_checkpoint(model, pivot_high(model), folder)
         else:
             ranks = {f"{LAYERS}.{i}.{name}": EVERY[name] for i in range(2) for name in TARGETS["mlp"]}
             write_checkpoint(model, compress_tiny(model, MIXED if kind == "mixed" else ranks), folder)

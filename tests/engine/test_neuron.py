@@ -52,6 +52,7 @@ def fresh_session(engine: Engine) -> Session:
         *((family, kind) for family in FAMILIES for kind in ("dense", "mixed")),
         ("llama", "mlp"),
         ("llama", "pivoted"),
+        ("qwen2", "high"),
         ("qwen3", "shared"),
     ],
 )

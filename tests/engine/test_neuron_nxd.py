@@ -86,6 +86,7 @@ def expect_hfs_tokens(engine: Engine, folder: Path, prompts: list[str], kernels:
     [
         *((family, kind) for family in FAMILIES for kind in ("dense", "mixed")),
         ("llama", "pivoted"),
+        ("qwen2", "high"),
         ("qwen3", "shared"),
     ],
 )

@@ -27,9 +27,9 @@ EVERY = {
 }  # fmt: skip
 MIXED = {**{f"{LAYERS}.0.{name}": rank for name, rank in EVERY.items()}, f"{LAYERS}.1.mlp.gate_proj": 12}
 """Layer 0 is all low-rank, with five kernels; layer 1 is dense except for gate, with one kernel."""
-KERNELS = {"dense": 0, "mlp": 2, "shared": 2 * 4, "mixed": 5 + 1, "pivoted": 2 + 2}
+KERNELS = {"dense": 0, "mlp": 2, "shared": 2 * 4, "mixed": 5 + 1, "pivoted": 2 + 2, "high": 1 + 1}
 """NKI kernels in the graph of a two-layer model, by kind of checkpoint."""
-NORMS = {"dense": 2 * 2 + 1, "mlp": 2 + 1, "shared": 1, "mixed": 2 + 1, "pivoted": 2 + 1}
+NORMS = {"dense": 2 * 2 + 1, "mlp": 2 + 1, "shared": 1, "mixed": 2 + 1, "pivoted": 2 + 1, "high": 2 + 1 + 1}
 """Norms of the hidden state in that graph that no kernel applies, including the final norm."""
 
 

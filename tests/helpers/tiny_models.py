@@ -191,10 +191,26 @@ def pivot_tiny(model: PreTrainedModel, leader: str = "gate") -> CompressionSpec:
     forms |= {f"{layer}.self_attn.q_proj": {"form": "rows"} for layer in (first, second)}
     follower = {"gate": "up", "up": "gate"}[leader]
     shared = {f"{second}.mlp.{follower}_proj": f"{second}.mlp.{leader}_proj"}
-    return randomise_tiny(model, make_spec(ranks, shared=shared, forms=forms, format=2))
+    return _randomise(model, make_spec(ranks, shared=shared, forms=forms, format=2))
 
 
-def randomise_tiny(model: PreTrainedModel, spec: CompressionSpec) -> CompressionSpec:
+def pivot_high(model: PreTrainedModel, rank: int = 22) -> CompressionSpec:
+    """Patch ``model`` in place with random pivoted factors, most of them of so high a rank that two have more weights.
+
+    In layer 0 q, k and v share an A of ``rank``, down has the rank 30, up 12, and gate is dense. Layer 1 has an MLP of
+    rank 30.
+    """
+    first, second = (f"{LAYERS}.{i}" for i in range(2))
+    q, k, v = (f"{first}.self_attn.{name}_proj" for name in "qkv")
+    up, downs = f"{first}.mlp.up_proj", [f"{layer}.mlp.down_proj" for layer in (first, second)]
+    readers = [f"{second}.mlp.{name}_proj" for name in ("gate", "up")]
+    ranks = {**dict.fromkeys((q, k, v), rank), up: 12, **dict.fromkeys((*downs, *readers), 30)}
+    forms: dict[str, dict[str, object]] = {q: {"form": "rows"}, up: {"form": "rows", "first": 5}}
+    forms |= {name: {"form": "columns"} for name in downs} | {name: {"form": "rows", "first": 0} for name in readers}
+    return _randomise(model, make_spec(ranks, shared={k: q, v: q}, forms=forms, format=2))
+
+
+def _randomise(model: PreTrainedModel, spec: CompressionSpec) -> CompressionSpec:
     """Patch ``model`` in place with random factors; an index of pivots has every other output, if they suffice."""
     patch(model, spec)
     with torch.no_grad():

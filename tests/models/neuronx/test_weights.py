@@ -20,10 +20,9 @@ from tiny_models import (
     compress_tiny,
     layer_ranks,
     load_plain,
-    make_spec,
     make_tiny,
+    pivot_high,
     pivot_tiny,
-    randomise_tiny,
     vary_norms,
     write_checkpoint,
 )
@@ -84,16 +83,8 @@ def assert_the_cores_compute(cut: Shards, model: torch.nn.Module, index: int) ->
 @pytest.mark.parametrize("rank", [20, 22])
 def test_a_linear_above_break_even_is_the_matrix(tmp_path: Path, rank: int, cores: int) -> None:
     """Two factors of q, k, v with one A are 96 r weights, the matrices 2048; an MLP in one kernel stays low-rank."""
-    first, second = (f"model.layers.{index}" for index in range(2))
-    q, k, v = (f"{first}.self_attn.{name}_proj" for name in "qkv")
-    ranks = {name: rank for name in (q, k, v)} | {f"{first}.mlp.up_proj": 12, f"{first}.mlp.down_proj": 30}
-    ranks |= {f"{second}.mlp.{name}_proj": 30 for name in ("gate", "up", "down")}
-    forms = {q: {"form": "rows"}, f"{first}.mlp.up_proj": {"form": "rows", "first": 5}}
-    forms |= {f"{second}.mlp.{name}_proj": {"form": "rows", "first": 0} for name in ("gate", "up")}
-    forms |= {f"{layer}.mlp.down_proj": {"form": "columns"} for layer in (first, second)}
     tiny = vary_norms(make_tiny("qwen2"))
-    spec = randomise_tiny(tiny, make_spec(ranks, shared={k: q, v: q}, forms=forms, format=2))
-    write_checkpoint(tiny, spec, tmp_path)
+    write_checkpoint(tiny, pivot_high(tiny, rank), tmp_path)
     cut = shards(tmp_path, cores)
     plan, last = cut.plans
     dense = {"down"} if rank == 20 else {"q", "k", "v", "down"}
