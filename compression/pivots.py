@@ -78,13 +78,14 @@ class Skeleton:
             held = self.mask[smaller.others].nonzero().flatten()
             both = _largest(self.coefficients[:, columns] * smaller.coefficients[rows])
             own, theirs = _largest(self.coefficients[:, free]), _largest(smaller.coefficients[held])
-            size, other, pivot = max(both, own, theirs)
+            best = max(both, own, theirs, key=lambda largest: largest[0])
+            size, other, pivot = best
             if not size > BOUND:
                 break
-            if size == both[0]:
+            if best is both:
                 self._exchange(other, int(columns[pivot]))
                 smaller._exchange(int(rows[other]), pivot)
-            elif size == own[0]:
+            elif best is own:
                 self._exchange(other, int(free[pivot]))
             else:
                 smaller._exchange(int(held[other]), pivot)

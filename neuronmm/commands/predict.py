@@ -3,7 +3,8 @@
 Nothing runs: the figures come from the emulator's timing model. Its errors against published measurements are printed
 with them. TTFT is not validated: the one published context encoding took five times as long as predicted. The
 config.json of a compressed checkpoint supplies its own ranks. Pivots that the MLP kernel
-uses count as such; other pivoted linears count as two factors, as which the hosts run them.
+uses count as such; other pivoted linears count as two factors, or as the
+matrix where that has fewer weights, as the hosts run them.
 
 examples:
   neuronmm predict ./Llama-3.2-1B --ratio 0.2 --device trn1
