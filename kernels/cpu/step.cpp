@@ -365,7 +365,7 @@ int neuronmm_step(const neuronmm::Model* model, const int64_t* tokens, int32_t c
     if (count > 1 && !neuronmm_reads_prompts(model)) return -1;
     const int most = std::max(1, neuronmm::kPrefillRows / model->batch);
     for (int done = 0, n; done < count; done += n) {
-        // The last step takes up to kMaxBatch rows more: so few rows alone would go through GEMVs, which round otherwise.
+        // The last step takes up to kMaxBatch rows more. Alone they would go through GEMVs, which round in another way.
         const int left = count - done;
         n = left <= most + neuronmm::kMaxBatch / model->batch ? left : most;
         const neuronmm::Step step(*model, tokens + done, count, n, n == 1, batch_of(*model, starts, slot + done),
