@@ -14,7 +14,7 @@ from neuronmm.emulator.timing.measured import VALIDATION
 from neuronmm.kernels.hardware import CORES
 from neuronmm.measure.config import PredictionConfig
 from neuronmm.models.errors import UserError
-from neuronmm.models.families import LAYERS, LINEARS, TARGETS
+from neuronmm.models.families import LINEARS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.neuronx.checkpoint import layer_name
 from neuronmm.models.neuronx.expansion import low_rank
@@ -113,14 +113,13 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
         head=dimensions.head,
         vocabulary=dimensions.vocab_size,
     )
-    names = {f"{LAYERS}.{i}.{long}": (i, short) for i in range(dense.layers) for short, long in LINEARS.items()}
+    shapes = dimensions.linears
     block = document.get("quantization_config")
     if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and ratio is None:
         spec = CompressionSpec.parse(block, where)
         mlps = [_mlp(dense, spec, index, parallel) for index in range(dense.layers)]
         layers = [
-            low_rank(index, dense.linears(), spec.ranks, spec.shared, MLP if mlp else ())
-            for index, mlp in enumerate(mlps)
+            low_rank(index, shapes, spec.ranks, spec.shared, MLP if mlp else ()) for index, mlp in enumerate(mlps)
         ]
         compressed = replace(
             dense,
@@ -129,15 +128,13 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
             pivots=tuple(map(_pivots, mlps)),
         )
         return dense, compressed, spec.targets, spec.realised_ratio
-    sizes = dense.linears()
-    linears = [
-        Linear(name, sizes[short][1], sizes[short][0])
-        for name, (_, short) in names.items()
-        if LINEARS[short] in TARGETS["mlp"]
-    ]
+    names = [{name: layer_name(index, LINEARS[name]) for name in MLP} for index in range(dense.layers)]
+    linears = [Linear(full, *shapes[name]) for layer in names for name, full in layer.items()]
     ranks = balance(linears, DEFAULT_RATIO if ratio is None else ratio, auto_align(linears))
-    factorised = {name: rank for name, rank in ranks.items() if rank is not None}
-    return dense, replace(dense, ranks=_by_layer(dense, names, factorised)), "mlp", realised(linears, ranks)
+    by_layer = tuple(
+        tuple((name, rank) for name, full in layer.items() if (rank := ranks[full]) is not None) for layer in names
+    )
+    return dense, replace(dense, ranks=by_layer), "mlp", realised(linears, ranks)
 
 
 def _mlp(dense: Decoder, spec: CompressionSpec, layer: int, parallel: int) -> Split | None:
@@ -151,12 +148,3 @@ def _pivots(mlp: Split | None) -> tuple[tuple[str, int], ...]:
     if mlp is None:
         return ()
     return tuple((name, pivots.number) for name, pivots in zip(MLP, mlp.per_core.pivots, strict=True) if pivots)
-
-
-def _by_layer(dense: Decoder, names: dict[str, tuple[int, str]], values: dict[str, Any]) -> tuple[Any, ...]:
-    """Return ``values``, which are keyed by full name, as one tuple of (short name, value) per layer."""
-    layers: list[list[tuple[str, Any]]] = [[] for _ in range(dense.layers)]
-    for name, (layer, short) in names.items():
-        if name in values:
-            layers[layer].append((short, values[name]))
-    return tuple(map(tuple, layers))

@@ -128,6 +128,21 @@ class ModelConfig(BaseModel):
         """Features per head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The shapes [out, in] of the weights of a decoder layer's linears, by short name."""
+        hidden, wide = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_attention_heads * self.head, self.kv_heads * self.head
+        return {
+            "q": (queries, hidden),
+            "k": (keys, hidden),
+            "v": (keys, hidden),
+            "o": (hidden, queries),
+            "gate": (wide, hidden),
+            "up": (wide, hidden),
+            "down": (hidden, wide),
+        }
+
     @classmethod
     def parse(cls, config: dict[str, Any], where: str) -> ModelConfig:
         """Check the content of a config.json.

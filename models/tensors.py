@@ -44,17 +44,7 @@ class Promise:
 
 def promised(config: ModelConfig, spec: CompressionSpec | None) -> Iterator[tuple[str, Promise]]:
     """Yield the name of every required or optional tensor of a checkpoint, with its promise."""
-    hidden, wide, head = config.hidden_size, config.intermediate_size, config.head
-    queries, keys = config.num_attention_heads * head, config.kv_heads * head
-    sizes = {
-        "q": (queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-        "o": (hidden, queries),
-        "gate": (wide, hidden),
-        "up": (wide, hidden),
-        "down": (hidden, wide),
-    }
+    hidden, head, shapes = config.hidden_size, config.head, config.linears
     table, low = (config.vocab_size, hidden), spec is not None and spec.weights != "model"
     yield from _matrix(EMBEDDING, table, "int8" if low else "model")
     yield NORM, Promise((hidden,))
@@ -69,7 +59,7 @@ def promised(config: ModelConfig, spec: CompressionSpec | None) -> Iterator[tupl
         for norm in ("q_norm", "k_norm"):
             yield f"{layer}.self_attn.{norm}.weight", Promise((head,), required=False)
         for short, inside in LINEARS.items():
-            yield from linear_tensors(f"{layer}.{inside}", *sizes[short], spec)
+            yield from linear_tensors(f"{layer}.{inside}", *shapes[short], spec)
 
 
 def linear_tensors(

@@ -17,8 +17,8 @@ ROPE_TYPES = ("default", "llama3")
 class Architecture:
     """Dimensions and constants of a Llama-style decoder.
 
-    ``head``: size of a head. ``positions``: longest context. ``rope_scaling``: config.json's block of that name, or
-    None. ``ends``: end-of-sequence tokens.
+    ``head``: size of a head. ``linears``: :attr:`.ModelConfig.linears`. ``positions``: longest context.
+    ``rope_scaling``: config.json's block of that name, or None. ``ends``: end-of-sequence tokens.
     """
 
     model_type: str
@@ -28,6 +28,7 @@ class Architecture:
     heads: int
     kv_heads: int
     head: int
+    linears: dict[str, tuple[int, int]]
     vocabulary: int
     positions: int
     epsilon: float
@@ -58,6 +59,7 @@ class Architecture:
             heads=sizes.num_attention_heads,
             kv_heads=sizes.kv_heads,
             head=sizes.head,
+            linears=sizes.linears,
             vocabulary=sizes.vocab_size,
             positions=positions,
             epsilon=epsilon,
@@ -70,14 +72,6 @@ class Architecture:
             # The hosts compute the head size as hidden size / heads, so some number of heads must give it.
             raise UserError(f"{where}: hidden size {hidden} is not a multiple of the head size {head}")
         return architecture
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of a layer's linears by short name."""
-        queries, keys = self.heads * self.head, self.kv_heads * self.head
-        attention = {"q": (self.hidden, queries), "k": (self.hidden, keys), "v": (self.hidden, keys)}
-        up, down = (self.hidden, self.intermediate), (self.intermediate, self.hidden)
-        return {**attention, "o": (queries, self.hidden), "gate": up, "up": up, "down": down}
 
     @property
     def host_heads(self) -> int:

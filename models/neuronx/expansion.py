@@ -23,7 +23,7 @@ class LowRankPlan(NamedTuple):
 
 def low_rank(
     layer: int,
-    sizes: Mapping[str, tuple[int, int]],
+    shapes: Mapping[str, tuple[int, int]],
     ranks: Mapping[str, int],
     shared: Mapping[str, str],
     kept: Collection[str],
@@ -34,12 +34,12 @@ def low_rank(
 
     Args:
         layer: its number.
-        sizes: (in, out) of the linears in the whole model, by short name.
+        shapes: [out, in] of the linears in the whole model, by short name.
         ranks: of the factorised linears of the checkpoint.
         shared: linear -> the linear whose A it uses, of the checkpoint.
         kept: short names of linears that stay low-rank in any case.
     """
-    short = {layer_name(layer, LINEARS[name]): name for name in sizes}
+    short = {layer_name(layer, LINEARS[name]): name for name in shapes}
     leaders = {name: short[shared[full]] if full in shared else None for full, name in short.items() if full in ranks}
     groups: dict[str, list[str]] = {}
     for name, leader in leaders.items():
@@ -47,7 +47,7 @@ def low_rank(
     chosen: dict[str, LowRankPlan] = {}
     for leader, members in groups.items():
         rank = ranks[layer_name(layer, LINEARS[leader])]
-        inputs, outputs = sizes[leader][0], sum(sizes[name][1] for name in members)
+        inputs, outputs = shapes[leader][1], sum(shapes[name][0] for name in members)
         if leader in kept or rank * (inputs + outputs) < inputs * outputs:
             chosen |= {name: LowRankPlan(rank, leaders[name]) for name in members}
     return chosen

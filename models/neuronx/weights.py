@@ -207,7 +207,8 @@ class Shards:
         linears = []
         for name, (inputs, outputs) in sizes.items():
             full = layer_name(index, LINEARS[name])
-            bias, expanded = checkpoint.has(checkpoint.bias(full)), full in checkpoint.ranks and name not in low
+            bias = checkpoint.has(checkpoint.bias(full))
+            expanded = full in checkpoint.ranks and name not in low
             rank, leader = low.get(name, (None, None))
             linears.append((name, LinearPlan(inputs, outputs, rank, bias, leader, expanded)))
         fused = [norm for norm, readers in READERS.items() if all(reader in low for reader in readers)]
