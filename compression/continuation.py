@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from neuronmm.compression.streaming import StreamedModel, run_layer
+from neuronmm.kernels.grouped_attention import GroupedAttention
 from neuronmm.kernels.widened_linears import widened_linears
 from neuronmm.models.chat import ChatTemplate
 from neuronmm.models.errors import UserError
@@ -62,7 +63,7 @@ def continue_rows(
     opened = torch.tensor([len(opening) for opening in openings])
     with quiet():
         cache = DynamicCache()
-    with widened_linears(model.device, in_core=True):
+    with widened_linears(model.device, in_core=True), GroupedAttention():
         for position in range(length - 1):
             hidden = model.embed(tokens[:, position : position + 1])
             rotary = model.rotary(hidden, torch.tensor([[position]]))

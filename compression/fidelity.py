@@ -53,32 +53,45 @@ def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
     return {"kind": "measured", "distance": measured, "samples": samples, "warnings": warnings}
 
 
-def divergence(
-    dense: StreamedModel, expected: Tensor, states: Tensor, low: StreamedModel | None = None
-) -> dict[str, Any]:
-    """Return how far the next-token distributions of a compressed model are from the dense ones.
+def divergences(
+    dense: StreamedModel, expected: Tensor, candidates: Sequence[Tensor], low: StreamedModel | None = None
+) -> list[dict[str, Any]]:
+    """Return how far the next-token distributions of each compressed model are from the dense ones.
 
     Args:
         dense: the dense model.
         expected: the outputs [rows, length, hidden] of its last layer, for the rows of this process.
-        states: those of the compressed model.
-        low: the compressed model; None if it has the last norm and the head of the dense one, which only rounding
+        candidates: those of each compressed model.
+        low: the compressed model; None if all have the last norm and the head of the dense one, which only rounding
             changes.
 
     Returns:
-        Plain values: ``rows``, ``length``, ``kl``, ``agreement``, ``kl_standard_error`` over the rows (None for one).
+        Plain values by candidate: ``rows``, ``length``, ``kl``, ``agreement``, ``kl_standard_error`` over the rows
+        (None for one).
     """
-    divergences, same, positions = list[float](), 0, expected[:, 1:, 0].numel()
+    kls, same = [list[float]() for _ in candidates], [0] * len(candidates)
     with dense.head() as logits, nullcontext(logits) if low is None else low.head() as low_logits:
-        for want, got in zip(expected, states, strict=True):
-            total = 0.0
-            for a, b in zip(want[:-1].split(_CHUNK), got[:-1].split(_CHUNK), strict=True):
-                target, result = logits(a).log_softmax(-1), low_logits(b).log_softmax(-1)
-                total += float(kl_div(result, target, reduction="sum", log_target=True))
-                same += int((target.argmax(-1) == result.argmax(-1)).sum())
-            divergences.append(total / max(len(want) - 1, 1))
-    values = torch.tensor([kl for part in processes.of_all(divergences) for kl in part], dtype=torch.float64)
-    same, positions = int(processes.total(same)), int(processes.total(positions))
+        for want, *got in zip(expected, *candidates, strict=True):
+            totals = [0.0] * len(got)
+            for chunk, *chunks in zip(*(states[:-1].split(_CHUNK) for states in (want, *got)), strict=True):
+                target = logits(chunk).log_softmax(-1)
+                most = target.argmax(-1)
+                for number, states in enumerate(chunks):
+                    result = low_logits(states).log_softmax(-1)
+                    totals[number] += float(kl_div(result, target, reduction="sum", log_target=True))
+                    same[number] += int((most == result.argmax(-1)).sum())
+            for of_rows, total in zip(kls, totals, strict=True):
+                of_rows.append(total / max(len(want) - 1, 1))
+    return [_summary(of_rows, equal, expected) for of_rows, equal in zip(kls, same, strict=True)]
+
+
+def _summary(kls: list[float], same: int, expected: Tensor) -> dict[str, Any]:
+    """Return the values of :func:`divergences` for one candidate, over the rows of all processes.
+
+    ``kls`` are the divergences of the rows of this process, ``same`` is the number of positions with the same token.
+    """
+    values = torch.tensor([kl for part in processes.of_all(kls) for kl in part], dtype=torch.float64)
+    same, positions = int(processes.total(same)), int(processes.total(expected[:, 1:, 0].numel()))
     return {
         "rows": len(values),
         "length": expected.shape[1],
@@ -99,12 +112,13 @@ def loops(tokens: Sequence[int]) -> bool:
 
 @torch.inference_mode()
 def _distance(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
-    """Return the :func:`divergence` of the checkpoint in ``folder`` over ``rows``."""
+    """Return the :func:`divergences` of the checkpoint in ``folder`` over ``rows``."""
     dense = StreamedModel(run.dense.folder, torch.float32, run.device)
     low = StreamedModel(folder, torch.float32, run.device)
     step = partial(run.progress, "comparing", 0.5 / (len(dense) + len(low)))
     rounded = None if run.config.weight_dtype == "model" else low
-    return divergence(dense, final_states(dense, rows, step), final_states(low, rows, step), rounded)
+    [distance] = divergences(dense, final_states(dense, rows, step), [final_states(low, rows, step)], rounded)
+    return distance
 
 
 def final_states(model: StreamedModel, rows: Tensor, step: Callable[[], None]) -> Tensor:

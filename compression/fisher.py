@@ -11,7 +11,8 @@ text, F would be the empirical Fisher matrix, which is not the curvature of the 
 
 The gradients of several positions depend on the same tokens, through the attention: most of all those of keys and
 values. Then the changes at these positions add up. The factor s corrects the size of F for that: over a row of
-positions t, it is the mean of ``|sum_t g_t x_t^T|^2``, over that of ``sum_t |g_t|^2 |x_t|^2``.
+positions t, it is the mean of ``|sum_t g_t x_t^T|^2``, over that of ``sum_t |g_t|^2 |x_t|^2``. Every fourth row is
+enough for this one number.
 
 The layers run forwards over all rows and then backwards, with the weights of one layer in memory at a time. Between the
 two passes the inputs of every layer are on the disk, in bf16.
@@ -41,6 +42,7 @@ from neuronmm.models.model_config import ModelConfig
 
 _STAGE, _FORWARDS = "measuring gradients", 0.3  # the fraction of the time that the pass forwards takes
 _CHUNK = 256  # positions per call of the head
+_TOGETHER = 4  # the factor s is measured on every so many rows
 
 DAMPING = 1e-3
 """What is added to the second moments of the gradients of a linear's outputs, relative to their mean size."""
@@ -136,7 +138,7 @@ def _run_forwards(run: Run, model: StreamedModel, inside: list[list[str]], rows:
     streams = model.streams(processes.part(rows), ("dense",))
     for index, names in enumerate(inside):
         run.workspace.save(_inputs(index), {"hidden": streams.dense.bfloat16()})
-        with model.layer(index) as layer:
+        with model.layer(index) as layer, _autocast(model.device):
             _, streams.dense = run.store.gather(index, layer, names, streams.dense, streams.rotary, run.config.damping)
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress(_STAGE, _FORWARDS / len(model))
@@ -203,7 +205,7 @@ class _Gradients:
     def __init__(self, linear: nn.Linear, name: str) -> None:
         size, self._of_inputs = side(name, linear.out_features, linear.in_features)
         self._sums = torch.zeros(size, size, dtype=torch.float64, device=linear.weight.device)
-        self._apart, self._together = 0.0, 0.0
+        self._apart, self._together, self._rows = 0.0, 0.0, 0
         self._inputs = torch.empty(0)
 
     def corrected(self) -> Tensor:
@@ -221,12 +223,15 @@ class _Gradients:
 
     def add(self, _: nn.Module, of_input: Any, of_output: Any) -> None:
         """Add the tokens of a pass backwards."""
-        g, x = of_output[0], self._inputs.to(of_output[0].dtype)
+        g = of_output[0]
         gradients = (of_input[0] if self._of_inputs else g).flatten(0, -2).float()
         with torch.autocast(g.device.type, enabled=False):
             self._sums += gradients.T @ gradients
-            self._apart += float((_power(g) * _power(x)).sum())
-            self._together += sum(float(_power(a.T @ b).sum()) for a, b in zip(g, x, strict=True))
+            for number, (a, b) in enumerate(zip(g, self._inputs.to(g.dtype), strict=True), self._rows):
+                if (number * processes.size() + processes.rank()) % _TOGETHER == 0:
+                    self._apart += float((_power(a) * _power(b)).sum())
+                    self._together += float(_power(a.T @ b).sum())
+        self._rows += len(g)
 
 
 def _power(x: Tensor) -> Tensor:

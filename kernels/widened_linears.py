@@ -2,7 +2,8 @@
 
 Without 16-bit instructions, torch's GEMMs of bf16 and fp16 matrices take 2 to 7 times as long as float32 GEMMs of the
 same matrices, conversions included. The conversion of a large matrix goes through main memory and takes most of the
-time of a call with few rows. The core converts in registers instead (docs/log.md has the measurements).
+time of a call with few rows. The core converts in registers instead. Up to 4 rows are bound by reading the weights,
+which the core does faster than torch on every processor measured (docs/log.md has the measurements).
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from neuronmm.kernels.cpu.step import LinearWeights
 _FEW = 16
 """Calls with fewer rows are bound by reading the weights, which is faster in 16 bits."""
 
+_STEP_ROWS = 4
+"""The core takes all calls of at most so many rows, which its kernels for decoding compute together."""
+
 _CORE_ROWS, _LARGE = 192, 1 << 23
-"""The core takes calls of at most so many rows whose matrix has at least so many elements, 32 MiB in float32."""
+"""Where 16 bits are slow, it also takes calls of at most so many rows whose matrix has at least so many elements, 32
+MiB in float32."""
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -49,8 +54,8 @@ def has_amx() -> bool:
 def widened_linears(device: torch.device, *, in_core: bool = False) -> AbstractContextManager[object]:
     """Return a context in which 16-bit linears on an x86 CPU run in float32 where that is faster.
 
-    With ``in_core``, large bf16 linears of few rows and without gradients run in the C++ core. The result is rounded to
-    16 bits. It differs from that of the 16-bit linear only by the order of the float32 sum.
+    With ``in_core``, bf16 linears of few rows and without gradients run in the C++ core, on any x86 CPU. The result is
+    rounded to 16 bits. It differs from that of the 16-bit linear only by the order of the float32 sum.
     """
     capabilities = _capabilities()
     if device.type != "cpu" or capabilities.get("architecture") != "x86_64":
@@ -60,7 +65,7 @@ def widened_linears(device: torch.device, *, in_core: bool = False) -> AbstractC
         slow.add(torch.bfloat16)
     if not (capabilities.get("amx_fp16") or capabilities.get("avx512_fp16")):
         slow.add(torch.float16)
-    return _Widened(slow, in_core) if slow else nullcontext()
+    return _Widened(slow, in_core) if slow or in_core else nullcontext()
 
 
 class _Widened(TorchFunctionMode):
@@ -85,21 +90,23 @@ class _Widened(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = input.numel() // max(input.shape[-1], 1)
-        if input.dtype not in self._dtypes or rows < _FEW:
-            return linear(input, weight, bias)
+        slow = input.dtype in self._dtypes and rows >= _FEW
         wide = None if bias is None else bias.float()
-        if self._in_core and rows <= _CORE_ROWS and _fits_core(input, weight, wide):
+        small = rows <= _STEP_ROWS or (slow and rows <= _CORE_ROWS and weight.numel() >= _LARGE)
+        if self._in_core and small and _fits_core(input, weight, wide):
             described = describe([LinearWeights(weight, bias=wide)], input.dtype)
             return torch.ops.neuronmm.linears(input, described, len(weight))
+        if not slow:
+            return linear(input, weight, bias)
         return linear(input.float(), weight.float(), wide).to(input.dtype)
 
 
 def _fits_core(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the core can run the linear, and faster; it has no gradients there. ``bias`` is float32."""
+    """Return whether the core can run the linear; it has no gradients there. ``bias`` is float32."""
     bf16 = input.dtype is weight.dtype is torch.bfloat16 and not torch.is_grad_enabled()
-    large = weight.ndim == 2 and weight.is_contiguous() and weight.numel() >= _LARGE and weight.device.type == "cpu"
+    matrix = weight.ndim == 2 and weight.is_contiguous() and weight.device.type == "cpu"
     added = bias is None or (bias.shape == (len(weight),) and bias.is_contiguous())
-    return bf16 and large and added and input.shape[-1] == weight.shape[1] and input.device.type == "cpu"
+    return bf16 and matrix and added and input.shape[-1] == weight.shape[1] and input.device.type == "cpu"
 
 
 def _capabilities() -> Mapping[str, Any]:

@@ -29,7 +29,7 @@ from neuronmm.compression import calibration
 from neuronmm.compression.calibration import from_file, from_model, mixed, prefixes, shares
 from neuronmm.compression.config import CompressionConfig, Rows
 from neuronmm.compression.continuation import Sampled, around_user, continue_rows
-from neuronmm.compression.fidelity import divergence, final_states
+from neuronmm.compression.fidelity import divergences, final_states
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.compression.tensor_files import write_tensors
@@ -121,7 +121,7 @@ class Study:
         low, result = StreamedModel(folder, torch.float32), dict[str, Any]()
         for kind in self.kinds:
             states = final_states(low, self.measured(kind), lambda: None)
-            result[kind] = divergence(self.dense, self.expected(kind), states)
+            [result[kind]] = divergences(self.dense, self.expected(kind), [states])
         return result
 
     def calibrated_on(self, name: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compress a model as far as a budget allows, without training, generate with both models, benchmark both in one run.
+# Remove a tenth of all linears' weights without training, generate with both models, benchmark both in one run.
 #
 # Usage: scripts/demo.sh MODEL [OUT]    MODEL: a Hugging Face folder, a GGUF file or a hub id; OUT: the compressed one
 set -euo pipefail
@@ -16,7 +16,7 @@ run() {
 if [ -d "$out" ]; then
     echo "$out exists: not compressing again"
 else
-    run compress "$model" -o "$out" --budget balanced --refine off  # the default refines: better, and longer
+    run compress "$model" -o "$out" --targets all --ratio 0.1 --refine off  # the default refines: better, and longer
 fi
 run generate "$model" --chat --prompt "$prompt" --max-new-tokens 80
 run generate "$out" --chat --prompt "$prompt" --max-new-tokens 80

@@ -23,8 +23,8 @@ ROOT = DOCS.parent
 
 def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    tiny_checkpoint(tmp_path / "out" / "smollm2-balanced")
-    word_tokenizer().save_pretrained(tmp_path / "out" / "smollm2-balanced")
+    tiny_checkpoint(tmp_path / "out" / "smollm2-low")
+    word_tokenizer().save_pretrained(tmp_path / "out" / "smollm2-low")
     code = blocks("models.md", "python")
     assert len(code) >= 5
     namespace: dict[str, Any] = {}

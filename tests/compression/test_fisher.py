@@ -63,8 +63,9 @@ def directly(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
     for name, (weight, x, output) in captured.items():
         assert output.grad is not None
         g = output.grad.double()
-        apart = (g.square().sum(-1) * x.square().sum(-1)).sum()
-        together = torch.einsum("rto,rti->roi", g, x).square().sum()
+        few, inputs = g[:: fisher._TOGETHER], x[:: fisher._TOGETHER]
+        apart = (few.square().sum(-1) * inputs.square().sum(-1)).sum()
+        together = torch.einsum("rto,rti->roi", few, inputs).square().sum()
         _, of_inputs = side(name.split(".", 3)[3], *weight.shape)
         g = (g @ weight if of_inputs else g).flatten(0, 1)
         sums[name] = g.T @ g * together / apart / rows.numel()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from core_decoding import needs_core
+from error_rule import assert_twice_plain, draws_to_pool
 from neuronmm.kernels import widened_linears as widening
 from neuronmm.kernels.cpu import isa
 from neuronmm.kernels.cpu.linears import describe
@@ -96,6 +97,26 @@ def test_a_model_whose_linears_run_in_the_core_is_within_the_rule(monkeypatch: p
 
 
 WEIGHT = torch.randn(40, 24).bfloat16()
+
+
+@needs_core
+@pytest.mark.skipif(isa() == "portable", reason="the portable core has no GEMM")
+@pytest.mark.parametrize("capabilities", [OLD_X86, {"architecture": "x86_64", "bf16": True, "avx512_fp16": True}])
+@pytest.mark.parametrize(("rows", "calls_of_core"), [(1, 1), (4, 1), (5, 0)])
+def test_steps_of_few_rows_run_in_the_core_on_every_x86_processor(
+    capabilities: dict[str, object], rows: int, calls_of_core: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    calls = Mock(wraps=describe)
+    monkeypatch.setattr(widening, "describe", calls)
+    cases = [torch.randn(rows, 1, 24).bfloat16() for _ in range(draws_to_pool(rows * 40))]
+
+    def run(x: Tensor) -> Tensor:
+        with widened_linears(CPU, in_core=True), torch.no_grad():
+            return linear(x, WEIGHT)
+
+    assert_twice_plain(cases, run, lambda x: linear(x, WEIGHT), lambda x: linear(x.double(), WEIGHT.double()))
+    assert calls.call_count == calls_of_core * len(cases)
 
 
 @pytest.mark.usefixtures("old_processor")

@@ -1,0 +1,86 @@
+"""Attention whose query heads read keys and values together: its values, and which calls are changed."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from draws import examples
+from error_rule import assert_twice_plain, draws_to_pool
+from neuronmm.kernels import grouped_attention
+from neuronmm.kernels.grouped_attention import GroupedAttention
+
+
+def draw(
+    rows: int,
+    heads: int,
+    group: int,
+    keys: int,
+    head: int,
+    *,
+    queries: int = 1,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (heads * group, queries), (heads, keys), (heads, keys)
+    query, key, value = (torch.randn(rows, *shape, head, generator=generator).to(dtype) for shape in shapes)
+    return query, key, value
+
+
+@examples(60)
+@given(
+    rows=st.integers(1, 5),
+    heads=st.integers(1, 4),
+    group=st.integers(1, 6),
+    keys=st.integers(1, 70),
+    head=st.sampled_from([1, 8, 20, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([None, 0.3]),
+)
+def test_it_is_the_attention_of_every_query_head(
+    rows: int, heads: int, group: int, keys: int, head: int, dtype: torch.dtype, scale: float | None
+) -> None:
+    def attend(case: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return scaled_dot_product_attention(*case, scale=scale, enable_gqa=True)
+
+    def grouped(case: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        with GroupedAttention():
+            return attend(case)
+
+    def exact(case: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        query, key, value = case
+        return attend((query.double(), key.double(), value.double()))
+
+    count = draws_to_pool(rows * heads * group * head)
+    cases = [draw(rows, heads, group, keys, head, dtype=dtype, seed=seed) for seed in range(count)]
+    assert_twice_plain(cases, grouped, attend, exact)
+
+
+@pytest.mark.parametrize(
+    ("queries", "options", "grouped"),
+    [
+        (1, {"enable_gqa": True}, True),
+        (2, {"enable_gqa": True}, False),
+        (1, {"enable_gqa": True, "attn_mask": torch.ones(1, 9, dtype=torch.bool)}, False),
+        (1, {"enable_gqa": True, "is_causal": True}, False),
+    ],
+)
+def test_other_calls_are_left_as_they_are(
+    queries: int, options: dict[str, Any], grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = draw(2, 3, 3, 9, 8, queries=queries)
+    plain = scaled_dot_product_attention(query, key, value, **options)
+    calls = Mock(wraps=scaled_dot_product_attention)
+    monkeypatch.setattr(grouped_attention, "scaled_dot_product_attention", calls)
+    got = grouped_attention._attend(query, key, value, **options)
+    assert (calls.call_args.args[0].shape[-2] == 3) is grouped
+    torch.testing.assert_close(got, plain)
