@@ -142,7 +142,7 @@ test-random: setup
 	$(VENV)/bin/python -m pytest -m "hypothesis and not slow" --hypothesis-profile=random $(ARGS)
 
 $(COMPRESSED): | $(VENV)/.done
-	$(VENV)/bin/neuronmm compress $(MODEL) -o $@ --targets all --ratio 0.1 --refine off
+	$(VENV)/bin/neuronmm compress $(MODEL) -o $@ --recipe configs/demo.yaml
 
 bench: $(COMPRESSED)
 	$(VENV)/bin/neuronmm benchmark $(COMPRESSED) --baseline $(MODEL) $(ARGS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,12 @@ def packages() -> tuple[list[str], dict[str, str]]:
 
 
 class BuildCore(build_ext):
-    """Adds the flags of each source, and builds without OpenMP (single-threaded) if the compiler lacks it."""
+    """Adds the flags of each source, compiles the sources side by side, and builds without OpenMP (single-threaded) if
+    the compiler lacks it.
+    """
 
     def build_extensions(self) -> None:
-        compile_one = self.compiler._compile
+        compile_one, compile_all = self.compiler._compile, self.compiler.compile
         x86 = platform.machine().lower() in ("x86_64", "amd64")
 
         def compile_with_flags(obj: str, src: str, ext: str, cc_args: Any, postargs: list[str], pp_opts: Any) -> None:
@@ -50,7 +54,16 @@ class BuildCore(build_ext):
                 obj, src, ext, cc_args, [*postargs, *(ISA_FLAGS.get(Path(src).name, ()) if x86 else ())], pp_opts
             )
 
-        self.compiler._compile = compile_with_flags
+        def compile_together(*args: Any, **kwargs: Any) -> Any:
+            jobs: list[Future[None]] = []
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                self.compiler._compile = lambda *one: jobs.append(pool.submit(compile_with_flags, *one))
+                objects = compile_all(*args, **kwargs)
+            for job in jobs:
+                job.result()  # raises the compiler's error
+            return objects
+
+        self.compiler.compile = compile_together
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:

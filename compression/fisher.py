@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from neuronmm.compression.continuation import Sampled
 from neuronmm.compression.moments import Moments, side
@@ -166,8 +165,10 @@ def _gradient_of_head(model: StreamedModel, states: Tensor, seed: int, rows: int
                 leaf = chunk.detach().requires_grad_(True)
                 with _autocast(states.device):
                     scores = logits(leaf)
-                loss = cross_entropy(scores, choose(scores.detach()), reduction="sum")
-                (out[:],) = torch.autograd.grad(loss, leaf)
+                difference = scores.detach().softmax(-1)
+                chosen = choose(scores.detach())
+                difference[torch.arange(len(chosen), device=chosen.device), chosen] -= 1
+                (out[:],) = torch.autograd.grad(scores, leaf, difference)
     return gradient
 
 

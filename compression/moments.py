@@ -75,7 +75,10 @@ class Moments:
         with torch.autocast(inputs.device.type, enabled=False):
             x = (inputs if self.of_inputs else outputs).double()
             self.gram.addmm_(x.T, x)
-            self.squares = self.squares + inputs.double().square().sum(dim=0)
+            if self.of_inputs:
+                self.squares = self.gram.diagonal().clone()
+            else:
+                self.squares = self.squares + inputs.double().square().sum(dim=0)
 
     @property
     def damping(self) -> float:

@@ -16,8 +16,8 @@ run() {
 if [ -d "$out" ]; then
     echo "$out exists: not compressing again"
 else
-    run compress "$model" -o "$out" --targets all --ratio 0.1 --refine off  # the default refines: better, and longer
+    run compress "$model" -o "$out" --recipe "$(dirname "$0")/../configs/demo.yaml"
 fi
 run generate "$model" --chat --prompt "$prompt" --max-new-tokens 80
 run generate "$out" --chat --prompt "$prompt" --max-new-tokens 80
-run benchmark "$out" --baseline "$model" --prompt-lengths 32,512 --new-tokens 64 --batch 1 --runs 3
+run benchmark "$out" --baseline "$model" --prompt-lengths 32,512 --new-tokens 32 --batch 1 --runs 3
