@@ -95,7 +95,7 @@ $(VLLM_VENV)/.done: $(SOURCES)
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build
 
-$(VENV)/.docs: $(VENV)/.done
+$(VENV)/.docs: $(VENV)/.dev
 	$(VENV)/bin/python -m pip install --quiet "neuronmm[docs]"
 	touch $@
 

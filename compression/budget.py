@@ -2,9 +2,9 @@
 
 The closed forms are nested: the factors of a lower rank are the first rows and columns of those of a higher one. One
 eigendecomposition of a linear therefore serves every ratio, and one pass over the layers measures several candidates,
-each with its own stream of hidden states. The first pass measures ratios over the whole range, the second one some
-around the place where the divergence crosses the budget. bf16 rounds pivoted factors to less precision than two
-factors, and pivoting takes long, so a third pass measures what it adds at one ratio.
+each with its own stream of hidden states. The dense model runs once, before. The first pass measures ratios over the
+whole range, the second one some around the place where the divergence crosses the budget. bf16 rounds pivoted factors
+to less precision than two factors, and pivoting takes long, so a third pass measures what it adds at one ratio.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ text, F would be the empirical Fisher matrix, which is not the curvature of the 
 
 The gradients of several positions depend on the same tokens, through the attention: most of all those of keys and
 values. Then the changes at these positions add up. The factor s corrects the size of F for that: over a row of
-positions t, it is the mean of ``|sum_t g_t x_t^T|^2``, over that of ``sum_t |g_t|^2 |x_t|^2``. Every fourth row is
-enough for this one number.
+positions t, it is the mean of ``|sum_t g_t x_t^T|^2``, over that of ``sum_t |g_t|^2 |x_t|^2``. A quarter of the rows
+is enough for this one number.
 
 The layers run forwards over all rows and then backwards, with the weights of one layer in memory at a time. Between the
 two passes the inputs of every layer are on the disk, in bf16.
@@ -20,6 +20,7 @@ two passes the inputs of every layer are on the disk, in bf16.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ from neuronmm.models.model_config import ModelConfig
 
 _STAGE, _FORWARDS = "measuring gradients", 0.3  # the fraction of the time that the pass forwards takes
 _CHUNK = 256  # positions per call of the head
-_TOGETHER = 4  # the factor s is measured on every so many rows
+_QUARTER = 4  # the factor s is measured on one of so many rows
 
 DAMPING = 1e-3
 """What is added to the second moments of the gradients of a linear's outputs, relative to their mean size."""
@@ -70,7 +71,7 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
         [linear.name.removeprefix(prefix) for linear in linears if linear.name.startswith(prefix)]
         for prefix in (f"{LAYERS}.{index}." for index in range(len(model)))
     ]
-    rotary = model.streams(rows, ()).rotary
+    rotary, chosen = model.streams(rows, ()).rotary, _chosen(len(rows), run.config.seed)
     end, gradients = left[-1] + 1, run.workspace.load(_gradient(left[-1] + 1), ["gradient"])
     kept = gradients is not None and run.workspace.complete([_inputs(index) for index in range(end)], ["hidden"])
     if gradients is not None and all(processes.of_all(kept)):
@@ -83,7 +84,8 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
         hidden = run.workspace.load(_inputs(index))
         assert hidden is not None
         with model.layer(index) as layer:
-            sums, gradient = _run_backwards(layer, inside[index], hidden["hidden"].to(model.device), gradient, rotary)
+            inputs = hidden["hidden"].to(model.device)
+            sums, gradient = _run_backwards(layer, inside[index], inputs, gradient, rotary, chosen)
         model.reader.close()  # pages of a mapped shard count as resident
         run.workspace.save(_gradient(index), {"gradient": gradient})
         processes.meet()
@@ -137,7 +139,7 @@ def _run_forwards(run: Run, model: StreamedModel, inside: list[list[str]], rows:
     streams = model.streams(processes.part(rows), ("dense",))
     for index, names in enumerate(inside):
         run.workspace.save(_inputs(index), {"hidden": streams.dense.bfloat16()})
-        with model.layer(index) as layer, _autocast(model.device):
+        with model.layer(index) as layer:
             _, streams.dense = run.store.gather(index, layer, names, streams.dense, streams.rotary, run.config.damping)
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress(_STAGE, _FORWARDS / len(model))
@@ -177,17 +179,33 @@ def _autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bf16(device))
 
 
+def _chosen(rows: int, seed: int) -> list[bool]:
+    """Return, for each row of this process, whether the factor s is measured on it.
+
+    They are drawn: the kinds of text alternate from row to row, so that every fourth row may be of one kind.
+    """
+    drawn = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[: math.ceil(rows / _QUARTER)]
+    chosen = torch.zeros(rows, dtype=torch.bool)
+    chosen[drawn] = True
+    return processes.part(chosen).tolist()
+
+
 def _run_backwards(
-    layer: nn.Module, names: Sequence[str], hidden: Tensor, gradient: Tensor, rotary: Rotary
+    layer: nn.Module,
+    names: Sequence[str],
+    hidden: Tensor,
+    gradient: Tensor,
+    rotary: Rotary,
+    chosen: Sequence[bool],
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the corrected sums of the gradients' outer products by linear, and the gradient of the layer's inputs.
 
     Dimensions: ``hidden``, the layer's inputs, ``gradient``, that of its outputs, and the result are [rows, length,
-    hidden], of the rows of this process. The gradients are bf16 where the device multiplies that natively, the sums
-    float64.
+    hidden], of the rows of this process; ``chosen`` [rows] says on which of them the factor s is measured. The
+    gradients are bf16 where the device multiplies that natively, the sums float64.
     """
     before = torch.empty_like(gradient)
-    with _adding_gradients(layer, names) as sums, torch.enable_grad():
+    with _adding_gradients(layer, names, chosen) as sums, torch.enable_grad():
         for inputs, outer, result in zip(batches(hidden), batches(gradient), batches(before), strict=True):
             leaf = inputs.float().requires_grad_(True)
             with _autocast(gradient.device):
@@ -203,10 +221,10 @@ class _Gradients:
     :func:`~neuronmm.compression.moments.side` says; those of the inputs are the part that comes through this linear.
     """
 
-    def __init__(self, linear: nn.Linear, name: str) -> None:
+    def __init__(self, linear: nn.Linear, name: str, chosen: Sequence[bool]) -> None:
         size, self._of_inputs = side(name, linear.out_features, linear.in_features)
         self._sums = torch.zeros(size, size, dtype=torch.float64, device=linear.weight.device)
-        self._apart, self._together, self._rows = 0.0, 0.0, 0
+        self._apart, self._together, self._chosen = 0.0, 0.0, iter(chosen)
         self._inputs = torch.empty(0)
 
     def corrected(self) -> Tensor:
@@ -228,11 +246,10 @@ class _Gradients:
         gradients = (of_input[0] if self._of_inputs else g).flatten(0, -2).float()
         with torch.autocast(g.device.type, enabled=False):
             self._sums += gradients.T @ gradients
-            for number, (a, b) in enumerate(zip(g, self._inputs.to(g.dtype), strict=True), self._rows):
-                if (number * processes.size() + processes.rank()) % _TOGETHER == 0:
+            for a, b in zip(g, self._inputs.to(g.dtype), strict=True):
+                if next(self._chosen):
                     self._apart += float((_power(a) * _power(b)).sum())
                     self._together += float(_power(a.T @ b).sum())
-        self._rows += len(g)
 
 
 def _power(x: Tensor) -> Tensor:
@@ -241,13 +258,15 @@ def _power(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _adding_gradients(layer: nn.Module, names: Sequence[str]) -> Iterator[dict[str, _Gradients]]:
+def _adding_gradients(
+    layer: nn.Module, names: Sequence[str], chosen: Sequence[bool]
+) -> Iterator[dict[str, _Gradients]]:
     """Add the gradients of the named linears over the passes in the ``with`` block."""
     sums, hooks = dict[str, _Gradients](), []
     for name in names:
         linear = layer.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        sums[name] = _Gradients(linear, name)
+        sums[name] = _Gradients(linear, name, chosen)
         hooks += [linear.register_forward_hook(sums[name].keep), linear.register_full_backward_hook(sums[name].add)]
     try:
         yield sums

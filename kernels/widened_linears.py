@@ -2,8 +2,8 @@
 
 Without 16-bit instructions, torch's GEMMs of bf16 and fp16 matrices take 2 to 7 times as long as float32 GEMMs of the
 same matrices, conversions included. The conversion of a large matrix goes through main memory and takes most of the
-time of a call with few rows. The core converts in registers instead. Up to 4 rows are bound by reading the weights,
-which the core does faster than torch on every processor measured (docs/log.md has the measurements).
+time of a call with few rows. The core converts in registers instead. It also reads the weights for up to 4 rows faster
+than torch's bf16 linears, measured on AVX-512-BF16 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FEW = 16
 """Calls with fewer rows are bound by reading the weights, which is faster in 16 bits."""
 
 _STEP_ROWS = 4
-"""The core takes all calls of at most so many rows, which its kernels for decoding compute together."""
+"""The core takes all calls of at most so many rows. With 8 it is no faster than torch."""
 
 _CORE_ROWS, _LARGE = 192, 1 << 23
 """Where 16 bits are slow, it also takes calls of at most so many rows whose matrix has at least so many elements, 32
@@ -106,7 +106,8 @@ def _fits_core(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     bf16 = input.dtype is weight.dtype is torch.bfloat16 and not torch.is_grad_enabled()
     matrix = weight.ndim == 2 and weight.is_contiguous() and weight.device.type == "cpu"
     added = bias is None or (bias.shape == (len(weight),) and bias.is_contiguous())
-    return bf16 and matrix and added and input.shape[-1] == weight.shape[1] and input.device.type == "cpu"
+    fits = input.numel() > 0 and input.shape[-1] == weight.shape[1] and input.device.type == "cpu"
+    return bf16 and matrix and added and fits
 
 
 def _capabilities() -> Mapping[str, Any]:

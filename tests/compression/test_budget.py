@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,6 +75,20 @@ def test_the_rounding_of_pivoted_factors_counts(
     report = within(dense(), tmp_path / "out", 0.4, form="pivoted")
     assert measured == [0.2]  # the largest within the budget before rounding
     assert report["search"]["rounding"] == pytest.approx(0.15) and report["asked_ratio"] == 0.1
+
+
+@pytest.mark.parametrize("form", ["two", "pivoted"])
+def test_the_fractions_of_the_search_add_up_to_one_and_the_dense_model_runs_once(
+    form: str, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fractions, runs = list[float](), Mock(wraps=search_module.final_states)
+    monkeypatch.setattr(search_module, "final_states", runs)
+
+    def progress(stage: str, fraction: float) -> None:
+        fractions.extend([fraction] if stage == "searching the ratio" else [])
+
+    compress(dense(), tmp_path / "out", settings_within(LARGE, form=form), progress=progress)
+    assert sum(fractions) == pytest.approx(1) and runs.call_count == 1
 
 
 def test_the_found_ratio_gives_the_checkpoint_of_that_ratio(dense: Callable[..., Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from neuronmm.compression.calibration import Rows, from_file, from_model, prefix
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.report import REPORT
 from neuronmm.compression.streaming import StreamedModel, run_layer
+from neuronmm.kernels import grouped_attention
 from neuronmm.models import FAMILIES, UserError
+from tiny_models import LAYER_COUNT
 from word_tokenizer import word_tokenizer
 
 
@@ -28,6 +31,15 @@ def test_a_text_file_becomes_rows_of_its_own_tokens(text: Path) -> None:
     assert all(row in starts for row in rows.tolist())
     assert torch.equal(rows, from_file(text, word_tokenizer(), Rows(5, 16, seed=0)))
     assert not torch.equal(rows, from_file(text, word_tokenizer(), Rows(5, 16, seed=1)))
+
+
+def test_the_query_heads_of_sampled_rows_attend_together(
+    dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = Mock(wraps=grouped_attention._attend)
+    monkeypatch.setattr(grouped_attention, "_attend", attend)
+    from_model(StreamedModel(dense(), None), [[3, 4], [5]], Rows(2, 6, seed=0), lambda _: None)
+    assert attend.call_count == 5 * LAYER_COUNT
 
 
 def test_a_tokenizer_that_adds_bos_gets_it_in_front_of_every_row(text: Path) -> None:

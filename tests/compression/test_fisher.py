@@ -63,7 +63,8 @@ def directly(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
     for name, (weight, x, output) in captured.items():
         assert output.grad is not None
         g = output.grad.double()
-        few, inputs = g[:: fisher._TOGETHER], x[:: fisher._TOGETHER]
+        chosen = fisher._chosen(len(rows), 0)
+        few, inputs = g[chosen], x[chosen]
         apart = (few.square().sum(-1) * inputs.square().sum(-1)).sum()
         together = torch.einsum("rto,rti->roi", few, inputs).square().sum()
         _, of_inputs = side(name.split(".", 3)[3], *weight.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -11,11 +10,24 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from draws import examples
 from error_rule import assert_twice_plain, draws_to_pool
-from neuronmm.kernels import grouped_attention
 from neuronmm.kernels.grouped_attention import GroupedAttention
+
+
+class Noted(TorchFunctionMode):
+    """Keeps the shapes of the queries of the calls that reach torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[torch.Size] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is scaled_dot_product_attention:
+            self.queries.append(args[0].shape)
+        return function(*args, **(kwargs or {}))
 
 
 def draw(
@@ -74,13 +86,12 @@ def test_it_is_the_attention_of_every_query_head(
         (1, {"enable_gqa": True, "is_causal": True}, False),
     ],
 )
-def test_other_calls_are_left_as_they_are(
-    queries: int, options: dict[str, Any], grouped: bool, monkeypatch: pytest.MonkeyPatch
+def test_it_acts_on_one_query_and_leaves_other_calls_as_they_are(
+    queries: int, options: dict[str, Any], grouped: bool
 ) -> None:
     query, key, value = draw(2, 3, 3, 9, 8, queries=queries)
     plain = scaled_dot_product_attention(query, key, value, **options)
-    calls = Mock(wraps=scaled_dot_product_attention)
-    monkeypatch.setattr(grouped_attention, "scaled_dot_product_attention", calls)
-    got = grouped_attention._attend(query, key, value, **options)
-    assert (calls.call_args.args[0].shape[-2] == 3) is grouped
+    with Noted() as calls, GroupedAttention():
+        got = scaled_dot_product_attention(query, key, value, **options)
+    assert [shape[-2] == 3 for shape in calls.queries] == [grouped]
     torch.testing.assert_close(got, plain)
