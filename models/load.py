@@ -38,10 +38,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and notices of transformers; this tool prints its own."""
+    """Silence the progress bars and messages of transformers; this tool prints its own.
+
+    Those of errors, too: transformers raises the error besides, and it reaches the user in one line.
+    """
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from neuronmm import __version__, cli
 from neuronmm.commands import tiling
 from neuronmm.models import UserError
+from tiny_models import tiny_checkpoint
 
 MODULE = [sys.executable, "-m", "neuronmm"]
 SCRIPT = [str(Path(sys.executable).with_name("neuronmm"))]
@@ -45,6 +47,14 @@ def test_the_status_goes_to_the_shell(command: list[str], tmp_path: Path) -> Non
     assert ended(["--version"], tmp_path, command) == (0, f"{__version__}\n", "")
     status, out, err = ended(["generate", "./nowhere", "--prompt", "Hi"], tmp_path, command)
     assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_what_transformers_says_of_a_bad_config_is_in_the_one_line(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "sub_configs": {"text_config": 1}}))
+    status, out, err = ended(["generate", "model", "--prompt", "Hi"], tmp_path)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "transformers cannot read it" in err
 
 
 @pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])
