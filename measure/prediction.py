@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
     block = document.get("quantization_config")
     if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and ratio is None:
         spec = CompressionSpec.parse(block, where)
+        _check_ranks(spec, shapes, dense.layers, where)
         mlps = [_mlp(dense, spec, index, parallel) for index in range(dense.layers)]
         layers = [
             low_rank(index, shapes, spec.ranks, spec.shared, MLP if mlp else ()) for index, mlp in enumerate(mlps)
@@ -135,6 +137,22 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
         tuple((name, rank) for name, full in layer.items() if (rank := ranks[full]) is not None) for layer in names
     )
     return dense, replace(dense, ranks=by_layer), "mlp", realised(linears, ranks)
+
+
+def _check_ranks(spec: CompressionSpec, shapes: Mapping[str, tuple[int, int]], layers: int, where: str) -> None:
+    """Check that no rank exceeds the inputs of its linear; no weights are read here that would show it.
+
+    Raises:
+        UserError: one does.
+    """
+    for index in range(layers):
+        for name, (_, inputs) in shapes.items():
+            full = layer_name(index, LINEARS[name])
+            if spec.ranks.get(full, 1) > inputs:
+                raise UserError(
+                    f"{where}: quantization_config: {full} has {inputs} inputs, so its rank cannot be "
+                    f"{spec.ranks[full]}; config.json is wrong"
+                )
 
 
 def _mlp(dense: Decoder, spec: CompressionSpec, layer: int, parallel: int) -> Split | None:

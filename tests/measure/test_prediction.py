@@ -1,0 +1,37 @@
+"""What ``predict`` takes from a compressed checkpoint's config.json, whose weights it does not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from neuronmm.measure.prediction import _decoders, predict
+from neuronmm.models import UserError
+from neuronmm.models.families import LAYERS, TARGETS
+from tiny_models import tiny_checkpoint
+
+QUERIES = f"{LAYERS}.1.self_attn.q_proj"
+
+
+def with_rank(folder: Path, rank: int) -> Path:
+    """Write a compressed checkpoint whose config.json gives the queries of layer 1 this rank."""
+    tiny_checkpoint(folder, linears=(*TARGETS["mlp"], "self_attn.q_proj"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ranks"][QUERIES] = rank
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("rank", [33, 1 << 64])
+def test_a_rank_that_no_linear_can_have_is_refused(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{QUERIES} has 32 inputs, so its rank cannot be {rank};"):
+        predict(with_rank(tmp_path / "out", rank))
+
+
+def test_a_linear_whose_factors_are_more_weights_is_predicted_as_the_dense_one(tmp_path: Path) -> None:
+    _, low, _, _ = _decoders(with_rank(tmp_path / "low", 8), None, 1)
+    _, high, _, _ = _decoders(with_rank(tmp_path / "high", 31), None, 1)
+    assert dict(low.ranks[1])["q"] == 8
+    assert dict(high.ranks[1]) == {name: rank for name, rank in low.ranks[1] if name != "q"}
