@@ -1,7 +1,7 @@
 """Feed neuronmm what strangers and bad days feed it, and count how each run ends.
 
 A study writes its counts into the JSON document; ``--plant`` first plants a fault that the study has to find, and
-writes what it found under "planted". The full studies take about half an hour of one core.
+writes what it found under "planted". The full studies take about three quarters of an hour of one core.
 
 examples:
   python scripts/faults config 'config, all run' headers index values gguf templates
@@ -50,7 +50,7 @@ STUDIES: dict[str, Run] = {
     "values": lambda work: fuzz_weights.values(500, work),
     "gguf": lambda work: fuzz_weights.gguf(1000, work),
     "templates": lambda work: fuzz_templates.study(work),
-    "kills": lambda work: kills.study(20, work / "kills"),
+    "kills": lambda work: kills.study(100, work / "kills"),
     "places": lambda work: places.study(work / "places"),
     "soak": lambda work: soak.study(80_000, 100, work),
     "determinism": lambda work: determinism.study(work / "determinism"),
