@@ -12,13 +12,13 @@ from importlib.util import module_from_spec
 
 
 def stand_back(name: str) -> None:
-    """Replace the folder that is being imported by the package ``name`` elsewhere on ``sys.path``.
+    """Replace the folder that is being imported by the package ``name`` elsewhere on ``sys.path``, not in a checkout.
 
     Without such a package the folder becomes an empty package of version 0. It must not raise: transformers imports any
     package that it finds, without a guard, and ignores one whose version is too old.
     """
-    root = os.path.dirname(os.path.realpath(__file__))
-    spec = PathFinder.find_spec(name, [entry for entry in sys.path if os.path.realpath(entry) != root])
+    elsewhere = [entry for entry in sys.path if not os.path.exists(os.path.join(entry, os.path.basename(__file__)))]
+    spec = PathFinder.find_spec(name, elsewhere)
     if spec is None or spec.loader is None:
         vars(sys.modules[name]).update(__version__="0", __path__=[])
         return

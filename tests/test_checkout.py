@@ -66,6 +66,12 @@ def test_with_a_regular_install(others: Path, installed: Path, tmp_path: Path) -
     assert "compression.pipeline" in python(IMPORTS, str(installed), path=[others, installed], cwd=tmp_path)
 
 
+def test_with_a_second_checkout(others: Path, tmp_path: Path) -> None:
+    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
+    (tmp_path / "neuronmm_checkout.py").write_bytes((ROOT / "neuronmm_checkout.py").read_bytes())
+    assert "compression.pipeline" in python(IMPORTS, str(ROOT), path=[ROOT, others], cwd=tmp_path)
+
+
 def test_with_an_editable_install(tmp_path: Path) -> None:
     """The install that the tests run in."""
     for cwd in (ROOT, tmp_path):
