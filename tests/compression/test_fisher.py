@@ -23,7 +23,7 @@ from neuronmm.compression.continuation import Sampled
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.moments import Moments, side
 from neuronmm.compression.pipeline import compress
-from neuronmm.models import UserError
+from neuronmm.models import UserError, processes
 from neuronmm.models.families import LAYERS, TARGETS
 from neuronmm.models.load import load_pretrained
 
@@ -93,6 +93,16 @@ def test_the_moments_are_those_of_one_pass_backwards_through_the_complete_model(
     assert found.keys() == expected.keys()
     for name, sums in expected.items():
         torch.testing.assert_close(found[name], sums, rtol=1e-3, atol=1e-5 * float(sums.abs().max()), msg=name)
+
+
+def test_several_processes_measure_the_factor_on_the_rows_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fisher._chosen(21, 5)
+    assert sum(whole) == 6 and whole != fisher._chosen(21, 6)
+    for size in (2, 3):
+        monkeypatch.setattr(processes, "size", lambda size=size: size)
+        for rank in range(size):
+            monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+            assert fisher._chosen(21, 5) == whole[rank::size]
 
 
 def draw(sizes: tuple[int, int, int], of_inputs: bool, seed: int) -> tuple[Tensor, Moments, Tensor, Tensor]:
