@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,15 @@ def test_an_interruption_of_the_imports_is_one_line(command: list[str], package:
     assert ended(words, tmp_path, command, PYTHONPATH=str(tmp_path)) == (130, "", "neuronmm: interrupted\n")
 
 
+@pytest.fixture
+def in_the_foreground() -> Iterator[None]:
+    """Handle SIGINT as in a terminal: a shell lets what it runs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_the_foreground")
 @pytest.mark.parametrize("error", [ValueError("unknown type"), UserError("damaged"), OSError("unreadable")])
 def test_an_interruption_that_a_library_made_another_error_of(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
