@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from neuronmm.compression.streaming import StreamedModel, run_layer
-from neuronmm.kernels.grouped_attention import GroupedAttention
+from neuronmm.kernels.grouped_attention import grouped_attention
 from neuronmm.kernels.widened_linears import widened_linears
 from neuronmm.models.chat import ChatTemplate
 from neuronmm.models.errors import UserError
@@ -35,9 +35,13 @@ class Sampled:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> Tensor:
+        return self.among(logits.softmax(dim=-1))
+
+    def among(self, probabilities: Tensor) -> Tensor:
+        """Choose the next tokens [rows] by their ``probabilities`` [rows, vocabulary]."""
         # One uniform number per row, inverted by the cumulative distribution; torch.multinomial draws one per logit.
-        cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
-        uniform = torch.rand(len(cumulative), 1, generator=self._generator).to(logits.device) * cumulative[:, -1:]
+        cumulative = probabilities.cumsum(dim=-1)
+        uniform = torch.rand(len(cumulative), 1, generator=self._generator).to(cumulative.device) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1)
 
     def skip(self, rows: int, together: int) -> None:
@@ -63,7 +67,7 @@ def continue_rows(
     opened = torch.tensor([len(opening) for opening in openings])
     with quiet():
         cache = DynamicCache()
-    with widened_linears(model.device, in_core=True), GroupedAttention():
+    with widened_linears(model.device, in_core=True), grouped_attention():
         for position in range(length - 1):
             hidden = model.embed(tokens[:, position : position + 1])
             rotary = model.rotary(hidden, torch.tensor([[position]]))

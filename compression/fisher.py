@@ -168,7 +168,7 @@ def _gradient_of_head(model: StreamedModel, states: Tensor, seed: int, rows: int
                 with _autocast(states.device):
                     scores = logits(leaf)
                 difference = scores.detach().softmax(-1)
-                chosen = choose(scores.detach())
+                chosen = choose.among(difference)
                 difference[torch.arange(len(chosen), device=chosen.device), chosen] -= 1
                 (out[:],) = torch.autograd.grad(scores, leaf, difference)
     return gradient
@@ -246,8 +246,9 @@ class _Gradients:
         gradients = (of_input[0] if self._of_inputs else g).flatten(0, -2).float()
         with torch.autocast(g.device.type, enabled=False):
             self._sums += gradients.T @ gradients
-            for a, b in zip(g, self._inputs.to(g.dtype), strict=True):
+            for a, x in zip(g, self._inputs, strict=True):
                 if next(self._chosen):
+                    b = x.to(a.dtype)
                     self._apart += float((_power(a) * _power(b)).sum())
                     self._together += float(_power(a.T @ b).sum())
 

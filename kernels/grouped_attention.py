@@ -6,28 +6,18 @@ it as if they were positions, read them together: 4 to 10 times faster with 3 to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+
+from neuronmm.kernels.replaced import Replaced
 
 
-class GroupedAttention(TorchFunctionMode):
-    """A context in which attention of one query per row, without a mask, reads keys and values once per key head.
+def grouped_attention() -> Replaced:
+    """Return a context in which attention of one query, without a mask, reads keys and values once per key head.
 
     It acts on calls with ``enable_gqa``. Older releases of transformers repeat keys and values instead.
     """
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return (_attend if function is scaled_dot_product_attention else function)(*args, **(kwargs or {}))
+    return Replaced(scaled_dot_product_attention, _attend)
 
 
 def _attend(

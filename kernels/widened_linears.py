@@ -8,18 +8,19 @@ than torch's bf16 linears, measured on AVX-512-BF16 (docs/log.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
 
 from neuronmm.kernels.cpu.library import isa
 from neuronmm.kernels.cpu.linears import describe
 from neuronmm.kernels.cpu.step import LinearWeights
+from neuronmm.kernels.replaced import Replaced
 
 _FEW = 16
 """Calls with fewer rows are bound by reading the weights, which is faster in 16 bits."""
@@ -65,40 +66,24 @@ def widened_linears(device: torch.device, *, in_core: bool = False) -> AbstractC
         slow.add(torch.bfloat16)
     if not (capabilities.get("amx_fp16") or capabilities.get("avx512_fp16")):
         slow.add(torch.float16)
-    return _Widened(slow, in_core) if slow or in_core else nullcontext()
+    in_core = in_core and isa() not in (None, "portable")  # the portable core has no GEMM
+    return Replaced(linear, partial(_widened, slow, in_core)) if slow or in_core else nullcontext()
 
 
-class _Widened(TorchFunctionMode):
-    """Widen the operands of linears of these dtypes."""
-
-    def __init__(self, dtypes: set[torch.dtype], in_core: bool) -> None:
-        super().__init__()
-        self._dtypes = dtypes
-        self._in_core = in_core and isa() not in (None, "portable")  # the portable core has no GEMM
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is not linear:
-            return function(*args, **kwargs)
-        return self._linear(*args, **kwargs)
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = input.numel() // max(input.shape[-1], 1)
-        slow = input.dtype in self._dtypes and rows >= _FEW
-        wide = None if bias is None else bias.float()
-        small = rows <= _STEP_ROWS or (slow and rows <= _CORE_ROWS and weight.numel() >= _LARGE)
-        if self._in_core and small and _fits_core(input, weight, wide):
-            described = describe([LinearWeights(weight, bias=wide)], input.dtype)
-            return torch.ops.neuronmm.linears(input, described, len(weight))
-        if not slow:
-            return linear(input, weight, bias)
-        return linear(input.float(), weight.float(), wide).to(input.dtype)
+def _widened(
+    dtypes: set[torch.dtype], in_core: bool, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return torch's linear; operands of these ``dtypes`` are widened, or the core computes it."""
+    rows = input.numel() // max(input.shape[-1], 1)
+    slow = input.dtype in dtypes and rows >= _FEW
+    wide = None if bias is None else bias.float()
+    small = rows <= _STEP_ROWS or (slow and rows <= _CORE_ROWS and weight.numel() >= _LARGE)
+    if in_core and small and _fits_core(input, weight, wide):
+        described = describe([LinearWeights(weight, bias=wide)], input.dtype)
+        return torch.ops.neuronmm.linears(input, described, len(weight))
+    if not slow:
+        return linear(input, weight, bias)
+    return linear(input.float(), weight.float(), wide).to(input.dtype)
 
 
 def _fits_core(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -10,24 +11,11 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from draws import examples
 from error_rule import assert_twice_plain, draws_to_pool
-from neuronmm.kernels.grouped_attention import GroupedAttention
-
-
-class Noted(TorchFunctionMode):
-    """Keeps the shapes of the queries of the calls that reach torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries: list[torch.Size] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is scaled_dot_product_attention:
-            self.queries.append(args[0].shape)
-        return function(*args, **(kwargs or {}))
+from neuronmm.kernels.grouped_attention import grouped_attention
+from neuronmm.kernels.replaced import Replaced
 
 
 def draw(
@@ -65,7 +53,7 @@ def test_it_is_the_attention_of_every_query_head(
         return scaled_dot_product_attention(*case, scale=scale, enable_gqa=True)
 
     def grouped(case: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        with GroupedAttention():
+        with grouped_attention():
             return attend(case)
 
     def exact(case: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -91,7 +79,8 @@ def test_it_acts_on_one_query_and_leaves_other_calls_as_they_are(
 ) -> None:
     query, key, value = draw(2, 3, 3, 9, 8, queries=queries)
     plain = scaled_dot_product_attention(query, key, value, **options)
-    with Noted() as calls, GroupedAttention():
+    reached = Mock(wraps=scaled_dot_product_attention)
+    with Replaced(scaled_dot_product_attention, reached), grouped_attention():
         got = scaled_dot_product_attention(query, key, value, **options)
-    assert [shape[-2] == 3 for shape in calls.queries] == [grouped]
+    assert [call.args[0].shape[-2] == 3 for call in reached.call_args_list] == [grouped]
     torch.testing.assert_close(got, plain)
