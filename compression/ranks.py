@@ -11,6 +11,12 @@ spectra: the next tile of ranks goes to the linear whose loss it reduces most pe
 pivoted factors costs less, so there a step may be several tiles, up to dense. A floor keeps every linear at a fraction
 of its uniform rank, because a spectrum measured on one text predicts little about another.
 
+The MLP of the first layer stays dense. Its inputs are tokens rather than text, and no calibration text holds the whole
+vocabulary. From the tokens that begin a text, the first layers make massive activations, on which all later tokens
+put their attention (arXiv 2402.17762). Without them the rest of the text costs 1 to 2 nats per token more:
+Qwen2.5-Coder-1.5B, with this MLP at two fifths of its rank, lost them after 12 % of the beginnings of WikiText-2, and
+after 42 % of those of Python sources; with it dense, after none of 600.
+
 With the method ``fisher`` a loss is a KL divergence, and all of them count alike. With the others, the loss of a
 linear is relative to its energy without the first direction. No rank drops that direction, but massive
 activations can put nearly all the energy of a down projection into it, and the loss of the other tokens would look
@@ -28,6 +34,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from neuronmm.models.errors import UserError
+from neuronmm.models.families import LAYERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +45,9 @@ TILE = 128
 
 FLOOR = 0.5
 """The global allocation leaves every linear at least this fraction of its uniform rank."""
+
+FIRST_MLP, FIRST_SHARE = f"{LAYERS}.0.mlp.", 0.1
+"""The prefix of the linears that the global allocation leaves dense, and their largest share of the parameters."""
 
 MAX_SCALE = 1e3
 """Largest scale of a linear relative to those that share its A. A linear without energy has no weight in A."""
@@ -215,10 +225,14 @@ def allocate(
         best = max(range(len(further)), key=rates.__getitem__)
         heapq.heappush(steps, (-fractions[linear.name] * rates[best], number, further[best]))
 
-    for number, linear in enumerate(linears):
+    for linear in linears:
         floor = int(FLOOR * linear.rank_with((1 - ratio) * linear.dense) // align) * align
         ranks[linear.name] = max(floor, align) if align < linear.limit else None
-        budget -= linear.parameters(ranks[linear.name])
+    first = [linear for linear in linears if linear.name.startswith(FIRST_MLP)]
+    if sum(linear.dense for linear in first) <= FIRST_SHARE * sum(linear.dense for linear in linears):
+        ranks |= {linear.name: None for linear in first}
+    budget -= sum(linear.parameters(ranks[linear.name]) for linear in linears)
+    for number in range(len(linears)):
         offer(number)
     while steps:
         _, number, step = heapq.heappop(steps)

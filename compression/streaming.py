@@ -23,7 +23,10 @@ from neuronmm.models.spec import CompressionSpec
 from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_tokens
 
 RESIDENT_BYTES = 1 << 30
-"""A checkpoint up to this size stays in memory between passes; a larger one is read again for each pass."""
+"""A checkpoint up to this size stays in memory between passes; a larger one is read again for each pass.
+
+On a GPU a model stays that takes half of the free memory at most.
+"""
 
 BATCH_TOKENS = 2048
 """Calibration tokens per forward pass of a layer."""
@@ -74,7 +77,7 @@ class StreamedModel:
             patch(skeleton, CompressionSpec.parse(block, str(folder / "config.json")))
         self._layers: nn.ModuleList = skeleton.model.layers
         self._norm = skeleton.model.norm
-        self._resident = self.reader.total_bytes() <= RESIDENT_BYTES
+        self._resident = self._stays()
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -129,6 +132,13 @@ class StreamedModel:
         """Free a part of the loaded layer that is no longer needed, unless the checkpoint stays in memory."""
         if not self._resident:
             module.to("meta")
+
+    def _stays(self) -> bool:
+        """Return whether the model stays in memory between passes."""
+        if self.device.type != "cuda":
+            return self.reader.total_bytes() <= RESIDENT_BYTES
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return 2 * self.reader.total_parameters() * self.dtype.itemsize <= free
 
     def _weight(self, name: str) -> Tensor:
         tensor = self.reader[name]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from neuronmm.compression.report import read as read_report
+from neuronmm.compression.run import check_device
 from neuronmm.kernels.durable import replacing
 from neuronmm.measure.machine import Machine, describe_machine
 from neuronmm.measure.pareto import draw_sweep, mark_fronts
@@ -50,6 +51,7 @@ def sweep(
     config: SweepConfig,
     *,
     resume: bool = False,
+    device: str = "cpu",
     progress: Progress = no_progress,
 ) -> SweepResult:
     """Compress ``model`` by every method at every ratio and measure the results.
@@ -60,11 +62,13 @@ def sweep(
         config: the points and the measures.
         resume: continue the sweep in ``out``. New ratios and methods add points. New texts, the first tasks, and speed
             are also measured for the earlier points. The result holds all points.
+        device: torch's name of the device that compresses: ``cpu`` or ``cuda``. It is the same for all points.
         progress: called whenever a fraction of a stage is done.
 
     Raises:
         UserError: the request is invalid, or a checkpoint cannot be created or measured.
     """
+    check_device(device)
     out = output_folder(out)
     texts, tasks = config.text_files.values(), config.task_files.values()
     for file in texts:  # an unreadable file is reported before hours of work
@@ -77,7 +81,7 @@ def sweep(
         keep_apart(out, [dense])
         settings = SweepSettings.of(config, dense)
         write_settings(out, settings)
-        _fill(out, dense, config, progress)
+        _fill(out, dense, config, device, progress)
         result = _collect(out, str(model), settings)
         write_json(out / "sweep.json", result.to_json())
         with replacing(out / "sweep.md") as new:
@@ -87,7 +91,7 @@ def sweep(
         return result
 
 
-def _fill(out: Path, dense: Path, config: SweepConfig, progress: Progress) -> None:
+def _fill(out: Path, dense: Path, config: SweepConfig, device: str, progress: Progress) -> None:
     """Create and measure the points of ``config``, and measure the earlier points in ``out``."""
     planned = {out / point.folder: point for point in config.points}
     missing = [folder for folder in planned if not folder.exists()]
@@ -103,7 +107,7 @@ def _fill(out: Path, dense: Path, config: SweepConfig, progress: Progress) -> No
     progress("measuring", 1 / steps)
     for folder, point in planned.items():
         if folder in missing:
-            create_point(dense, out, point, config.base, create_progress)
+            create_point(dense, out, point, config.base, device, create_progress)
         add_point(out, folder.name, folder, _facts(point, folder))
         progress("measuring", 1 / steps)
     for folder in earlier:

@@ -59,7 +59,9 @@ class SweepPoint(TypedDict, total=False):
     fronts: list[str]
 
 
-def create_point(dense: Path, out: Path, point: PlannedPoint, base: CompressionConfig, progress: Progress) -> None:
+def create_point(
+    dense: Path, out: Path, point: PlannedPoint, base: CompressionConfig, device: str, progress: Progress
+) -> None:
     """Create the checkpoint of one sweep point, or continue where its creation was interrupted.
 
     A point that only adds recovery starts from the compressed point, if the sweep in ``out`` has that.
@@ -67,7 +69,7 @@ def create_point(dense: Path, out: Path, point: PlannedPoint, base: CompressionC
     config, folder, store = point.config, out / point.folder, out / "calibration"
     start, interrupted = _start(out, point, base), read_own(work_folder(folder) / RUN)
     if start is None or (interrupted is not None and interrupted.get("verb") != "recover"):
-        compress(dense, folder, config, resume=True, store=store, progress=progress)
+        compress(dense, folder, config, resume=True, device=device, store=store, progress=progress)
         return
     progress("compressing", 1.0)
     assert config.recover != "off"
@@ -82,6 +84,7 @@ def create_point(dense: Path, out: Path, point: PlannedPoint, base: CompressionC
         factor_dtype=config.factor_dtype,
         weight_dtype=config.weight_dtype,
         resume=True,
+        device=device,
         store=store,
         progress=progress,
     )

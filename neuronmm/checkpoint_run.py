@@ -40,9 +40,14 @@ def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the device that compresses."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how to run, not what to write."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
+    add_device(parser)
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a checkpoint that neuronmm wrote")
     parser.add_argument("--push", metavar="USER/NAME", help="upload OUT to a new, private repository of the hub")

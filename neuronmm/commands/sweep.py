@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from neuronmm.arguments import listed
+from neuronmm.checkpoint_run import add_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=Path, nargs="+", default=(), metavar="FILE", help="multiple-choice questions")
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N questions of each task")
     parser.add_argument("--speed", action="store_true", help="also measure tokens/s, each point beside the dense model")
+    add_device(parser)
     parser.add_argument("--resume", action="store_true", help="continue the sweep in FOLDER, or add points to it")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
 
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     )
     try:
         with stage_progress(live=not args.speed) as progress:
-            result = sweep(args.model, args.out, config, resume=args.resume, progress=progress)
+            result = sweep(args.model, args.out, config, resume=args.resume, device=args.device, progress=progress)
     except KeyboardInterrupt:
         print(f"interrupted; the results so far are in {args.out}: repeat the command with --resume", file=sys.stderr)
         raise

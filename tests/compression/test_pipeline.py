@@ -334,10 +334,12 @@ def test_a_missing_gpu_is_refused(dense: Callable[..., Path], tmp_path: Path, mo
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("method", ["whitened", "anchored"])
-def test_a_gpu_compresses_as_the_cpu_does(method: str, dense: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "form"), [("whitened", "two"), ("anchored", "pivoted"), ("fisher", "two"), ("fisher", "pivoted")]
+)
+def test_a_gpu_compresses_as_the_cpu_does(method: str, form: str, dense: Callable[..., Path], tmp_path: Path) -> None:
     """Every step runs on the GPU. Numbers may differ, because eigenvectors and training amplify rounding."""
-    settings = config(**{**EVERYTHING, "method": method})
+    settings = config(**{**EVERYTHING, "method": method, "form": form, "targets": "all"})
     errors = [
         compress(dense(), tmp_path / device, settings, device=device)["mean_relative_error"]
         for device in ("cpu", "cuda")

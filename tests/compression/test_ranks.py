@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from draws import examples
 from neuronmm.compression.ranks import (
+    FIRST_MLP,
     FLOOR,
     MAX_RATIO,
     MAX_SCALE,
@@ -25,6 +27,7 @@ from neuronmm.compression.ranks import (
     sharing_pays,
 )
 from neuronmm.models import UserError
+from neuronmm.models.families import LAYERS
 
 # hidden, intermediate, layers of published models, and the alignment auto has to choose for their MLPs
 PUBLISHED = {
@@ -265,3 +268,13 @@ def test_linears_that_share_an_a_are_scaled_to_the_highest_energy_and_dead_ones_
         if energy_ * MAX_SCALE**2 > max(energies):
             assert energy_ * scale**2 == pytest.approx(max(energies))
     assert Linear("alone", 3, 5).scaled_parts == [(Linear("alone", 3, 5), 1.0)]
+
+
+@pytest.mark.parametrize(("layers", "kept"), [(12, True), (2, False)])
+@pytest.mark.parametrize("ratio", [0.1, 0.6])
+def test_the_mlp_of_the_first_layer_stays_dense_if_it_is_a_small_part(layers: int, ratio: float, kept: bool) -> None:
+    targets = [replace(one, name=f"{LAYERS}.{one.name.replace('.', '.mlp.')}") for one in linears(layers, 64, 128)]
+    ranks = allocate(targets, {one.name: falling(one, 4.0) for one in targets}, alike(targets), ratio, 2)
+    assert [ranks[one.name] is None for one in targets if one.name.startswith(FIRST_MLP)] == [kept, kept]
+    assert all(ranks[one.name] is not None for one in targets[2:])
+    assert realised(targets, ranks) >= realised(targets, balance(targets, ratio, 2)) - 1e-12
