@@ -142,7 +142,7 @@ class SharedStore(CalibrationStore):
                 raise UserError(f"{folder}: its {STORE} does not say what it holds; remove it or give another folder")
             write_json(folder / STORE, run)
         elif before != run:
-            raise UserError(f"{folder}: holds the calibration of another model or text; give another folder")
+            raise UserError(f"{folder}: holds the calibration of another model, text or device; give another folder")
 
     def tokens(self, make: Callable[[], Tensor]) -> Tensor:
         if read_header(self._path(_TOKENS), [_TOKENS]) is None:

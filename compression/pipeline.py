@@ -108,6 +108,7 @@ def compress(
             shutil.rmtree(workspace.moments, ignore_errors=True)  # make room for the checkpoint
 
         layers = workspace.layer_facts(len(streamed)) if config.factorises else []
+        del streamed  # what follows needs the memory
         spec = _spec(run, plan, rows, layers)
         result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers), "search": search}
 

@@ -62,7 +62,8 @@ def sweep(
         config: the points and the measures.
         resume: continue the sweep in ``out``. New ratios and methods add points. New texts, the first tasks, and speed
             are also measured for the earlier points. The result holds all points.
-        device: torch's name of the device that compresses: ``cpu`` or ``cuda``. It is the same for all points.
+        device: torch's name of the device that compresses: ``cpu`` or ``cuda``. Points that share the
+            calibration need the same one.
         progress: called whenever a fraction of a stage is done.
 
     Raises:

@@ -40,9 +40,9 @@ def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the device that compresses."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
+def add_device(parser: argparse.ArgumentParser, does: str = "compute") -> None:
+    """Add the option for the device; ``does`` is the verb of what runs there."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"where to {does} (default cpu)")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=Path, nargs="+", default=(), metavar="FILE", help="multiple-choice questions")
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N questions of each task")
     parser.add_argument("--speed", action="store_true", help="also measure tokens/s, each point beside the dense model")
-    add_device(parser)
+    add_device(parser, "compress")
     parser.add_argument("--resume", action="store_true", help="continue the sweep in FOLDER, or add points to it")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")
 

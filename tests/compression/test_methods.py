@@ -81,6 +81,17 @@ def test_a_model_that_is_read_layer_by_layer_gives_the_same_bytes(
     assert (tmp_path / "kept/model.safetensors").read_bytes() == (tmp_path / "read/model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("free", "stays"), [(4.0, True), (3.9, False)])
+def test_a_gpu_keeps_a_model_that_fits_in_a_quarter_of_its_memory(
+    free: float, stays: bool, dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = streaming.StreamedModel(dense(), torch.float32)
+    weights = 4 * model.reader.total_parameters()
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * weights), 100 * weights))
+    assert model._stays() == stays
+
+
 def test_shared_factors_are_those_of_the_stacked_weight(dense: Callable[..., Path], tmp_path: Path) -> None:
     """Gate and up that read the same directions share an A."""
     source, out = dense(), tmp_path / "out"

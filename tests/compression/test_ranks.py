@@ -270,11 +270,17 @@ def test_linears_that_share_an_a_are_scaled_to_the_highest_energy_and_dead_ones_
     assert Linear("alone", 3, 5).scaled_parts == [(Linear("alone", 3, 5), 1.0)]
 
 
-@pytest.mark.parametrize(("layers", "kept"), [(12, True), (2, False)])
-@pytest.mark.parametrize("ratio", [0.1, 0.6])
-def test_the_mlp_of_the_first_layer_stays_dense_if_it_is_a_small_part(layers: int, ratio: float, kept: bool) -> None:
-    targets = [replace(one, name=f"{LAYERS}.{one.name.replace('.', '.mlp.')}") for one in linears(layers, 64, 128)]
-    ranks = allocate(targets, {one.name: falling(one, 4.0) for one in targets}, alike(targets), ratio, 2)
+@pytest.mark.parametrize(
+    ("layers", "align", "kept"), [(12, 2, True), (2, 2, False), (12, 32, False)], ids=["small", "large", "coarse tile"]
+)
+@pytest.mark.parametrize("pivoted", [False, True], ids=["two", "pivoted"])
+def test_the_mlp_of_the_first_layer_stays_dense_if_it_is_a_small_part_and_the_others_keep_their_floor(
+    layers: int, align: int, kept: bool, pivoted: bool
+) -> None:
+    targets = [
+        replace(one, name=f"{LAYERS}.{one.name.replace('.', '.mlp.')}") for one in linears(layers, 64, 128, pivoted)
+    ]
+    ranks = allocate(targets, {one.name: falling(one, 4.0) for one in targets}, alike(targets), 0.5, align)
     assert [ranks[one.name] is None for one in targets if one.name.startswith(FIRST_MLP)] == [kept, kept]
     assert all(ranks[one.name] is not None for one in targets[2:])
-    assert realised(targets, ranks) >= realised(targets, balance(targets, ratio, 2)) - 1e-12
+    assert realised(targets, ranks) >= realised(targets, balance(targets, 0.5, align)) - 1e-12
