@@ -88,6 +88,6 @@ def test_the_store_of_another_calibration_is_refused(dense: Callable[..., Path],
     source, store = dense(), tmp_path / "store"
     compress(source, tmp_path / "first", config(), store=store)
     before = json.loads((store / "run.json").read_text())
-    with pytest.raises(UserError, match="another model or text"):
+    with pytest.raises(UserError, match="another model, text or device"):
         compress(source, tmp_path / "second", config(seed=7), store=store)
     assert not (tmp_path / "second").exists() and json.loads((store / "run.json").read_text()) == before

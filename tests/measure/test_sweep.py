@@ -288,24 +288,6 @@ def test_a_point_of_fewer_bits_that_beats_all_others_is_the_front(
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 
-def test_a_sweep_compresses_on_the_device_that_is_asked_for(
-    model: Path, texts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = SweepConfig(**ONE_POINT, texts=texts, base=BASE, context=30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="no CUDA GPU"):
-        run_sweep(model, tmp_path / "out", config, device="cuda")
-    assert not (tmp_path / "out").exists()
-
-    def stop(*_: object, device: str, **__: object) -> None:
-        raise UserError(f"compresses on {device}")
-
-    monkeypatch.setattr(sweeping, "check_device", lambda device: None)
-    monkeypatch.setattr(sweep_points, "compress", stop)
-    with pytest.raises(UserError, match="compresses on cuda"):
-        run_sweep(model, tmp_path / "out", config, device="cuda")
-
-
 def test_low_rank_and_few_bits_in_one_sweep(model: Path, texts: list[Path], tmp_path: Path) -> None:
     methods = ["int4", "svd+int4", "svd", "int8"]
     result = sweep(model, tmp_path / "out", ratios=[0.2, 0.4], methods=methods, texts=texts[:1])

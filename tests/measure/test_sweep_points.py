@@ -10,10 +10,12 @@ import torch
 
 from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.compression.report import read as read_report
+from neuronmm.measure import sweep as sweeping
 from neuronmm.measure import sweep_points
 from neuronmm.measure.sweep import SweepResult
 from neuronmm.measure.sweep import sweep as run_sweep
 from neuronmm.measure.sweep_config import SweepConfig, parse_method
+from neuronmm.models import UserError
 from tiny_models import make_tiny
 from word_tokenizer import word_tokenizer
 
@@ -102,3 +104,20 @@ def test_other_points_are_compressed(name: str, calls: list[str], model: Path, t
     names = [name, name.partition("+")[0]] if "+" in name else [name]
     sweep(model, tmp_path / "out", names, text)
     assert sorted(calls) == sorted(f"compress {each}-0.4" for each in names)
+
+
+def test_points_are_compressed_on_the_device_that_is_asked_for(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA GPU"):
+        sweep(model, tmp_path / "out", ["svd"], text, device="cuda")
+    assert not (tmp_path / "out").exists()
+
+    def stop(*_: object, device: str, **__: object) -> None:
+        raise UserError(f"compresses on {device}")
+
+    monkeypatch.setattr(sweeping, "check_device", lambda device: None)
+    monkeypatch.setattr(sweep_points, "compress", stop)
+    with pytest.raises(UserError, match="compresses on cuda"):
+        sweep(model, tmp_path / "out", ["svd"], text, device="cuda")
