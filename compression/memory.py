@@ -36,6 +36,12 @@ def forget_peak() -> bool:
     return True
 
 
+def free_memory(device: str | torch.device) -> int:
+    """Return the bytes that are free in the memory of ``device``."""
+    cuda = torch.device(device).type == "cuda"
+    return torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+
+
 def check_room(out: Path, before: int, size: int, parameters: int, factors: int, config: CompressionConfig) -> None:
     """Check that the disk has room for a run into ``out``, and that its recovery fits in memory.
 
@@ -60,7 +66,7 @@ def check_room(out: Path, before: int, size: int, parameters: int, factors: int,
     check_disk(out, needed)
     if config.recover == "off":
         return
-    needed, free = 4 * parameters + state, psutil.virtual_memory().available
+    needed, free = 4 * parameters + state, free_memory("cpu")
     if free < needed:
         raise UserError(f"recover: {_missing('memory', free, needed)}; refine trains block by block instead")
 
@@ -83,8 +89,7 @@ def check_row_memory(count: int, length: int, hidden: int, device: str) -> None:
         UserError: it has not.
     """
     needed = 2 * 4 * count * length * hidden
-    cuda = torch.device(device).type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    free = free_memory(device)
     if free < needed:
         raise UserError(
             f"calibration_rows {count}, calibration_length {length}: {free / 1e9:.1f} GB of memory available, about "

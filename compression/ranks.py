@@ -51,7 +51,7 @@ FIRST_MLP = f"{LAYERS}.0.mlp."
 """The prefix of the names of the linears that the global allocation leaves dense."""
 
 FIRST_SHARE = 0.1
-"""The largest share of the parameters that it leaves dense for that."""
+"""The largest share of the parameters that these linears may have, so that the others do not give up too much."""
 
 MAX_SCALE = 1e3
 """Largest scale of a linear relative to those that share its A. A linear without energy has no weight in A."""
@@ -209,7 +209,8 @@ def allocate(
     """
     uniform = balance(linears, ratio, align)
     budget = sum(linear.parameters(uniform[linear.name]) for linear in linears)
-    ranks: dict[str, int | None] = {}
+    ranks = _least(linears, ratio, align, budget)
+    budget -= sum(linear.parameters(ranks[linear.name]) for linear in linears)
     steps: list[tuple[float, int, int | None]] = []
 
     def offer(number: int) -> None:
@@ -229,15 +230,6 @@ def allocate(
         best = max(range(len(further)), key=rates.__getitem__)
         heapq.heappush(steps, (-fractions[linear.name] * rates[best], number, further[best]))
 
-    for linear in linears:
-        floor = int(FLOOR * linear.rank_with((1 - ratio) * linear.dense) // align) * align
-        ranks[linear.name] = max(floor, align) if align < linear.limit else None
-    first = [linear for linear in linears if linear.name.startswith(FIRST_MLP)]
-    kept = ranks | {linear.name: None for linear in first}
-    small = sum(linear.dense for linear in first) <= FIRST_SHARE * sum(linear.dense for linear in linears)
-    if small and sum(linear.parameters(kept[linear.name]) for linear in linears) <= budget:
-        ranks = kept
-    budget -= sum(linear.parameters(ranks[linear.name]) for linear in linears)
     for number in range(len(linears)):
         offer(number)
     while steps:
@@ -248,6 +240,21 @@ def allocate(
             ranks[linear.name], budget = step, budget - cost
         offer(number)
     return ranks
+
+
+def _least(linears: Sequence[Linear], ratio: float, align: int, budget: int) -> dict[str, int | None]:
+    """Return the ranks that the allocation begins with: the floors, and the first MLP dense if ``budget`` parameters
+    are enough for that.
+    """
+    floors: dict[str, int | None] = {}
+    for linear in linears:
+        floor = int(FLOOR * linear.rank_with((1 - ratio) * linear.dense) // align) * align
+        floors[linear.name] = max(floor, align) if align < linear.limit else None
+    first = [linear for linear in linears if linear.name.startswith(FIRST_MLP)]
+    kept = floors | {linear.name: None for linear in first}
+    small = sum(linear.dense for linear in first) <= FIRST_SHARE * sum(linear.dense for linear in linears)
+    fits = sum(linear.parameters(kept[linear.name]) for linear in linears) <= budget
+    return kept if small and fits else floors
 
 
 def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[str, Tensor], together: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from neuronmm.compression.memory import free_memory
 from neuronmm.compression.reader import Reader
 from neuronmm.kernels import Int8
 from neuronmm.models.errors import UserError, reading
@@ -139,8 +140,7 @@ class StreamedModel:
         if self.device.type != "cuda":
             return self.reader.total_bytes() <= RESIDENT_BYTES
         torch.cuda.empty_cache()  # what torch holds without need does not count as free
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return 4 * self.reader.total_parameters() * self.dtype.itemsize <= free
+        return 4 * self.reader.total_parameters() * self.dtype.itemsize <= free_memory(self.device)
 
     def _weight(self, name: str) -> Tensor:
         tensor = self.reader[name]
