@@ -82,7 +82,7 @@ class CompressionConfig(BaseModel):
 
     ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. With
     ``budget``, the largest KL divergence from the dense model in nats per token or a name of :data:`BUDGETS`, it is
-    found by measurement; ``ratio`` is then where the search starts, and the targets are all linears unless given.
+    found by measurement; ``ratio`` is then where the search starts.
     ``factor_dtype`` and ``weight_dtype`` are those in which the factors and all other weights are stored at the end.
     ``calibration`` is ``self``, a file, or a list of these, which get equal shares of the ``calibration_rows`` rows of
     ``calibration_length`` tokens. ``damping`` is relative to the mean diagonal entry of the Gram matrix. ``seed`` is
@@ -91,9 +91,9 @@ class CompressionConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ratio: float = Field(default=0.2, ge=0, le=MAX_RATIO)
+    ratio: float = Field(default=0.15, ge=0, le=MAX_RATIO)
     budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    targets: Literal["mlp", "attention", "all"] = "mlp"
+    targets: Literal["mlp", "attention", "all"] = "all"
     method: Literal["svd", "asvd", "whitened", "fisher", "anchored"] = "fisher"
     allocation: Literal["uniform", "global"] = "global"
     share_a: Literal["off", "auto"] = "auto"
@@ -127,7 +127,7 @@ class CompressionConfig(BaseModel):
             raise ValueError("budget and ratio exclude each other; give one of them")
         if values.get("method") == "anchored":
             raise ValueError("a budget needs a method whose ranks are nested, and anchored is not; use fisher")
-        return {"targets": "all", **values, "budget": _nats(values["budget"]), "ratio": MIN_RATIO}
+        return {**values, "budget": _nats(values["budget"]), "ratio": MIN_RATIO}
 
     @model_validator(mode="after")
     def _removes_or_rounds(self) -> CompressionConfig:

@@ -76,7 +76,7 @@ def compress(
         >>> from neuronmm.compression.config import CompressionConfig
         >>> report = neuronmm.compress("llama", "llama-small", CompressionConfig(ratio=0.3, method="svd"))
         >>> report["matrices"][0]["name"], report["asked_ratio"]
-        ('model.layers.0.mlp.gate_proj', 0.3)
+        ('model.layers.0.self_attn.q_proj', 0.3)
     """
     began = time.perf_counter()
     forget_peak()

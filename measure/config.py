@@ -10,6 +10,7 @@ from typing import Any
 
 from neuronmm.kernels.hardware import CORES
 from neuronmm.models.errors import UserError
+from neuronmm.models.families import TARGETS
 
 MOST_ROWS, MOST_RUNS = 4096, 10_000
 """Upper bounds of the batch size and the rounds, against typing errors."""
@@ -117,18 +118,21 @@ class PredictionConfig:
 
     Attributes:
         model: a folder with a config.json, or that file.
-        ratio: fraction of the MLP weights to remove; None takes the ranks of a compressed config.json, else 0.2.
+        ratio: fraction of the targeted weights to remove, in two factors of uniform rank; None: as compress.
+        targets: the linears to factorise: mlp, attention or all; None: as compress. Without ratio and targets the
+            ranks of a compressed config.json are taken.
         device: trn1, trn2 or trn3.
         parallel: cores that share the model.
         batch: sequences at once.
         prompt_length: tokens per prompt.
 
     Raises:
-        UserError: the device is unknown or a number is out of range.
+        UserError: the device or the targets are unknown, or a number is out of range.
     """
 
     model: str | Path
     ratio: float | None = None
+    targets: str | None = None
     device: str = "trn1"
     parallel: int = 1
     batch: int = 1
@@ -137,6 +141,8 @@ class PredictionConfig:
     def __post_init__(self) -> None:
         if self.device not in CORES:
             raise UserError(f"device {self.device}: must be one of {', '.join(CORES)}")
+        if self.targets is not None and self.targets not in TARGETS:
+            raise UserError(f"targets {self.targets}: must be one of {', '.join(TARGETS)}")
         for name, value, most in (
             ("tp", self.parallel, MOST_CORES),
             ("batch", self.batch, MOST_PREDICTED_ROWS),
@@ -144,3 +150,8 @@ class PredictionConfig:
         ):
             if not 1 <= value <= most:
                 raise UserError(f"--{name} {value}: must be 1 to {most}")
+
+    @property
+    def asks(self) -> bool:
+        """Whether the ranks are asked for, rather than those of the config.json."""
+        return self.ratio is not None or self.targets is not None

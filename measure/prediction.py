@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.ranks import Linear, auto_align, balance, realised
 from neuronmm.emulator.timing.inference import Decoder
 from neuronmm.emulator.timing.inference import Prediction as Times
@@ -15,16 +16,13 @@ from neuronmm.emulator.timing.measured import VALIDATION
 from neuronmm.kernels.hardware import CORES
 from neuronmm.measure.config import PredictionConfig
 from neuronmm.models.errors import UserError
-from neuronmm.models.families import LINEARS
+from neuronmm.models.families import LINEARS, TARGETS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.neuronx.checkpoint import layer_name
 from neuronmm.models.neuronx.expansion import low_rank
 from neuronmm.models.neuronx.intermediate import MLP, Split, split_mlp
 from neuronmm.models.source import expanded, read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
-
-DEFAULT_RATIO = 0.2
-"""Share of the MLP weights to remove if neither the request nor the config.json says."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ def predict(
     model: str | Path,
     *,
     ratio: float | None = None,
+    targets: str | None = None,
     device: str = "trn1",
     parallel: int = 1,
     batch: int = 1,
@@ -79,7 +78,7 @@ def predict(
 
     The arguments are those of :class:`.PredictionConfig`. TTFT is not validated.
     """
-    return run_prediction(PredictionConfig(model, ratio, device, parallel, batch, prompt_length)).to_json()
+    return run_prediction(PredictionConfig(model, ratio, targets, device, parallel, batch, prompt_length)).to_json()
 
 
 def run_prediction(config: PredictionConfig) -> PredictionResult:
@@ -88,7 +87,7 @@ def run_prediction(config: PredictionConfig) -> PredictionResult:
     Raises:
         UserError: the model cannot be read or is not supported, or the ratio is out of range.
     """
-    dense, compressed, targets, realised_ratio = _decoders(expanded(config.model), config.ratio, config.parallel)
+    dense, compressed, targets, realised_ratio = _decoders(config)
     return PredictionResult(config, targets, realised_ratio, _simulate(dense, config), _simulate(compressed, config))
 
 
@@ -98,8 +97,9 @@ def _simulate(decoder: Decoder, config: PredictionConfig) -> ModelPrediction:
     return ModelPrediction(times, times.fits(core))
 
 
-def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, Decoder, str, float]:
+def _decoders(config: PredictionConfig) -> tuple[Decoder, Decoder, str, float]:
     """Return the dense and the compressed decoder, the targets, and the realised ratio."""
+    path = expanded(config.model)
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         raise UserError(f"{path}: no config.json there; give the folder of a Hugging Face checkpoint or the file")
@@ -116,10 +116,10 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
     )
     shapes = dimensions.linears
     block = document.get("quantization_config")
-    if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and ratio is None:
+    if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and not config.asks:
         spec = CompressionSpec.parse(block, where)
         _check_ranks(spec, shapes, dense.layers, where)
-        mlps = [_mlp(dense, spec, index, parallel) for index in range(dense.layers)]
+        mlps = [_mlp(dense, spec, index, config.parallel) for index in range(dense.layers)]
         layers = [
             low_rank(index, shapes, spec.ranks, spec.shared, MLP if mlp else ()) for index, mlp in enumerate(mlps)
         ]
@@ -130,13 +130,16 @@ def _decoders(path: Path, ratio: float | None, parallel: int) -> tuple[Decoder, 
             pivots=tuple(map(_pivots, mlps)),
         )
         return dense, compressed, spec.targets, spec.realised_ratio
-    names = [{name: layer_name(index, LINEARS[name]) for name in MLP} for index in range(dense.layers)]
+    default = CompressionConfig()
+    targets, ratio = config.targets or default.targets, default.ratio if config.ratio is None else config.ratio
+    targeted = [name for name, module in LINEARS.items() if module in TARGETS[targets]]
+    names = [{name: layer_name(index, LINEARS[name]) for name in targeted} for index in range(dense.layers)]
     linears = [Linear(full, *shapes[name]) for layer in names for name, full in layer.items()]
-    ranks = balance(linears, DEFAULT_RATIO if ratio is None else ratio, auto_align(linears))
+    ranks = balance(linears, ratio, auto_align(linears))
     by_layer = tuple(
         tuple((name, rank) for name, full in layer.items() if (rank := ranks[full]) is not None) for layer in names
     )
-    return dense, replace(dense, ranks=by_layer), "mlp", realised(linears, ranks)
+    return dense, replace(dense, ranks=by_layer), targets, realised(linears, ranks)
 
 
 def _check_ranks(spec: CompressionSpec, shapes: Mapping[str, tuple[int, int]], layers: int, where: str) -> None:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ratio",
         type=float,
-        help="fraction of the targeted weights to remove, 0.05 to 0.6 (default 0.2); "
+        help="fraction of the targeted weights to remove, 0.05 to 0.6 (default 0.15); "
         "0 with a --weight-dtype: round only",
     )
     parser.add_argument(
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--targets",
         choices=("mlp", "attention", "all"),
-        help="which linears to factorise (default mlp; with --budget all)",
+        help="which linears to factorise (default all)",
     )
     parser.add_argument(
         "--method",

@@ -1,13 +1,13 @@
 """predict TTFT, TPOT and tokens/s on Trainium from a config.json, dense and compressed
 
 Nothing runs: the figures come from the emulator's timing model. Its errors against published measurements are printed
-with them. TTFT is not validated: the one published context encoding took five times as long as predicted. The
-config.json of a compressed checkpoint supplies its own ranks. Pivots that the MLP kernel
-uses count as such; other pivoted linears count as two factors, or as the
-matrix where that has fewer weights, as the hosts run them.
+with them. TTFT is not validated: the one published context encoding took five times as long as predicted. A dense
+model gets two factors of uniform rank. The config.json of a compressed checkpoint supplies its own ranks. Pivots that
+the MLP kernel uses count as such; other pivoted linears count as two factors, or as the matrix where that has fewer
+weights, as the hosts run them.
 
 examples:
-  neuronmm predict ./Llama-3.2-1B --ratio 0.2 --device trn1
+  neuronmm predict ./Llama-3.2-1B --ratio 0.2 --targets mlp --device trn1
   neuronmm predict ./Qwen3-4B/config.json --device trn2 --tp 4 --batch 8 --prompt-length 2048
   neuronmm predict out/llama-1b-low --device trn3 --json
 """
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("model", metavar="MODEL", help="a model folder or a config.json; weights are not read")
-    parser.add_argument("--ratio", type=float, help="fraction of the MLP weights to remove, 0.05 to 0.6 (default 0.2)")
+    parser.add_argument("--ratio", type=float, help="fraction of the targeted weights to remove (default 0.15)")
+    parser.add_argument("--targets", choices=("mlp", "attention", "all"), help="which linears (default all)")
     parser.add_argument("--device", default="trn1", choices=("trn1", "trn2", "trn3"), help="default trn1")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="cores that share the model; default 1")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once; default 1")
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> None:
     config = PredictionConfig(
         model=args.model,
         ratio=args.ratio,
+        targets=args.targets,
         device=args.device,
         parallel=args.tp,
         batch=args.batch,

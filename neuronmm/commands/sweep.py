@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="METHOD[+SETTING...]; default whitened",
     )
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the perplexity")
-    parser.add_argument("--targets", choices=("mlp", "attention", "all"), help="which linears (default mlp)")
+    parser.add_argument("--targets", choices=("mlp", "attention", "all"), help="which linears (default all)")
     parser.add_argument("--calibration", action="append", metavar="FILE|self", help="as for compress (default self)")
     parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings that all points share")
     parser.add_argument("--context", type=int, metavar="N", help="tokens per window; default as for evaluate")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from neuronmm.measure.config import PredictionConfig
 from neuronmm.measure.prediction import _decoders, predict
 from neuronmm.models import UserError
 from neuronmm.models.families import LAYERS, TARGETS
@@ -31,7 +32,7 @@ def test_a_rank_that_no_linear_can_have_is_refused(rank: int, tmp_path: Path) ->
 
 
 def test_a_linear_whose_factors_are_more_weights_is_predicted_as_the_dense_one(tmp_path: Path) -> None:
-    _, low, _, _ = _decoders(with_rank(tmp_path / "low", 8), None, 1)
-    _, high, _, _ = _decoders(with_rank(tmp_path / "high", 31), None, 1)
+    _, low, _, _ = _decoders(PredictionConfig(with_rank(tmp_path / "low", 8)))
+    _, high, _, _ = _decoders(PredictionConfig(with_rank(tmp_path / "high", 31)))
     assert dict(low.ranks[1])["q"] == 8
     assert dict(high.ranks[1]) == {name: rank for name, rank in low.ranks[1] if name != "q"}

@@ -30,7 +30,7 @@ from neuronmm.models.progress import Progress, no_progress
 from tiny_models import make_tiny
 from word_tokenizer import word_tokenizer
 
-BASE = CompressionConfig(align=2, calibration_rows=4, calibration_length=12, **BARE)
+BASE = CompressionConfig(targets="mlp", align=2, calibration_rows=4, calibration_length=12, **BARE)
 POINTS: dict[str, Any] = {"ratios": [0.2, 0.4], "methods": ["svd", "whitened"]}
 ONE_POINT: dict[str, Any] = {"ratios": [0.4], "methods": ["svd"]}
 

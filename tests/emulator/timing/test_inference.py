@@ -121,8 +121,14 @@ def test_the_predict_and_tiling_commands_print_a_table_and_json(
     assert document["validation"]["ttft"] == "not validated"
     assert document["validation"]["published_dense_context_encoding_error"] == -0.813
     assert document["kind"] == "predicted"
-    assert document["targets"] == "mlp" and document["realised_ratio"] == pytest.approx(0.3, abs=0.02)
+    assert document["targets"] == "all" and document["realised_ratio"] == pytest.approx(0.3, abs=0.02)
     assert document["compressed"]["tpot"] < document["dense"]["tpot"]
+    removed = {targets: predict_from(tmp_path, targets=targets) for targets in ("mlp", "attention", "all")}
+    assert [document["targets"] for document in removed.values()] == list(removed)
+    saved = {t: d["dense"]["weight_bytes"] - d["compressed"]["weight_bytes"] for t, d in removed.items()}
+    assert 0 < saved["attention"] < saved["mlp"] < saved["all"]
+    with pytest.raises(UserError, match="targets mpl: must be one of mlp, attention, all"):
+        predict_from(tmp_path, targets="mpl")
     assert main(["tiling", "--shape", "4096,7168,4096,18432", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["blocks"]["tokens"] == 1024
     with pytest.raises(SystemExit, match="2"):
