@@ -100,10 +100,10 @@ NEURONMM_EXPORT int neuronmm_threaded();
 NEURONMM_EXPORT void neuronmm_low_rank_linear(const neuronmm::Linear* linear, const void* x, int32_t type,
                                               int32_t batch, void* y, int32_t threads);
 
-// x [rows, in] -> y [rows, sum of the outputs] for one to three linears of one input, dense or factorised, and any
-// number of rows. The results stand side by side; a shared A is multiplied once.
-NEURONMM_EXPORT void neuronmm_linears(const neuronmm::Linear* linears, int32_t count, const void* x, int32_t type,
-                                      int32_t rows, void* y, int32_t threads);
+// x [rows, in] -> y [rows, out] for one to three linears of one input, dense or factorised, and any number of rows. The
+// results stand side by side; a shared A is multiplied once. Returns -1 if the linears have other widths.
+NEURONMM_EXPORT int neuronmm_linear_group(const neuronmm::Linear* linears, int32_t count, const void* x, int32_t type,
+                                          int32_t rows, int64_t in, void* y, int64_t out, int32_t threads);
 
 // x [batch, hidden] -> y [batch, hidden] = down(silu(gate(x)) * up(x)), both of element type `type`.
 NEURONMM_EXPORT void neuronmm_low_rank_swiglu(const neuronmm::Linear* gate, const neuronmm::Linear* up,

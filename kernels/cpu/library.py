@@ -14,7 +14,8 @@ from torch import Tensor
 
 from neuronmm.kernels.factors import Form, LowRank
 from neuronmm.kernels.fp8 import Fp8
-from neuronmm.kernels.low_bits import GROUP, TILE, Int4, Int8, Weight
+from neuronmm.kernels.int4_layout import int4_shape
+from neuronmm.kernels.low_bits import Int4, Int8, Weight
 from neuronmm.kernels.ops import KernelError
 
 MAX_BATCH = 8
@@ -72,7 +73,7 @@ def malformed(weight: Weight) -> str | None:
     if isinstance(weight, Int8):
         shape, dtype = (rows, columns), torch.int8
     else:
-        shape, dtype = (-(-rows // TILE), -(-columns // GROUP) * 288), torch.uint8
+        shape, dtype = int4_shape(rows, columns), torch.uint8
     if weight.values.shape != shape or weight.values.dtype != dtype:
         return f"{list(weight.values.shape)} of {weight.values.dtype} where {list(shape)} of {dtype} belongs"
     if weight.scales.shape != (rows,) or weight.scales.dtype != torch.float32:
@@ -164,7 +165,7 @@ def _matches(library: ctypes.CDLL) -> bool:
     sizes = (ctypes.c_int64 * len(structs))()
     try:
         library.neuronmm_struct_sizes(sizes)
-        types, _, _ = library.neuronmm_types(), library.neuronmm_linears, library.neuronmm_step_lanes  # the newest ones
+        types, _, _ = library.neuronmm_types(), library.neuronmm_linear_group, library.neuronmm_step_lanes  # the newest
     except AttributeError:  # built before the function existed
         return False
     return types == INT4 + 1 and list(sizes) == [ctypes.sizeof(struct) for struct in structs]

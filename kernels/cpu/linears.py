@@ -71,12 +71,14 @@ def _check_place(what: str, tensors: Sequence[Tensor]) -> None:
 def _linears(x: Tensor, described: Tensor, out_features: int) -> Tensor:
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], out_features)
-    count, rows = described.numel() // ctypes.sizeof(Linear), x.numel() // x.shape[-1]
-    at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (described, x, y))
-    linears, x_at, y_at = at
+    width = ctypes.c_int64(x.shape[-1])
+    count, rows = described.numel() // ctypes.sizeof(Linear), x.shape[:-1].numel()
+    linears, x_at, y_at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (described, x, y))
     library = core()
     assert library is not None  # `describe` needs it, too
-    library.neuronmm_linears(linears, count, x_at, TYPES[x.dtype], rows, y_at, torch.get_num_threads())
+    sizes = (TYPES[x.dtype], rows, width, y_at, ctypes.c_int64(out_features), torch.get_num_threads())
+    if library.neuronmm_linear_group(linears, count, x_at, *sizes):
+        raise KernelError(f"linears that do not take {x.shape[-1]} features, or do not return {out_features}")
     return y
 
 

@@ -92,10 +92,11 @@ void neuronmm_low_rank_linear(const Linear* linear, const void* x, int32_t type,
     run_group(linear, 1, x, type, batch, false, y, threads);
 }
 
-void neuronmm_linears(const Linear* linears, int32_t count, const void* x, int32_t type, int32_t rows, void* y,
-                      int32_t threads) {
-    size_t in = linears[0].in(), out = 0;
-    for (int i = 0; i < count; i++) out += linears[i].out();
+int neuronmm_linear_group(const Linear* linears, int32_t count, const void* x, int32_t type, int32_t rows, int64_t in,
+                          void* y, int64_t out, int32_t threads) {
+    int64_t sum = 0;
+    for (int i = 0; i < count; i++) sum += linears[i].out();
+    if (linears[0].in() != in || sum != out) return -1;
     const size_t bytes = type == kFloat32 ? 4 : 2;
     const bool gemm = rows > kGemvRows && has_gemm(linears, count, type);
     for (size_t done = 0, n; done < static_cast<size_t>(rows); done += n) {
@@ -103,6 +104,7 @@ void neuronmm_linears(const Linear* linears, int32_t count, const void* x, int32
         run_group(linears, count, static_cast<const char*>(x) + done * in * bytes, type, static_cast<int>(n),
                   gemm && n > kMaxBatch, static_cast<char*>(y) + done * out * bytes, threads);
     }
+    return 0;
 }
 
 void neuronmm_low_rank_swiglu(const Linear* gate, const Linear* up, const Linear* down, const void* x, int32_t type,

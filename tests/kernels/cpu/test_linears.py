@@ -146,6 +146,15 @@ def test_several_threads_call_it_at_once() -> None:
             assert all(map(torch.equal, threads.map(one, x), alone))
 
 
+@pytest.mark.parametrize("form", ["dense", "two", "rows", "columns"])
+def test_an_input_or_a_result_of_another_width_is_refused(form: str) -> None:
+    described = describe(weights(make_group(16, [(24, 4, form)], torch.float32, False, False)), torch.float32)
+    assert torch.ops.neuronmm.linears(torch.zeros(3, 16), described, 24).shape == (3, 24)
+    for features, out in ((15, 24), (17, 24), (0, 24), (16, 23), (16, 25)):
+        with pytest.raises(KernelError, match=f"do not take {features} features, or do not return {out}"):
+            torch.ops.neuronmm.linears(torch.zeros(3, features), described, out)
+
+
 @pytest.mark.parametrize(
     ("reason", "changed"),
     [
