@@ -132,7 +132,7 @@ def _measured(
                     A, B = factors[linear]
                     pair.replace(linear, A[:rank], B[:, :rank], torch.float32 if pivot else dtype)
                 if pivot:
-                    pair.pivot(plan.align, dtype)
+                    pair.pivot(dtype)
                 hidden[number] = advance(pair.compressed, hidden[number], streams.rotary)
         model.reader.close()  # pages of a mapped shard count as resident
         run.progress(_STAGE, 1 / _PASSES / len(model))

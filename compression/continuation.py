@@ -38,9 +38,15 @@ class Sampled:
         return self.among(logits.softmax(dim=-1))
 
     def among(self, probabilities: Tensor) -> Tensor:
-        """Choose the next tokens [rows] by their ``probabilities`` [rows, vocabulary]."""
+        """Choose the next tokens [rows] by their ``probabilities`` [rows, vocabulary].
+
+        Raises:
+            UserError: a probability is not finite.
+        """
         # One uniform number per row, inverted by the cumulative distribution; torch.multinomial draws one per logit.
         cumulative = probabilities.cumsum(dim=-1)
+        if not cumulative[:, -1].isfinite().all():
+            raise UserError("the model's logits hold NaN or infinity; the checkpoint is damaged or unstable in its dtype")
         uniform = torch.rand(len(cumulative), 1, generator=self._generator).to(cumulative.device) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1)
 
@@ -59,7 +65,8 @@ def continue_rows(
     All rows advance by one token at a time. ``advance`` is called ``length`` times.
 
     Raises:
-        UserError: the installed transformers names the layers' cache in an unknown way.
+        UserError: the choice needs finite logits and gets others, or the installed transformers names the layers' cache
+            in an unknown way.
     """
     tokens = torch.zeros(len(openings), length, dtype=torch.long)
     for row, opening in enumerate(openings):

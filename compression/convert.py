@@ -145,7 +145,7 @@ def _convert_layer(
         UserError: a weight is not finite, or pivots are out of range or order.
     """
     layer = _read_layer(low, spec, prefix, device)
-    converted = to_pivoted(layer, spec.align) if form == "pivoted" else to_two(layer)
+    converted = to_pivoted(layer) if form == "pivoted" else to_two(layer)
     tensors: dict[str, Tensor] = {}
     for inside, factors in converted.low_rank.items():
         name = prefix + inside

@@ -94,7 +94,7 @@ def compress_layer(
             else:
                 progress(1.0)
             if config.form == "pivoted" and ranks:  # last, because training gains more with two factors
-                conditions |= pair.pivot(plan.align, dtype_of(next(iter(ranks))))
+                conditions |= pair.pivot(dtype_of(next(iter(ranks))))
         except ValueError as error:
             raise UserError(
                 f"{model.reader.folder}: {pair.prefix}*: {error}; the checkpoint is damaged or unstable in float32"

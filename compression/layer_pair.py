@@ -56,7 +56,7 @@ class LayerPair:
             self.compressed.set_submodule(name, module)
 
     @torch.no_grad()
-    def pivot(self, align: int, dtype: torch.dtype) -> dict[str, float | None]:
+    def pivot(self, dtype: torch.dtype) -> dict[str, float | None]:
         """Change the low-rank linears to pivoted forms, with float32 values rounded to ``dtype``, and reorder the MLP.
 
         Returns:
@@ -66,7 +66,7 @@ class LayerPair:
         names = {id(module.A): name for name, module in reversed(modules.items())}
         leaders = {name: names[id(module.A)] for name, module in modules.items()}
         shared = {name: leader for name, leader in leaders.items() if name != leader}
-        layer = to_pivoted(LayerFactors({name: module.factors for name, module in modules.items()}, shared), align)
+        layer = to_pivoted(LayerFactors({name: module.factors for name, module in modules.items()}, shared))
         pivoted: dict[str, LowRankLinear] = {}
         for name, factors in layer.low_rank.items():
             A, B = (_rounded(dense(factor, torch.float64), dtype) for factor in (factors.A, factors.B))

@@ -13,6 +13,7 @@ an index.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from neuronmm.compression.pivots import Skeleton
+from neuronmm.compression.ranks import TILE
 from neuronmm.kernels import Form, LowRank
 from neuronmm.kernels.low_bits import dense
 from neuronmm.models.families import TARGETS
@@ -43,18 +45,17 @@ class LayerFactors:
     conditions: dict[str, float | None] = field(default_factory=dict)
 
 
-def to_pivoted(layer: LayerFactors, align: int = 1) -> LayerFactors:
+def to_pivoted(layer: LayerFactors) -> LayerFactors:
     """Return the layer with every linear in the row or column form; the matrices stay the same.
 
-    Ranges of pivots that overlap do so in a multiple of ``align`` features, if the rest of the pivots allow it. Linears
-    with a shared A of more rows than their leader has outputs keep two factors.
+    Ranges of pivots that overlap do so in a multiple of the tile that all ranks of the MLP are multiples of, if the
+    rest of the pivots allow it. Linears with a shared A of more rows than their leader has outputs keep two factors.
 
     Args:
         layer: linears with two factors, of any float dtype. The result is float64.
-        align: the tile of the target, in features.
     """
     skeletons = _skeletons(layer)
-    order = _order_mlp(skeletons, align)
+    order = _order_mlp(skeletons)
     pivoted = LayerFactors({}, layer.shared, order)
     for name in sorted(layer.low_rank, key=lambda name: name in layer.shared):  # leaders first
         factors, leader = layer.low_rank[name], layer.shared.get(name, name)
@@ -121,7 +122,7 @@ def _skeletons(layer: LayerFactors) -> dict[str, Skeleton]:
     return skeletons
 
 
-def _order_mlp(skeletons: Mapping[str, Skeleton], align: int) -> Tensor | None:
+def _order_mlp(skeletons: Mapping[str, Skeleton]) -> Tensor | None:
     """Sort the intermediate dimension, and renumber the rows of the MLP's skeletons; return the order."""
     inner = sorted((skeletons[name] for name in (GATE, UP) if name in skeletons), key=lambda one: len(one.pivots))
     down = skeletons.get(DOWN)
@@ -131,6 +132,7 @@ def _order_mlp(skeletons: Mapping[str, Skeleton], align: int) -> Tensor | None:
     none = torch.zeros_like(skeletons_of_mlp[0].mask)
     large = inner[-1].mask if inner else none
     small = inner[0].mask if len(inner) == 2 else none
+    align = math.gcd(TILE, *(len(skeleton.pivots) for skeleton in skeletons_of_mlp))
     if down is not None:
         _align_overlap(down, large, ~large, align)
         _align_overlap(down, small, large & ~small, align)

@@ -14,7 +14,7 @@ from neuronmm.compression.factorize import spectrum
 from neuronmm.compression.fisher import known_moments
 from neuronmm.compression.layer_pair import weight_of
 from neuronmm.compression.moments import Moments
-from neuronmm.compression.ranks import Linear, allocate, auto_align, balance, energy, relative, sharing_pays
+from neuronmm.compression.ranks import Align, Linear, allocate, balance, energy, relative, sharing_pays
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel
@@ -31,12 +31,17 @@ class Plan:
     """The targeted linears and their ranks.
 
     ``linears`` are in the order of the layers; those that share an A count as one. ``ranks`` are by name; a linear with
-    rank None stays dense.
+    rank None stays dense. ``tiles`` are what the ranks are multiples of.
     """
 
     linears: list[Linear]
     ranks: dict[str, int | None]
-    align: int
+    tiles: Align
+
+    @property
+    def align(self) -> int:
+        """What all ranks are multiples of."""
+        return min(linear.tile(self.tiles) for linear in self.linears)
 
     @cached_property
     def part_ranks(self) -> dict[str, int]:
@@ -103,13 +108,12 @@ def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[st
     """
     if not config.factorises:
         return Plan(linears, {linear.name: None for linear in linears}, 1)
-    align = auto_align(linears) if config.align == "auto" else config.align
-    uniform = balance(linears, config.ratio, align)  # also refuses what is impossible
+    uniform = balance(linears, config.ratio, config.align)  # also refuses what is impossible
     if not spectra:
-        return Plan(linears, uniform, align)
+        return Plan(linears, uniform, config.align)
     energies = {linear.name: _unit(spectra[linear.name], config) for linear in linears}
     losses = {name: relative(spectra[name], total) for name, total in energies.items()}
-    ranks = _ranks(linears, losses, spectra, config, align)
+    ranks = _ranks(linears, losses, spectra, config)
     if config.share_a == "auto":
         for group in _groups(linears):
             joint = Linear.sharing(group, [energies[linear.name] for linear in group])
@@ -118,18 +122,18 @@ def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[st
                 losses[joint.name] = together
                 place = linears.index(group[0])
                 linears = [*linears[:place], joint, *linears[place + len(group) :]]
-        ranks = _ranks(linears, losses, spectra, config, align)
-    return Plan(linears, ranks, align)
+        ranks = _ranks(linears, losses, spectra, config)
+    return Plan(linears, ranks, config.align)
 
 
 def _ranks(
-    linears: list[Linear], losses: dict[str, Tensor], spectra: dict[str, Tensor], config: CompressionConfig, align: int
+    linears: list[Linear], losses: dict[str, Tensor], spectra: dict[str, Tensor], config: CompressionConfig
 ) -> dict[str, int | None]:
     if config.allocation == "uniform":
-        return balance(linears, config.ratio, align)
+        return balance(linears, config.ratio, config.align)
     in_nats = config.method == "fisher"  # then no loss needs a weight
     fractions = {linear.name: 1.0 if in_nats else float(spectra[_FRACTION + linear.name]) for linear in linears}
-    return allocate(linears, losses, fractions, config.ratio, align)
+    return allocate(linears, losses, fractions, config.ratio, config.align)
 
 
 def _unit(spectrum: Tensor, config: CompressionConfig) -> float:

@@ -32,7 +32,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_RATIO, MAX_RATIO = 0.05, 0.6
+Align = Literal["auto"] | int
+"""The tile of all ranks, or a tile for each linear (:meth:`Linear.tile`)."""
+
 TILE = 128
 """Width of Trainium's tensor engine, the alignment of ranks if the matrices are large enough."""
 
@@ -117,6 +120,19 @@ class Linear:
             return self.dense
         return rank * (self.out_features + self.in_features - (rank if self.pivoted else 0))
 
+    def tile(self, align: Align) -> int:
+        """Return what its ranks are multiples of: ``align``, or with ``auto`` the widest power of two, at most 128, that
+        leaves it eight ranks of two factors to choose from.
+
+        128 for the MLP of every published Llama and Qwen from 1B up; keys and values may have less.
+        """
+        if align != "auto":
+            return align
+        widest, tile = self.dense / (self.out_features + self.in_features) / 8, TILE
+        while tile > 1 and tile > widest:
+            tile //= 2
+        return tile
+
     def rank_with(self, parameters: float) -> float:
         """Return the rank at which the factors have ``parameters``, at most those of the dense weight."""
         features = self.out_features + self.in_features
@@ -125,25 +141,13 @@ class Linear:
         return (features - (features**2 - 4 * min(parameters, self.dense)) ** 0.5) / 2
 
 
-def auto_align(linears: Sequence[Linear]) -> int:
-    """Return the widest power-of-two tile, at most 128, that leaves the smallest matrix eight ranks to choose from.
-
-    128 for every published Llama and Qwen from 1B up; 32 for SmolLM2-135M's MLP. The ranks are those of two factors.
-    """
-    widest = min(linear.dense / (linear.out_features + linear.in_features) for linear in linears) / 8
-    tile = TILE
-    while tile > 1 and tile > widest:
-        tile //= 2
-    return tile
-
-
-def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, int | None]:
-    """Return the rank of each linear, a multiple of ``align``, or None if it stays dense.
+def balance(linears: Sequence[Linear], ratio: float, align: Align) -> dict[str, int | None]:
+    """Return the rank of each linear, a multiple of its tile, or None if it stays dense.
 
     Args:
         linears: the targeted linears, in the order of the model's layers.
         ratio: fraction of their parameters to remove, 0.05 to 0.6.
-        align: the tile, in ranks.
+        align: the tile, in ranks, or ``auto``.
 
     Raises:
         UserError: the ratio is out of range, or the tile is so wide that no matrix can be compressed.
@@ -152,13 +156,13 @@ def balance(linears: Sequence[Linear], ratio: float, align: int) -> dict[str, in
         raise UserError(
             f"--ratio {ratio:g}: must lie between {MIN_RATIO} and {MAX_RATIO} (fraction of parameters removed)"
         )
-    if align < 1:
+    if align != "auto" and align < 1:
         raise UserError(f"--align {align}: must be a positive number of ranks, or auto")
     ranks: dict[str, int | None] = {}
     target = total = 0.0
     for linear in linears:
         target += (1 - ratio) * linear.dense
-        choices = _choices(linear, ratio, align)
+        choices = _choices(linear, ratio, linear.tile(align))
         rank = min(choices, key=lambda choice: abs(total + linear.parameters(choice) - target))
         ranks[linear.name] = rank
         total += linear.parameters(rank)
@@ -193,16 +197,16 @@ def relative(spectrum: Tensor, total: float) -> Tensor:
 
 
 def allocate(
-    linears: Sequence[Linear], losses: Mapping[str, Tensor], fractions: Mapping[str, float], ratio: float, align: int
+    linears: Sequence[Linear], losses: Mapping[str, Tensor], fractions: Mapping[str, float], ratio: float, align: Align
 ) -> dict[str, int | None]:
-    """Return the rank of each linear, a multiple of ``align``, or None if it stays dense.
+    """Return the rank of each linear, a multiple of its tile, or None if it stays dense.
 
     Args:
         linears: the targeted linears, in the order of the model's layers.
         losses: by name, the reduction of the relative loss by each rank, largest first.
         fractions: by name, the energy that the linear's block writes, as a fraction of the residual stream's energy.
         ratio: fraction of their parameters to remove.
-        align: the tile, in ranks.
+        align: the tile, in ranks, or ``auto``.
 
     Raises:
         UserError: as :func:`balance`.
@@ -218,8 +222,8 @@ def allocate(
         linear, rank = linears[number], ranks[linears[number].name]
         if rank is None:
             return
-        loss, size = losses[linear.name], linear.parameters(rank)
-        further = [*range(rank + align, math.ceil(linear.limit), align), None]
+        loss, size, tile = losses[linear.name], linear.parameters(rank), linear.tile(align)
+        further = [*range(rank + tile, math.ceil(linear.limit), tile), None]
         if not linear.pivoted:
             further = further[:1]
         further = [step for step in further if linear.parameters(step) - size <= budget]
@@ -242,14 +246,15 @@ def allocate(
     return ranks
 
 
-def _least(linears: Sequence[Linear], ratio: float, align: int, budget: int) -> dict[str, int | None]:
+def _least(linears: Sequence[Linear], ratio: float, align: Align, budget: int) -> dict[str, int | None]:
     """Return the ranks that the allocation begins with: the floors, and the first MLP dense if ``budget`` parameters
     are enough for that.
     """
     floors: dict[str, int | None] = {}
     for linear in linears:
-        floor = int(FLOOR * linear.rank_with((1 - ratio) * linear.dense) // align) * align
-        floors[linear.name] = max(floor, align) if align < linear.limit else None
+        tile = linear.tile(align)
+        floor = int(FLOOR * linear.rank_with((1 - ratio) * linear.dense) // tile) * tile
+        floors[linear.name] = max(floor, tile) if tile < linear.limit else None
     first = [linear for linear in linears if linear.name.startswith(FIRST_MLP)]
     kept = floors | {linear.name: None for linear in first}
     small = sum(linear.dense for linear in first) <= FIRST_SHARE * sum(linear.dense for linear in linears)

@@ -55,7 +55,7 @@ class StreamedModel:
     """The decoder layers, embedding and head of a checkpoint, dense or compressed, loaded one at a time.
 
     The modules are those of transformers and, in a compressed checkpoint, of :mod:`neuronmm.models`, built without
-    weights. Each layer's tensors are loaded in turn, in ``dtype`` (None: the checkpoint's), on ``device``.
+    weights. Each layer's tensors are loaded in turn, in ``dtype`` (None: the checkpoint's, with bf16 instead of fp16, which overflows), on ``device``.
 
     Raises:
         UserError: unsupported architecture, or tensors that do not fit config.json.
@@ -64,7 +64,9 @@ class StreamedModel:
     def __init__(self, folder: Path, dtype: torch.dtype | None, device: str = "cpu") -> None:
         self.config = load_config(folder)
         self.reader = Reader(folder)
-        self.dtype, self.device = dtype or self.reader[NORM].dtype, torch.device(device)
+        stored = self.reader[NORM].dtype
+        self.dtype = dtype or (torch.bfloat16 if stored is torch.float16 else stored)
+        self.device = torch.device(device)
         with quiet(), reading(f"{folder / 'config.json'}: transformers cannot build this model"):
             with torch.device("meta"):
                 skeleton = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa").eval()

@@ -9,17 +9,20 @@ from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the decoder's output for an incomplete UTF-8 character
 _CONTEXT = 4  # prompt tokens that are decoded too, so that the spaces after the prompt are right
+_LONGEST = 8  # tokens that are held back as an incomplete character; more are bytes that complete none
 
 
 class TextStream:
     """The text of one generated sequence.
 
-    An incomplete UTF-8 character is held back until it is complete, and dropped if it never is. Text that may be the
+    An incomplete UTF-8 character is held back until it is complete, and dropped if the text ends before. Text that may be the
     beginning of a stop string is held back too. The text ends just before a stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer: Any = tokenizer
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         self._stop = tuple(stop)
         self._ids = list(prompt[-_CONTEXT:])
         self._start, self._end = 0, len(self._ids)
@@ -34,10 +37,13 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is now final; it is often empty."""
+        if token in self._special:  # has no text
+            return ""
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._end])
         now = self._decode(self._ids[self._start :])
-        if now.endswith(_INCOMPLETE) or len(now) <= len(before):
+        incomplete = now.endswith(_INCOMPLETE) or len(now) <= len(before)
+        if incomplete and len(self._ids) - self._end <= _LONGEST:
             return ""
         self._start, self._end = self._end, len(self._ids)
         self._pending += now[len(before) :]

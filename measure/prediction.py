@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.ranks import Linear, auto_align, balance, realised
+from neuronmm.compression.ranks import Linear, balance, realised
 from neuronmm.emulator.timing.inference import Decoder
 from neuronmm.emulator.timing.inference import Prediction as Times
 from neuronmm.emulator.timing.inference import predict as simulate
@@ -135,7 +135,7 @@ def _decoders(config: PredictionConfig) -> tuple[Decoder, Decoder, str, float]:
     targeted = [name for name, module in LINEARS.items() if module in TARGETS[targets]]
     names = [{name: layer_name(index, LINEARS[name]) for name in targeted} for index in range(dense.layers)]
     linears = [Linear(full, *shapes[name]) for layer in names for name, full in layer.items()]
-    ranks = balance(linears, ratio, auto_align(linears))
+    ranks = balance(linears, ratio, "auto")
     by_layer = tuple(
         tuple((name, rank) for name, full in layer.items() if (rank := ranks[full]) is not None) for layer in names
     )

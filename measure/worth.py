@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from neuronmm.compression.ranks import Linear, auto_align, balance, realised
+from neuronmm.compression.ranks import Linear, balance, realised
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, TARGETS
 
@@ -44,7 +44,7 @@ def worths(shapes: Mapping[str, tuple[int, ...]], layers: int, parameters: int, 
         linears = [Linear(name, shapes[name][0], shapes[name][1], pivoted=True) for name in names]
         for ratio in RATIOS:
             try:
-                ranks = balance(linears, ratio, auto_align(linears))
+                ranks = balance(linears, ratio, "auto")
             except UserError:  # the matrices are too small for any rank
                 continue
             factorised = [rank for rank in ranks.values() if rank is not None]

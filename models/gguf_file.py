@@ -7,6 +7,7 @@ that memory does not grow with the model. transformers itself would hold all wei
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from neuronmm.models.documents import write_json
@@ -26,6 +26,7 @@ from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import family_of
 from neuronmm.models.gguf_header import StoredTensor, read_header
 from neuronmm.models.gguf_names import ROPE_FACTORS, gguf_names
+from neuronmm.models.gguf_rope import with_scaling
 from neuronmm.models.load import DTYPE, SAFELY, quiet
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.portable import make_portable
@@ -36,8 +37,6 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _SHARD = 1 << 30  # bytes of a shard, and so of the weights in memory; a larger tensor has a shard of its own
 _PIECE = 1 << 22  # weights that a thread dequantises at once; the intermediate results take 40 bytes each
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The parameters of RoPE that all models of type ``llama3`` share, and that a GGUF file therefore omits."""
 
 
 def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
@@ -46,18 +45,18 @@ def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
     Raises:
         UserError: the file is damaged, the model is not supported, or weights are NaN or infinite.
     """
-    stored = read_header(file).tensors
+    header = read_header(file)
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, **SAFELY}
     unreadable = f"{file}: transformers cannot read this GGUF file"
     with quiet(), reading(unreadable):
         config = AutoConfig.from_pretrained(**where)
     sizes = ModelConfig.parse(config.to_dict(), str(file))
-    source = _Weights(file, stored, sizes)
+    source = _Weights(file, header.tensors, sizes)
     # without the type, transformers parses the whole header once more to find it
     known = {"tokenizer_type": config.model_type} if config.model_type in TOKENIZER_MAPPING_NAMES else {}
     with quiet(), reading(unreadable):
         AutoTokenizer.from_pretrained(**where, **known).save_pretrained(folder)
-    clean = _clean(config, source.rope_factors(), str(file))
+    clean = _clean(config, header.rope, source.rope_factors(), str(file))
     with quiet():
         clean.save_pretrained(folder)
         GenerationConfig.from_model_config(clean).save_pretrained(folder)
@@ -65,7 +64,9 @@ def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
     make_portable(folder)
 
 
-def _clean(config: Any, rope_factors: Tensor | None, where: str) -> PretrainedConfig:
+def _clean(
+    config: Any, rope: Mapping[str, str | float], rope_factors: Tensor | None, where: str
+) -> PretrainedConfig:
     """Return the configuration of the unpacked model: bf16, not quantised, and with the RoPE scaling of the file.
 
     Raises:
@@ -74,31 +75,7 @@ def _clean(config: Any, rope_factors: Tensor | None, where: str) -> PretrainedCo
     values = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "dtype", "torch_dtype")}
     values |= {"rms_norm_eps": float(f"{config.rms_norm_eps:.6g}"), DTYPE: "bfloat16"}
     values["architectures"] = [family_of(values, where).architecture]
-    if rope_factors is None:
-        return type(config).from_dict(values)
-    rope = {"rope_type": "llama3", "factor": float(rope_factors.max()), **_LLAMA3}
-    if "rope_parameters" in values:
-        values["rope_parameters"] |= rope
-    else:
-        values["rope_scaling"] = rope
-    scaled: PretrainedConfig = type(config).from_dict(values)
-    _check_rope(scaled, rope_factors, where)
-    return scaled
-
-
-def _check_rope(scaled: PretrainedConfig, rope_factors: Tensor, where: str) -> None:
-    """Check that the frequencies of the configuration ``scaled`` are those of the file.
-
-    Raises:
-        UserError: they are not.
-    """
-    theta = (getattr(scaled, "rope_parameters", None) or vars(scaled))["rope_theta"]
-    exponents = torch.arange(0, len(rope_factors)) / len(rope_factors)
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
-    if frequencies.shape != rope_factors.shape or not torch.allclose(
-        frequencies, theta**-exponents / rope_factors, rtol=1e-3
-    ):
-        raise UserError(f"{where}: {ROPE_FACTORS} holds a RoPE scaling other than that of Llama 3.x; not supported")
+    return with_scaling(type(config), values, rope, rope_factors, where)
 
 
 class _Weights:

@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -23,6 +24,8 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """GGUF type code -> bytes of a number."""
 _INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
 """GGUF type code of an integer -> its code in :mod:`struct`."""
+_SCALARS = {**_INTEGERS, 6: "f", 7: "?", 12: "d"}
+"""The same for all numbers."""
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _ARCHITECTURE = b"general.architecture"
 SIZES = {
@@ -34,6 +37,8 @@ SIZES = {
     "attention.key_length": "head_dim",
 }
 """A size of the model, as an entry ``<architecture>.<name>`` names it -> its name in config.json."""
+ROPE_SCALING = "rope.scal"
+"""The beginning of the names of all entries that scale RoPE, ``rope.scaling.type`` and others."""
 _MAX_VALUES = (
     1 << 22
 )  # in arrays; the largest vocabularies need a quarter of that, and transformers takes 400 bytes each
@@ -64,10 +69,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What the header says: the architecture, the :data:`SIZES` that it has, named as in config.json, the tensors."""
+    """What the header says: the architecture, the :data:`SIZES` that it has, named as in config.json, the tensors.
+
+    ``rope`` has the entries that scale RoPE, without the architecture in their names.
+    """
 
     architecture: str
     sizes: dict[str, int]
+    rope: dict[str, str | float]
     tensors: dict[str, StoredTensor]
 
 
@@ -114,7 +123,7 @@ class _Parser:
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is none of {_VERSIONS}")
         tensors, entries = self._number("Q"), self._number("Q")
-        architecture, sizes = "", {}
+        architecture, sizes, rope = "", {}, {}
         for _ in range(entries):
             key, kind = self._string(), self._number("I")
             size = key.partition(b".")[2].decode(errors="replace")
@@ -124,6 +133,8 @@ class _Parser:
                 architecture = self._string().decode()
             elif size in SIZES and kind in _INTEGERS:
                 sizes[SIZES[size]] = self._number(_INTEGERS[kind])
+            elif size.startswith(ROPE_SCALING) and (kind in _SCALARS or kind == _STRING):
+                rope[size] = self._string().decode() if kind == _STRING else self._number(_SCALARS[kind])
             else:
                 self._skip_value(kind)
         listed, weights = [], 0
@@ -138,7 +149,7 @@ class _Parser:
         start = -(-self._at // self._alignment) * self._alignment
         stored = {name.decode(): self._stored(shape, kind, start + offset) for name, shape, kind, offset in listed}
         _check_apart(stored)
-        return Header(architecture, sizes, stored)
+        return Header(architecture, sizes, rope, stored)
 
     def _shape(self) -> tuple[int, ...]:
         dimensions = self._number("I")
@@ -154,10 +165,10 @@ class _Parser:
             raise ValueError(f"its {len(self._content)} bytes end before its tensors do")
         return tensor
 
-    def _number(self, code: str) -> int:
+    def _number(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self._content, self._at)
         self._at += struct.calcsize(code)
-        return int(value)
+        return value
 
     def _skip(self, size: int) -> None:
         if size > len(self._content) - self._at:

@@ -17,7 +17,7 @@ from neuronmm.models.progress import Progress, no_progress
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _GGUF_MAGIC = b"GGUF"
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 
 
 def resolve(model: str | Path, progress: Progress = no_progress) -> Path:

@@ -3,10 +3,10 @@
 import os
 import sys
 
-from neuronmm.cli import main
+from neuronmm.cli import main, of_several
 
 status = main()
-if os.environ.get("WORLD_SIZE", "1") != "1":
+if of_several():
     # A process of torchrun: threads of torch.distributed that outlive the group abort the end of the interpreter.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -150,13 +150,18 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def of_several() -> bool:
+    """Return whether torchrun started this process as one of several."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def _joined(command: str) -> AbstractContextManager[None]:
     """Return a context in which the processes that torchrun started know each other.
 
     Raises:
         UserError: the command runs in one process.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if not of_several():
         return nullcontext()
     from neuronmm.models import UserError
     from neuronmm.models.processes import joined, started

@@ -190,8 +190,9 @@ def parse(kind: type[R], body: bytes) -> R:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
-        path = name if name in _WHAT else ".".join(str(part) for part in first["loc"])
+        loc = [str(part) for part in first["loc"]]
+        name = loc[0] if loc else None  # a name that is no Unicode text has no place
+        path = name if name in _WHAT else ".".join(loc) or "the request"
         unknown = "is not a parameter of this server" if first["type"] == "extra_forbidden" else None
         raise ApiError(400, f"{path}: {unknown or _WHAT.get(name, first['msg'])}", name, "invalid_parameter") from None
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from compression_runs import config
 from neuronmm.compression import calibration, streaming
 from neuronmm.compression.calibration import Rows, from_file, from_model, prefixes
+from neuronmm.compression.continuation import Sampled
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.report import REPORT
 from neuronmm.compression.streaming import StreamedModel, run_layer
@@ -170,6 +171,20 @@ def test_sampled_rows_follow_the_models_own_distribution(dense: Callable[..., Pa
         for row, opening in enumerate(opened):
             want = opening[position + 1] if position + 1 < len(opening) else int(drawn[row])
             assert int(rows[row, position + 1]) == want
+
+
+def test_a_checkpoint_in_fp16_is_sampled_in_bf16(dense: Callable[..., Path]) -> None:
+    assert StreamedModel(dense(dtype=torch.float16), None).dtype is torch.bfloat16
+    assert StreamedModel(dense("qwen2"), None).dtype is torch.float32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_choose_no_token(value: float) -> None:
+    logits = torch.zeros(3, 10)
+    assert Sampled(0)(logits).shape == (3,)
+    logits[1, 4] = value
+    with pytest.raises(UserError, match="logits hold NaN or infinity"):
+        Sampled(0)(logits)
 
 
 def test_an_unknown_name_of_the_cache_is_refused(dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

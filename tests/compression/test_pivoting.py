@@ -98,9 +98,9 @@ def mlps(draw: Any) -> LayerFactors:
 
 
 @examples(150)
-@given(layer=mlps(), align=st.sampled_from([1, 2, 4]))
-def test_an_mlp_keeps_its_matrices_and_its_pivots_are_ranges(layer: LayerFactors, align: int) -> None:
-    after = to_pivoted(layer, align)
+@given(layer=mlps())
+def test_an_mlp_keeps_its_matrices_and_its_pivots_are_ranges(layer: LayerFactors) -> None:
+    after = to_pivoted(layer)
     check_same(layer, after)
     forms = {name: factors.form for name, factors in after.low_rank.items() if name not in layer.shared}
     assert forms == {name: Form.COLUMNS if name == DOWN else Form.ROWS for name in forms}
@@ -120,7 +120,7 @@ def test_an_mlp_keeps_its_matrices_and_its_pivots_are_ranges(layer: LayerFactors
     check_same(LayerFactors(to_two(after).low_rank, layer.shared), back)
     check_same(LayerFactors({name: one.expanded(torch.float64) for name, one in after.low_rank.items()}, {}),
                LayerFactors(back.low_rank, {}))  # fmt: skip
-    again = to_pivoted(back, align)
+    again = to_pivoted(back)
     check_same(back, again)
     assert {n: f.form for n, f in again.low_rank.items()} == {n: f.form for n, f in after.low_rank.items()}
 
@@ -190,7 +190,7 @@ def test_ranges_start_and_overlap_at_multiples_of_the_tile(
 ) -> None:
     ranks = (ranks[0], ranks[0] if shared else ranks[1], ranks[2])
     layer = swiglu(hidden, wide, ranks, shared, seed)
-    after = to_pivoted(layer, align=8)
+    after = to_pivoted(layer)
     check_same(layer, after)
     sets = [pivots_of(factors) for name, factors in after.low_rank.items() if name not in layer.shared]
     for pivots in sets:
@@ -253,7 +253,7 @@ def test_matched_pivots_are_good_for_both(wide: int, ranks: tuple[int, int]) -> 
 def test_common_pivots_round_as_well_as_ones_own() -> None:
     layer = swiglu(128, 512, (64, 64, 96), shared=False)
     errors = {}
-    for name, factors in to_pivoted(layer, 16).low_rank.items():
+    for name, factors in to_pivoted(layer).low_rank.items():
         rounded = factors._replace(A=factors.A.bfloat16(), B=factors.B.bfloat16())
         errors[name] = float((product(rounded) - product(factors)).norm() / product(factors).norm())
     assert max(errors.values()) <= 0.012, errors
@@ -346,7 +346,7 @@ def test_a_decoder_layer_gives_the_outputs_it_gave(family: str, names: tuple[str
         rank = 8
         pair.replace(target, vt[:rank], u[:, :rank] * s[:rank], torch.float32)
     before = copy.deepcopy(pair.compressed)
-    conditions = pair.pivot(4, torch.float32)
+    conditions = pair.pivot(torch.float32)
     assert conditions.keys() == {prefix + group[0] for group in groups}
     assert pair.forms().keys() == conditions.keys()
     hidden = torch.randn(2, 7, 32)

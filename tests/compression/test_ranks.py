@@ -19,7 +19,6 @@ from neuronmm.compression.ranks import (
     MIN_RATIO,
     Linear,
     allocate,
-    auto_align,
     balance,
     energy,
     realised,
@@ -50,8 +49,24 @@ def mlps(hidden: int, intermediate: int, layers: int) -> list[Linear]:
 def test_published_shapes_land_within_half_a_point(model: str, ratio: float) -> None:
     *shape, tile = PUBLISHED[model]
     linears = mlps(*shape)
-    assert auto_align(linears) == tile
+    assert {linear.tile("auto") for linear in linears} == {tile}
+    assert balance(linears, ratio, "auto") == balance(linears, ratio, tile)
     assert abs(realised(linears, balance(linears, ratio, tile)) - ratio) <= 0.005
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.15, 0.3])
+@pytest.mark.parametrize("pivoted", [False, True])
+def test_small_keys_and_values_do_not_narrow_the_tile_of_the_others(ratio: float, pivoted: bool) -> None:
+    """Qwen2.5-1.5B: 256 keys of 1536 features beside an MLP of 8960."""
+    shapes = {"q": (1536, 1536), "k": (256, 1536), "v": (256, 1536), "o": (1536, 1536)}
+    shapes |= {"gate": (8960, 1536), "up": (8960, 1536), "down": (1536, 8960)}
+    targets = [Linear(f"{i}.{name}", *shape, pivoted=pivoted) for i in range(28) for name, shape in shapes.items()]
+    tiles = {linear.name: linear.tile("auto") for linear in targets}
+    assert [tiles[f"0.{name}"] for name in shapes] == [64, 16, 16, 64, 128, 128, 128]
+    losses = {linear.name: falling(linear, 1.0) for linear in targets}
+    for ranks in (balance(targets, ratio, "auto"), allocate(targets, losses, alike(targets), ratio, "auto")):
+        assert all(rank is None or rank % tiles[name] == 0 for name, rank in ranks.items())
+        assert abs(realised(targets, ranks) - ratio) <= 0.005
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +37,26 @@ def test_half_a_character_at_the_end_is_dropped(byte_tokenizer: PreTrainedTokeni
         stream.push(token)
     assert stream.finish() == ""
     assert stream.text == "ok"
+
+
+def test_tokens_without_text_cost_no_more_than_others(
+    byte_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Special tokens, and bytes that complete no character: the window that is decoded stays short."""
+    half, end = byte_tokenizer("😀").input_ids[1], byte_tokenizer.eos_token_id
+    decoded, decode = [], byte_tokenizer.decode
+
+    def counting(ids: list[int], **options: bool) -> str:
+        decoded.append(len(ids))
+        return str(decode(ids, **options))
+
+    monkeypatch.setattr(byte_tokenizer, "decode", counting)
+    stream = TextStream(byte_tokenizer, [], ())
+    for token in [*byte_tokenizer("ab").input_ids, *[end] * 50, *[half] * 50, *byte_tokenizer("cd").input_ids]:
+        stream.push(token)
+    stream.finish()
+    assert stream.text.replace("\N{REPLACEMENT CHARACTER}", "") == "abcd"
+    assert max(decoded) < 25
 
 
 def test_stop_string_across_tokens_is_never_half_printed(byte_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -22,8 +22,12 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     tied: bool = False,
     extra: dict[str, np.ndarray] | None = None,
+    rope: dict[str, str | float] | None = None,
 ) -> None:
-    """Write a one-layer model to ``path``: matrices of type ``kind``, norms, biases and ``extra`` in float32."""
+    """Write a one-layer model to ``path``: matrices of type ``kind``, norms, biases and ``extra`` in float32.
+
+    ``rope`` has further entries of the header, without the architecture in their names.
+    """
     writer = GGUFWriter(path, family)
     writer.add_name("tiny")  # transformers 4.47 needs one
     writer.add_block_count(1)
@@ -35,6 +39,9 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(hidden // heads)
+    for name, value in (rope or {}).items():
+        add_value = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}
+        add_value[type(value)](f"{family}.{name}", value)
     writer.add_vocab_size(vocabulary)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")

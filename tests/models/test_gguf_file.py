@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,61 @@ def test_another_rope_scaling_is_refused(tmp_path: Path, factors: np.ndarray) ->
     file = tmp_path / "model.gguf"
     write_gguf(file, hidden=128, heads=2, keys=2, extra={"rope_freqs.weight": factors})
     with pytest.raises(UserError, match="RoPE scaling"):
+        unpacked(file)
+
+
+PLAIN = 10000.0 ** -(np.arange(0, 8, 2) / 8)
+
+
+def yarn(factor: float, original: int, head: int = 8) -> np.ndarray:
+    """The frequencies of YaRN (arXiv 2309.00071, section 3.2): extrapolated above 32 turns, interpolated below one."""
+    low, high = (head * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(10000.0)) for turns in (32, 1))
+    low, high = max(np.floor(low), 0), min(np.ceil(high), head - 1)
+    ramp = np.clip((np.arange(head // 2) - low) / max(high - low, 0.001), 0, 1)
+    return PLAIN * (1 - ramp) + PLAIN / factor * ramp
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("rope", "frequencies", "attention"),
+    [
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, PLAIN, 1.0),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, PLAIN, 1.0),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, PLAIN / 4, 1.0),
+        ({"rope.scaling.factor": 2.0, "rope.scaling.finetuned": True}, PLAIN / 2, 1.0),
+        ({"rope.scale_linear": 8.0}, PLAIN / 8, 1.0),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+            yarn(4.0, 64),
+            0.1 * np.log(4) + 1,
+        ),
+    ],
+)
+def test_a_rope_scaling_of_the_header_is_kept(
+    rope: dict[str, Any], frequencies: np.ndarray, attention: float, family: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, family=family, rope=rope)
+    rotary = load_pretrained(unpacked(file), torch.float32).model.rotary_emb
+    np.testing.assert_allclose(rotary.inv_freq.numpy(), frequencies, rtol=1e-5)
+    assert rotary.attention_scaling == pytest.approx(attention)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": float("nan")},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": -2.0},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": "4"},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 2.0},
+    ],
+)
+def test_a_rope_scaling_that_nobody_reads_is_refused(rope: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, rope=rope)
+    with pytest.raises(UserError, match="the header has a RoPE scaling that is not supported"):
         unpacked(file)
 
 

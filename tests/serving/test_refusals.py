@@ -25,6 +25,11 @@ def post(server: Server, body: bytes, path: str = "completions", key: str = KEY)
         return error.code, json.loads(error.read())["error"]
 
 
+def test_a_name_that_is_no_unicode_text(server: Server) -> None:
+    status, error = post(server, b'{"model": "tiny", "prompt": "w9", "\\ud800": 1}')
+    assert (status, error["param"]) == (400, None) and error["message"].startswith("the request: ")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
