@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.identity import of_model, of_texts
 from neuronmm.compression.moments import Moments, leaders_of, moments_of, side
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.reader import Reader
@@ -129,8 +130,8 @@ class SharedStore(CalibrationStore):
 
     def __init__(self, folder: Path, dense: Reader, device: str, config: CompressionConfig) -> None:
         self._folder, self._targets, self._known = folder, config.targets, set[str]()
-        run = {"model": str(dense.folder), "bytes": dense.total_bytes(), "version": VERSION, "device": device}
-        run |= config.model_dump(include=_TEXT)
+        run = {**of_model(dense), "version": VERSION, "device": device}
+        run |= of_texts(config) | config.model_dump(include=_TEXT)
         processes.in_turn(lambda: self._open(run))
 
     def _open(self, run: dict[str, Any]) -> None:

@@ -46,7 +46,9 @@ class Sampled:
         # One uniform number per row, inverted by the cumulative distribution; torch.multinomial draws one per logit.
         cumulative = probabilities.cumsum(dim=-1)
         if not cumulative[:, -1].isfinite().all():
-            raise UserError("the model's logits hold NaN or infinity; the checkpoint is damaged or unstable in its dtype")
+            raise UserError(
+                "the model's logits hold NaN or infinity; the checkpoint is damaged or unstable in its dtype"
+            )
         uniform = torch.rand(len(cumulative), 1, generator=self._generator).to(cumulative.device) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=cumulative.shape[1] - 1)
 

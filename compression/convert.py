@@ -14,6 +14,7 @@ from torch import Tensor
 
 from neuronmm.compression import report
 from neuronmm.compression.checkpoint import assemble
+from neuronmm.compression.identity import of_model
 from neuronmm.compression.memory import check_disk, forget_peak, peak_rss
 from neuronmm.compression.pivoting import LayerFactors, forms_of, in_order, to_pivoted, to_two
 from neuronmm.compression.ranks import Linear
@@ -130,9 +131,7 @@ def _begin(workspace: Workspace, low: Reader, spec: CompressionSpec, form: str, 
     grown = size + sum(8 * spec.ranks[name] ** 2 for name in spec.forms)
     # The layers' files and the final shards are on the disk together.
     check_disk(workspace.out, 2 * grown)
-    workspace.begin(
-        {"verb": "convert", "model": str(low.folder), "bytes": size, "form": form, "version": VERSION, "device": device}
-    )
+    workspace.begin({"verb": "convert", **of_model(low), "form": form, "version": VERSION, "device": device})
 
 
 @torch.no_grad()

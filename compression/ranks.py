@@ -121,9 +121,9 @@ class Linear:
         return rank * (self.out_features + self.in_features - (rank if self.pivoted else 0))
 
     def tile(self, align: Align) -> int:
-        """Return what its ranks are multiples of: ``align``, or with ``auto`` the widest power of two, at most 128, that
-        leaves it eight ranks of two factors to choose from.
+        """Return what its ranks are multiples of.
 
+        With ``auto`` it is the widest power of two, at most 128, that leaves eight ranks of two factors to choose from:
         128 for the MLP of every published Llama and Qwen from 1B up; keys and values may have less.
         """
         if align != "auto":

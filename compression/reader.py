@@ -50,6 +50,10 @@ class Reader:
         """Return the size of all shards on disk, in bytes."""
         return sum(file.stat().st_size for file in set(self._files.values()))
 
+    def modified(self) -> float:
+        """Return when a shard was last changed, in seconds since 1970."""
+        return max(file.stat().st_mtime for file in self._files.values())
+
     def total_parameters(self) -> int:
         """Return the number of elements of all tensors."""
         return sum(map(self.parameters, self.names))

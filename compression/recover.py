@@ -21,6 +21,7 @@ from neuronmm.compression.config import CompressionConfig, accepts_old_names
 from neuronmm.compression.distillation import rows_per_pass
 from neuronmm.compression.factor_training import Recovery, train_factors
 from neuronmm.compression.fidelity import compare
+from neuronmm.compression.identity import of_model, of_texts
 from neuronmm.compression.low_bits import store_low_bits
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.reader import Reader
@@ -193,9 +194,8 @@ def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: 
     size = low.total_bytes()
     trained = sum(low.parameters(name) for name in low.names if name.endswith(FACTORS))
     check_room(workspace.out, size, size, low.total_parameters(), trained, config)
-    origin = {"verb": "recover", "model": str(low.folder), "bytes": size, "dense": str(dense.folder)}
-    origin |= {"version": VERSION, "device": device}
-    workspace.begin({**origin, **config.model_dump()})
+    origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), "version": VERSION, "device": device}
+    workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
 
 
 def _dense_folder(folder: Path, recorded: str, asked: str | Path | None, progress: Progress) -> Path:

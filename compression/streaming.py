@@ -55,7 +55,8 @@ class StreamedModel:
     """The decoder layers, embedding and head of a checkpoint, dense or compressed, loaded one at a time.
 
     The modules are those of transformers and, in a compressed checkpoint, of :mod:`neuronmm.models`, built without
-    weights. Each layer's tensors are loaded in turn, in ``dtype`` (None: the checkpoint's, with bf16 instead of fp16, which overflows), on ``device``.
+    weights. Each layer's tensors are loaded in turn, in ``dtype``, on ``device``. Without a dtype it is the
+    checkpoint's, with bf16 instead of fp16, which overflows.
 
     Raises:
         UserError: unsupported architecture, or tensors that do not fit config.json.

@@ -15,8 +15,8 @@ _LONGEST = 8  # tokens that are held back as an incomplete character; more are b
 class TextStream:
     """The text of one generated sequence.
 
-    An incomplete UTF-8 character is held back until it is complete, and dropped if the text ends before. Text that may be the
-    beginning of a stop string is held back too. The text ends just before a stop string.
+    An incomplete UTF-8 character is held back until it is complete, and dropped if the text ends before. Text that may
+    be the beginning of a stop string is held back too. The text ends just before a stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]) -> None:

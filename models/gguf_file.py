@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from neuronmm.models.documents import write_json
-from neuronmm.models.errors import UserError, reading
+from neuronmm.models.errors import reading
 from neuronmm.models.families import family_of
 from neuronmm.models.gguf_header import StoredTensor, read_header
 from neuronmm.models.gguf_names import ROPE_FACTORS, gguf_names
@@ -64,9 +64,7 @@ def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
     make_portable(folder)
 
 
-def _clean(
-    config: Any, rope: Mapping[str, str | float], rope_factors: Tensor | None, where: str
-) -> PretrainedConfig:
+def _clean(config: Any, rope: Mapping[str, str | float], rope_factors: Tensor | None, where: str) -> PretrainedConfig:
     """Return the configuration of the unpacked model: bf16, not quantised, and with the RoPE scaling of the file.
 
     Raises:

@@ -91,3 +91,22 @@ def test_the_store_of_another_calibration_is_refused(dense: Callable[..., Path],
     with pytest.raises(UserError, match="another model, text or device"):
         compress(source, tmp_path / "second", config(seed=7), store=store)
     assert not (tmp_path / "second").exists() and json.loads((store / "run.json").read_text()) == before
+
+
+def test_a_store_knows_its_model_and_its_text_by_their_content(
+    dense: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    """A fine-tuned model over the same folder, or an edited text: same names, same sizes."""
+    source, settings = dense(), config(method="whitened", calibration=str(text))
+    compress(source, tmp_path / "first", settings, store=tmp_path / "store")
+    compress(source, tmp_path / "again", settings, store=tmp_path / "store")
+    content = text.read_text()
+    text.write_text(content.replace("w9", "w8"))
+    with pytest.raises(UserError, match="another model, text or device"):
+        compress(source, tmp_path / "second", settings, store=tmp_path / "store")
+    text.write_text(content)
+    compress(source, tmp_path / "third", settings, store=tmp_path / "store")
+    weight = source / "model.safetensors"
+    weight.write_bytes(weight.read_bytes())
+    with pytest.raises(UserError, match="another model, text or device"):
+        compress(source, tmp_path / "fourth", settings, store=tmp_path / "store")

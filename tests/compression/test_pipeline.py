@@ -199,7 +199,7 @@ def test_an_interrupted_run_is_neither_lost_nor_resumed_with_other_settings(
         compress(source, out, config(), progress=_after(14))
     with pytest.raises(UserError, match="--resume continues it, --force starts over"):
         compress(source, out, config())
-    with pytest.raises(UserError, match=r"another ratio \(0\.15, now 0\.3\)"):
+    with pytest.raises(UserError, match=r"another ratio \(0\.2, now 0\.3\)"):
         compress(source, out, config(ratio=0.3), resume=True)
     compress(source, out, config(ratio=0.3), force=True)
     assert not (tmp_path / "out.partial").exists()

@@ -1,0 +1,35 @@
+"""What the inputs of a run are known by, so that a resumed run or a shared calibration mixes no two models or texts."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.reader import Reader
+
+_PIECE = 1 << 20  # bytes
+
+
+def of_model(checkpoint: Reader) -> dict[str, Any]:
+    """Return the folder, the size and the last change of a checkpoint: a fine-tuned model has the same size."""
+    changed = datetime.fromtimestamp(checkpoint.modified(), timezone.utc).isoformat()
+    return {"model": str(checkpoint.folder), "bytes": checkpoint.total_bytes(), "last_change_of_model": changed}
+
+
+def of_texts(config: CompressionConfig) -> dict[str, Any]:
+    """Return the digest of every calibration file; None for one that cannot be read, which is refused later."""
+    return {"content_of_texts": {text: _digest(Path(text)) for text in config.text_files}}
+
+
+def _digest(file: Path) -> str | None:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            while piece := stream.read(_PIECE):
+                digest.update(piece)
+    except OSError:
+        return None
+    return digest.hexdigest()[:16]
