@@ -191,10 +191,12 @@ def parse(kind: type[R], body: bytes) -> R:
     except ValidationError as error:
         first = error.errors()[0]
         loc = [str(part) for part in first["loc"]]
-        name = loc[0] if loc else None  # a name that is no Unicode text has no place
-        path = name if name in _WHAT else ".".join(loc) or "the request"
+        field = loc[0] if loc else None  # a name that is no Unicode text has no place
+        path = field if field in _WHAT else ".".join(loc) or "the request"
         unknown = "is not a parameter of this server" if first["type"] == "extra_forbidden" else None
-        raise ApiError(400, f"{path}: {unknown or _WHAT.get(name, first['msg'])}", name, "invalid_parameter") from None
+        raise ApiError(
+            400, f"{path}: {unknown or _WHAT.get(field or '', first['msg'])}", field, "invalid_parameter"
+        ) from None
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
