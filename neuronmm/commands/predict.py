@@ -1,10 +1,10 @@
 """predict TTFT, TPOT and tokens/s on Trainium from a config.json, dense and compressed
 
 Nothing runs: the figures come from the emulator's timing model. Its errors against published measurements are printed
-with them. TTFT is not validated: the one published context encoding took five times as long as predicted. A dense
-model gets two factors of uniform rank. The config.json of a compressed checkpoint supplies its own ranks. Pivots that
-the MLP kernel uses count as such; other pivoted linears count as two factors, or as the matrix where that has fewer
-weights, as the hosts run them.
+with them. TTFT is not validated: the one published context encoding took five times as long as predicted. The
+config.json of a compressed checkpoint supplies its own ranks. A dense model, or --ratio or --targets, gets two factors
+of uniform rank. Pivots that the MLP kernel uses count as such; other pivoted linears count as two factors, or as the
+matrix where that has fewer weights, as the hosts run them.
 
 examples:
   neuronmm predict ./Llama-3.2-1B --ratio 0.2 --targets mlp --device trn1
@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from neuronmm.measure.prediction import PredictionResult
 
+_LINEARS = {"mlp": "the MLP", "attention": "the attention", "all": "all linears"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("model", metavar="MODEL", help="a model folder or a config.json; weights are not read")
-    parser.add_argument("--ratio", type=float, help="fraction of the targeted weights to remove (default 0.15)")
+    parser.add_argument("--ratio", type=float, help="fraction of the targets to remove, 0.05 to 0.6 (default 0.15)")
     parser.add_argument("--targets", choices=("mlp", "attention", "all"), help="which linears (default all)")
     parser.add_argument("--device", default="trn1", choices=("trn1", "trn2", "trn3"), help="default trn1")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="cores that share the model; default 1")
@@ -59,12 +61,15 @@ def _print(result: PredictionResult) -> None:
     from rich.table import Table
 
     from neuronmm.emulator.timing.measured import CAVEAT
+    from neuronmm.models.errors import printable
 
     config = result.config
     cores = f"{config.parallel} {config.device} core" + "s" * (config.parallel > 1)
     title = f"predicted, not measured: {config.model} on {cores}, batch {config.batch}, "
     table = Table(title=title + f"{config.prompt_length} prompt tokens", title_justify="left")
-    for column in ("", "dense", f"compressed ({result.realised_ratio:.1%} of {result.targets} removed)", "gain"):
+    targets = _LINEARS.get(result.targets, printable(result.targets))
+    removed = f"{result.realised_ratio:.1%} of {targets} removed"
+    for column in ("", "dense", f"compressed ({removed})", "gain"):
         table.add_column(column, justify="left" if not column else "right")
     dense, compressed = result.dense.times, result.compressed.times
     rows = (
