@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO
+from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO, Align
 from neuronmm.models.errors import UserError, first_problem, reading
 
 SELF = "self"
@@ -102,7 +102,7 @@ class CompressionConfig(BaseModel):
     form: Literal["two", "pivoted"] = "pivoted"
     factor_dtype: Literal["model", "int8", "int4", "fp8"] = "model"
     weight_dtype: Literal["model", "int8", "int4"] = "model"
-    align: Literal["auto"] | int = "auto"
+    align: Align = "auto"
     calibration: str | Annotated[list[str], Field(min_length=1)] = SELF
     calibration_rows: int = Field(default=128, ge=1)
     calibration_length: int = Field(default=256, ge=2)
