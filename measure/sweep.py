@@ -109,6 +109,7 @@ def _fill(out: Path, dense: Path, config: SweepConfig, device: str, progress: Pr
     for folder, point in planned.items():
         if folder in missing:
             create_point(dense, out, point, config.base, device, create_progress)
+            progress("measuring", 0.0)  # the stage that a line per minute names from here on
         add_point(out, folder.name, folder, _facts(point, folder))
         progress("measuring", 1 / steps)
     for folder in earlier:

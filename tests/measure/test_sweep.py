@@ -144,15 +144,19 @@ def test_an_interrupted_sweep_is_resumed_and_a_finished_one_extended(
     with pytest.raises(UserError, match="--resume"):
         sweep(model, out, **POINTS, texts=texts)
     fractions: dict[str, float] = {}
+    reports: list[tuple[str, float]] = []
 
     def count(stage: str, fraction: float) -> None:
         fractions[stage] = fractions.get(stage, 0) + fraction
+        reports.append((stage, fraction))
 
     result = sweep(model, out, **POINTS, texts=texts, resume=True, progress=count)
     after = states(out)
     assert all(after[name] == state for name, state in before.items() if ".partial" not in name)
     assert "sampling text" in calls and "sampling text" not in fractions  # all points use one text
     assert fractions["compressing"] == pytest.approx(1) and fractions["measuring"] == pytest.approx(1)
+    compared = max(number for number, (stage, _) in enumerate(reports) if stage == "comparing")
+    assert reports[compared + 1] == ("measuring", 0.0), "a slow measurement is not shown as the stage before it"
     for mine, other in zip(result.points, finished[1].points, strict=True):
         assert (mine["bytes"], mine["perplexity"]) == (other["bytes"], other["perplexity"])
 
