@@ -1,4 +1,4 @@
-"""The common parts of the commands that write a checkpoint: options, progress and report."""
+"""The common parts of the commands that write a checkpoint, or predict one: options, progress and report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typing import Any
 
 FACTOR_DTYPE = ("factor_dtype", "factors")
 """The names under which the parsed arguments hold the dtype of the factors; the second is the old one."""
+
+
+def add_targets(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the linears to factorise."""
+    parser.add_argument(
+        "--targets", choices=("mlp", "attention", "all"), help="which linears to factorise (default all)"
+    )
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,14 @@ from functools import partial
 from pathlib import Path
 
 from neuronmm.arguments import alignment
-from neuronmm.checkpoint_run import add_factor_dtype, add_out, add_run_arguments, add_weight_dtype, run_and_report
+from neuronmm.checkpoint_run import (
+    add_factor_dtype,
+    add_out,
+    add_run_arguments,
+    add_targets,
+    add_weight_dtype,
+    run_and_report,
+)
 
 SHARE_A = ("off", "auto")
 
@@ -35,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of a ratio, the largest distance from the dense model: KL divergence in nats per token on "
         "held-out calibration text (faithful: 0.05, balanced: 0.1); the largest ratio within it is measured",
     )
-    parser.add_argument(
-        "--targets",
-        choices=("mlp", "attention", "all"),
-        help="which linears to factorise (default all)",
-    )
+    add_targets(parser)
     parser.add_argument(
         "--method",
         choices=("svd", "asvd", "whitened", "fisher", "anchored"),

@@ -18,6 +18,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from neuronmm.checkpoint_run import add_targets
+
 if TYPE_CHECKING:
     from neuronmm.measure.prediction import PredictionResult
 
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("model", metavar="MODEL", help="a model folder or a config.json; weights are not read")
     parser.add_argument("--ratio", type=float, help="fraction of the targets to remove, 0.05 to 0.6 (default 0.15)")
-    parser.add_argument("--targets", choices=("mlp", "attention", "all"), help="which linears (default all)")
+    add_targets(parser)
     parser.add_argument("--device", default="trn1", choices=("trn1", "trn2", "trn3"), help="default trn1")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="cores that share the model; default 1")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once; default 1")

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 from neuronmm.arguments import listed
-from neuronmm.checkpoint_run import add_device
+from neuronmm.checkpoint_run import add_device, add_targets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="METHOD[+SETTING...]; default whitened",
     )
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the perplexity")
-    parser.add_argument("--targets", choices=("mlp", "attention", "all"), help="which linears (default all)")
+    add_targets(parser)
     parser.add_argument("--calibration", action="append", metavar="FILE|self", help="as for compress (default self)")
     parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings that all points share")
     parser.add_argument("--context", type=int, metavar="N", help="tokens per window; default as for evaluate")
