@@ -73,6 +73,19 @@ def _promoted_pair(a: np.dtype, b: np.dtype) -> np.dtype:
     return FLOAT32 if wider.itemsize > 4 else wider
 
 
+def stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return ``values`` as an engine stores them in ``dtype``.
+
+    A float that becomes an integer is rounded to the nearest, ties to even, and saturates (release notes of NKI 0.6);
+    NaN, whose result is not documented, becomes the smallest integer, as unwritten memory is.
+    """
+    if dtype.kind not in "iu" or not is_float(values.dtype):
+        return values.astype(dtype, copy=False)
+    limits = np.iinfo(dtype)
+    exact = np.rint(values.astype(np.float64))  # float32 has no 2**31 - 1
+    return np.where(np.isnan(exact), limits.min, np.clip(exact, limits.min, limits.max)).astype(dtype)
+
+
 @cache
 def dtype_name(dtype: np.dtype) -> str:
     """Return ``dtype.name``, cached: NumPy computes it on every access."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki.dtypes import E4M3FN, FLOAT32, dtype_name
+from neuronmm.emulator.nki.dtypes import FLOAT32, dtype_name
 from neuronmm.emulator.nki.machine import Machine, current
 from neuronmm.emulator.nki.operands import (
     bounding_region,
@@ -23,6 +23,7 @@ from neuronmm.emulator.nki.operands import (
 from neuronmm.emulator.nki.symbol import LoopIndex
 from neuronmm.emulator.nki.tile import Mask, Tile
 from neuronmm.emulator.nki.trace import Engine, Region, Space
+from neuronmm.emulator.nki.type_rules import check_matmul_inputs, matmul_results
 from neuronmm.kernels.hardware import NeuronCore
 
 _BIT_COPIES = frozenset(("copy", "nc_stream_shuffle", "tensor_copy_predicated"))
@@ -57,14 +58,10 @@ def matmul(dst: Tile, stationary: Tile, moving: Tile, accumulate: bool | None, t
         machine.fail(
             "result shape", "the destination has another shape than the result", (m, n), (dst.shape[0], dst.elements)
         )
-    if (stationary.dtype == FLOAT32) != (moving.dtype == FLOAT32):
-        machine.fail("operand dtype", "float32 multiplies only with float32", stationary.dtype.name, moving.dtype.name)
-    if E4M3FN in (stationary.dtype, moving.dtype) and core.name in ("v2", "v3"):
-        message = (
-            f"NeuronCore-{core.name} has no float8_e4m3fn (NCC_EVRF051); up to 240 the bits are those of float8_e4m3"
-        )
-        machine.fail("operand dtype", message, "float8_e4m3", E4M3FN.name)
-    check_matmul_result(machine, dst, written, transpose_dtype(core, stationary.dtype) if transpose else FLOAT32)
+    if not transpose:  # a transpose moves elements of any dtype
+        check_matmul_inputs(core, stationary.dtype, moving.dtype)
+    results = (transpose_dtype(core, stationary.dtype),) if transpose else matmul_results(core)
+    check_matmul_result(machine, dst, written, results)
     accumulating = register_matmul(machine, dst, written, accumulate)
     machine.emit(
         Engine.TENSOR, "transpose" if transpose else "matmul", reads, (written,), dtype=dtype_name(stationary.dtype),
@@ -91,11 +88,11 @@ def transpose_dtype(core: NeuronCore, dtype: np.dtype) -> np.dtype:
     return FLOAT32 if core.name == "v2" else dtype
 
 
-def check_matmul_result(machine: Machine, dst: Tile, written: Region, dtype: np.dtype) -> None:
+def check_matmul_result(machine: Machine, dst: Tile, written: Region, dtypes: Sequence[np.dtype]) -> None:
     """Check the destination of the tensor engine: its dtype, one PSUM bank, no element twice."""
-    if dst.dtype != dtype:
+    if dst.dtype not in dtypes:
         message = f"the tensor engine of NeuronCore-{machine.core.name} writes this result in another dtype"
-        machine.fail("result dtype", message, dtype.name, dst.dtype.name)
+        machine.fail("result dtype", message, " or ".join(dtype.name for dtype in dtypes), dst.dtype.name)
     bank = machine.core.psum_bank_bytes
     if written.low // bank != (written.high - 1) // bank:
         machine.fail("psum bank", "the result crosses a PSUM bank", bank, written.high - written.low)
@@ -147,12 +144,13 @@ def elementwise(
     accumulating: bool = False,
     dst_mask: Mask = None,
     broadcast: bool = True,
+    exact: bool = False,
 ) -> None:
     """``dst = function(*sources)`` on the vector, scalar or GpSimd engine; sources are tiles or numbers.
 
     A reduction names ``source_shape``, the shape of its largest source; ``mask`` then has that shape and ``dst_mask``
     that of dst. ``broadcast`` False: ``function`` receives each source in its own shape. ``accumulating``: dst is also
-    a source, as a sum over loop iterations.
+    a source, as a sum over loop iterations. ``exact``: the engine computes in the dtype of the sources, not in float32.
 
     Raises:
         NkiError: an operand breaks a rule of the engine, or does not fit the result.
@@ -186,7 +184,7 @@ def elementwise(
                 values.append(np.float32(source))
                 continue
             content = source.read(mask if source.shape == shape else None, accumulating)
-            content = content if copies_bits else content.astype(np.float32)
+            content = content if copies_bits or exact else content.astype(np.float32)
             values.append(_broadcast(content, shape) if broadcast else content)
         with np.errstate(all="ignore"):
             dst.write(function(*values), write_mask, accumulating)
@@ -248,6 +246,7 @@ def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
     )  # fmt: skip
     if machine.has_data:
         values = src.read(mask)
+        values = values if src.dtype == dst.dtype else values.astype(np.float32)
         dst.write(values.reshape(dst.shape), mask)
 
 

@@ -189,11 +189,16 @@ def _check_one_in_sbuf(a: Any, b: Any, op: str) -> None:
         current().fail("operand space", f"both operands of {op} are in psum", "one in sbuf", "psum, psum")
 
 
-def tensor_tensor(dst: Tile, a: Tile, b: Tile, op: Any, engine: Engine = Engine.VECTOR, mask: Mask = None) -> None:
-    """``dst = a op b``; one operand must be in SBUF. GpSimd computes ``power`` and cannot access PSUM."""
+def tensor_tensor(
+    dst: Tile, a: Tile, b: Tile, op: Any, engine: Engine = Engine.VECTOR, mask: Mask = None, exact: bool = False
+) -> None:
+    """``dst = a op b``; one operand must be in SBUF. GpSimd computes ``power`` and cannot access PSUM.
+
+    ``exact``: the engine computes on integers.
+    """
     _check_one_in_sbuf(a, b, "tensor_tensor")
     engine = Engine.GPSIMD if as_op(op).engine is Engine.GPSIMD else engine
-    elementwise(engine, as_op(op).name, dst, (a, b), as_op(op).function, mask)
+    elementwise(engine, as_op(op).name, dst, (a, b), as_op(op).function, mask, exact=exact)
 
 
 def copy(dst: Tile, src: Tile, engine: Engine, mask: Mask = None) -> None:

@@ -27,7 +27,8 @@ from neuronmm.emulator.nki.neuronxcc_isa import (
 )
 from neuronmm.emulator.nki.ops import OPS, as_op
 from neuronmm.emulator.nki.tile import Tile
-from neuronmm.emulator.nki.trace import Engine
+from neuronmm.emulator.nki.trace import Engine, Space
+from neuronmm.emulator.nki.type_rules import are_wide_integers, check_same
 
 __all__ = [
     "activation",
@@ -100,8 +101,11 @@ def tensor_reduce(
 
 
 def tensor_tensor(dst: Tile, data1: Tile, data2: Tile, op: Any, engine: Any = None, name: str | None = None) -> None:
-    """``dst = data1 op data2``."""
-    instructions.tensor_tensor(dst, data1, data2, op, engine or Engine.VECTOR)
+    """``dst = data1 op data2``; GpSimd computes on 32-bit integers in SBUF, exactly, unless ``engine`` is given."""
+    exact = engine is None and are_wide_integers(dst, data1, data2)
+    exact = exact and all(tile.space is Space.SBUF for tile in (dst, data1, data2))
+    engine = engine or (Engine.GPSIMD if exact else Engine.VECTOR)
+    instructions.tensor_tensor(dst, data1, data2, op, engine, exact=exact)
 
 
 def tensor_scalar(
@@ -202,7 +206,11 @@ def scalar_tensor_tensor(
 
 def dma_transpose(dst: Tile, src: Tile, axes: Any = None, name: str | None = None) -> None:
     """``dst`` = ``src`` (2 to 4 axes, in HBM or SBUF) with its axes reversed; of 4, the middle two stay."""
-    engines.dma(dst, dma_transposed_view(src, axes))
+    check_same(dst, src, "a transposing DMA")
+    view = dma_transposed_view(src, axes)
+    if dst.shape != view.shape:
+        current().fail("shape", "the destination is not the transposed shape of the source", view.shape, dst.shape)
+    engines.dma(dst, view)
 
 
 def bn_stats(dst: Tile, data: Tile, name: str | None = None) -> None:

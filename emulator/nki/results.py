@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki.dtypes import BOOL, FLOAT32, as_dtype, dtype_name, promoted
+from neuronmm.emulator.nki.dtypes import BOOL, as_dtype, dtype_name, promoted
 from neuronmm.emulator.nki.engines import (
     check_matmul_result,
     elementwise,
@@ -26,6 +26,7 @@ from neuronmm.emulator.nki.operands import check_distinct_elements, check_operan
 from neuronmm.emulator.nki.ops import OPS, Op
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Space
+from neuronmm.emulator.nki.type_rules import matmul_results
 
 
 def new_result(shape: tuple[int, ...], dtype: Any, space: Space = Space.SBUF, mask: Mask = None) -> Tile:
@@ -120,7 +121,8 @@ def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
     if (dst.shape[0], dst.size) != (value.shape[0], value.size):
         machine.fail("result shape", "the assigned result has another shape", dst.shape, value.shape)
     if is_tensor:
-        check_matmul_result(machine, dst, written, FLOAT32 if last.op == "matmul" else value.dtype)
+        dtypes = matmul_results(machine.core) if last.op == "matmul" else (value.dtype,)
+        check_matmul_result(machine, dst, written, dtypes)
         last.accumulate = register_matmul(machine, dst, written, adds)
     else:
         check_distinct_elements(machine, dst)

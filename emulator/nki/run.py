@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from neuronmm.emulator.nki.ranges import sequential_ranges
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space, Trace
 from neuronmm.kernels.hardware import CORES, TRN1, TRN2, NeuronCore
+
+LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
+"""The SDK's environment variable for the number of physical cores of a logical core."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,7 @@ def run(
     machine.grid = target.grid
     if target.dialect == FIRST:
         machine.kernel_code = getattr(inspect.unwrap(target.function), "__code__", None)
-    if 0 in target.grid:
-        machine.fail("launch grid", f"the launch grid {target.grid} of {target.__name__} has no programs", ">= 1", 0)
+    _check_grid(machine, target)
     result = None
     machines.push(machine)
     collecting = gc.isenabled()
@@ -156,6 +159,19 @@ def run(
         if collecting:
             gc.enable()
     return Run(trace, tuple(_array(t) for t in results) if has_data else ())
+
+
+def _check_grid(machine: Machine, kernel: Kernel) -> None:
+    """Check the launch grid; the second dialect launches on all physical cores of a logical one (NKI 0.7).
+
+    The environment variable of the SDK says how many these are; without it any number is accepted.
+    """
+    if 0 in kernel.grid:
+        machine.fail("launch grid", f"the launch grid {kernel.grid} of {kernel.__name__} has no programs", ">= 1", 0)
+    cores = os.environ.get(LOGICAL_CORE)
+    if kernel.dialect == SECOND and cores and [str(programs) for programs in kernel.grid] != [cores]:
+        message = f"{kernel.__name__} must be launched on all physical cores of a logical one, {LOGICAL_CORE}"
+        machine.fail("launch grid", message, f"({cores},)", kernel.grid)
 
 
 def _as_list(result: Any) -> list[Any]:

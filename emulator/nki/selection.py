@@ -11,15 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki.dtypes import FLOAT32, NAMES
+from neuronmm.emulator.nki.dtypes import FLOAT32
 from neuronmm.emulator.nki.engines import elementwise
 from neuronmm.emulator.nki.instructions import check_column, elementwise_and_reduce, reduction_of
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import as_op
 from neuronmm.emulator.nki.tile import Mask, Tile
 from neuronmm.emulator.nki.trace import Engine, Space
+from neuronmm.emulator.nki.type_rules import (
+    COPY_PREDICATES,
+    INDICES,
+    SELECT_PREDICATES,
+    check_float,
+    check_narrow,
+    check_one_of,
+    check_same,
+)
 
-_PREDICATES = frozenset(NAMES[n] for n in ("bool_", "uint8", "uint16", "uint32", "int8", "int16"))
 _QUADRANT, _UNCHANGED = 32, 255
 """Partitions of one shuffle; the shuffle mask entry that leaves a partition as it is."""
 _TOP8_MIN, _TOP8_MAX = 8, 16384
@@ -28,17 +36,9 @@ _BN_STATS_MAX = 512
 """Elements per partition that ``bn_stats`` accepts."""
 
 
-def _check_predicate(predicate: Tile, data: Any) -> None:
-    machine = current()
-    if predicate.dtype not in _PREDICATES:
-        machine.fail(
-            "operand dtype",
-            "the dtype of a predicate must be an integer type",
-            "uint8, uint16 ...",
-            predicate.dtype.name,
-        )
+def _check_not_both_in_psum(predicate: Tile, data: Any) -> None:
     if isinstance(data, Tile) and data.space is predicate.space is Space.PSUM:
-        machine.fail("operand space", "data and predicate are both in psum", "one in sbuf", "psum, psum")
+        current().fail("operand space", "data and predicate are both in psum", "one in sbuf", "psum, psum")
 
 
 def copy_predicated(dst: Tile, src: Any, predicate: Tile, reverse: bool = False, mask: Mask = None) -> None:
@@ -46,9 +46,9 @@ def copy_predicated(dst: Tile, src: Any, predicate: Tile, reverse: bool = False,
 
     ``src`` is a number or a tile of the dtype of ``dst``.
     """
-    _check_predicate(predicate, src)
-    if isinstance(src, Tile) and src.dtype != dst.dtype:
-        current().fail("operand dtype", "source and destination differ in dtype", dst.dtype.name, src.dtype.name)
+    _check_not_both_in_psum(predicate, src)
+    check_one_of(predicate, COPY_PREDICATES, "the predicate of tensor_copy_predicated")
+    check_same(dst, src, "tensor_copy_predicated")
     elementwise(
         Engine.VECTOR, "tensor_copy_predicated", dst, (src, predicate, dst),
         lambda x, p, old: np.where((p != 0) != reverse, x, old), mask,
@@ -63,7 +63,10 @@ def select(
 
     ``reduce_res`` receives the maximum of the result.
     """
-    _check_predicate(predicate, on_true)
+    _check_not_both_in_psum(predicate, on_true)
+    check_one_of(predicate, SELECT_PREDICATES, "the predicate of select_reduce")
+    check_narrow(on_true, "on_true of select_reduce")
+    check_float(reduce_res, "the maximum of select_reduce")
     check_column(on_false, on_true, "on_false")
     elementwise_and_reduce(
         Engine.VECTOR, "select_reduce", dst, (on_true, predicate, on_false),
@@ -114,10 +117,9 @@ def shuffle(dst: Tile, src: Tile, order: Sequence[int], mask: Mask = None) -> No
     sources = [int(i) for i in order]
     if len(sources) != _QUADRANT or any(i != _UNCHANGED and not 0 <= i < _QUADRANT for i in sources):
         machine.fail("shuffle mask", "a shuffle mask has 32 entries from 0 to 31, or 255", _QUADRANT, sources)
-    if (dst.dtype, dst.elements) != (src.dtype, src.elements):
-        machine.fail(
-            "shape", "source and destination of a shuffle differ in dtype or size", (src.dtype.name, src.elements), dst
-        )
+    check_same(dst, src, "a shuffle")
+    if dst.elements != src.elements:
+        machine.fail("shape", "source and destination of a shuffle differ in size", src.elements, dst.elements)
     partitions = np.arange(dst.shape[0])
     entries = np.array(sources)[partitions % _QUADRANT]
     moves = entries != _UNCHANGED
@@ -152,34 +154,32 @@ def max8(dst: Tile, data: Tile, mask: Mask = None) -> None:
     )  # fmt: skip
 
 
-def _positions(x: np.ndarray, values: np.ndarray, replacement: np.float32 | None = None) -> np.ndarray:
-    """Return, per row of ``x``, the first position of each of its ``values``.
+_MISSING = -1
+"""The position of a searched value that is not in the data; stored, all bits of an index are ones."""
 
-    ``replacement`` overwrites each match in ``x`` before the search for the next value.
+
+def _positions(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return, per partition of ``x``, the position of each of its ``values``, int64 [partitions, 8].
+
+    Equal values get successive positions.
     """
-    positions = np.zeros(values.shape, np.int64)
-    for row, row_values, row_positions in zip(x, values, positions, strict=True):
-        for i, value in enumerate(row_values):
-            matches = np.flatnonzero(row == value)
-            if not matches.size:
-                current().fail("operand", "a searched value is not in the data: the hardware's result is undefined")
-            row_positions[i] = matches[0]
-            if replacement is not None:
-                row[matches[0]] = replacement
+    rows, searched = x.reshape(len(x), -1), values.reshape(len(x), -1)
+    positions = np.full(searched.shape, _MISSING, np.int64)
+    for row, wanted, found in zip(rows, searched, positions, strict=True):
+        for value in np.unique(wanted):
+            matches, slots = np.flatnonzero(row == value), np.flatnonzero(wanted == value)
+            count = min(len(matches), len(slots))
+            found[slots[:count]] = matches[:count]
     return positions
 
 
-def _rows(x: np.ndarray) -> np.ndarray:
-    """Return a copy of ``x`` as [partitions, elements]."""
-    return x.reshape(len(x), -1).copy()
-
-
 def find_index8(dst: Tile, data: Tile, values: Tile, mask: Mask = None) -> None:
-    """``dst`` [p, 8] = the first position of each of the 8 ``values`` of a partition in ``data``."""
+    """``dst`` [p, 8] = the position of each of the 8 ``values`` of a partition in ``data``; all ones if it has none."""
     _check_top8(data, mask)
+    check_one_of(dst, INDICES, "the result of nc_find_index8")
     elementwise(
         Engine.VECTOR, "nc_find_index8", dst, (data, values),
-        lambda x, v: _positions(_rows(x), _rows(v)).reshape(dst.shape), source_shape=data.shape, broadcast=False,
+        lambda x, v: _positions(x, v).astype(dst.dtype).reshape(dst.shape), source_shape=data.shape, broadcast=False,
     )  # fmt: skip
 
 
@@ -188,20 +188,26 @@ def match_replace8(
 ) -> None:
     """``dst = data`` with the first match of each of the 8 ``values`` replaced by ``new``.
 
-    ``positions`` [p, 8] receives the positions of the matches.
+    ``positions`` [p, 8] receives the positions of the matches. The instruction begins with the last value, so of equal
+    values the last one has the first position.
     """
     _check_top8(data, mask)
 
+    def matches(x: np.ndarray, v: np.ndarray) -> np.ndarray:
+        found = _positions(x, v.reshape(len(v), -1)[:, ::-1])[:, ::-1]
+        if (found == _MISSING).any():
+            current().fail("operand", "a searched value is not in the data: the hardware's result is undefined")
+        return found
+
     def replaced(x: np.ndarray, v: np.ndarray) -> np.ndarray:
-        rows = _rows(x)
-        _positions(rows, _rows(v), np.float32(new))
+        rows = x.reshape(len(x), -1).copy()
+        np.put_along_axis(rows, matches(x, v), np.float32(new), axis=1)
         return rows.reshape(dst.shape)
 
     if positions is not None:
         elementwise(
             Engine.VECTOR, "nc_match_replace8", positions, (data, values),
-            lambda x, v: _positions(_rows(x), _rows(v), np.float32(new)).reshape(positions.shape),
-            source_shape=data.shape, broadcast=False,
+            lambda x, v: matches(x, v).reshape(positions.shape), source_shape=data.shape, broadcast=False,
         )  # fmt: skip
     elementwise(
         Engine.VECTOR, "nc_match_replace8", dst, (data, values), replaced, source_shape=data.shape, broadcast=False

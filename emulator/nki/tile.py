@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from neuronmm.emulator.nki.dtypes import FLOAT32
+from neuronmm.emulator.nki.dtypes import FLOAT32, stored
 from neuronmm.emulator.nki.index import Affine, ParDim, View, index_view
 from neuronmm.emulator.nki.machine import Storage, current
 from neuronmm.emulator.nki.symbol import number
@@ -297,7 +297,7 @@ class Tile:
         if machine.loops:
             races.note_write(self, selected, accumulating)
         with np.errstate(invalid="ignore", over="ignore"):
-            cast = np.broadcast_to(np.asarray(values), self.shape).astype(storage.dtype, copy=False)
+            cast = stored(np.broadcast_to(np.asarray(values), self.shape), storage.dtype)
         self.scatter(storage.data, cast if selected is None else cast[selected], selected)
 
     # --- infix operators: one instruction each ----------------------------------------------------------------------

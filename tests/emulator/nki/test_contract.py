@@ -206,3 +206,26 @@ def test_the_first_dialect_accepts_any_argument() -> None:
         return y
 
     assert np.array_equal(kernel(X, HostSizes(4)), X) and np.array_equal(kernel(X, [1]), X)
+
+
+@pytest.mark.parametrize(
+    ("cores", "grid", "fits"),
+    [
+        ("", (2,), True),
+        ("1", (1,), True),
+        ("2", (2,), True),
+        ("2", (1,), False),
+        ("1", (2,), False),
+        ("2", (2, 1), False),
+    ],
+)
+def test_a_launch_of_the_second_dialect_is_on_the_physical_cores_of_a_logical_one(
+    cores: str, grid: tuple[int, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", cores)
+    run(writes_a_mutable_input[grid], TensorSpec(X.shape))  # the first dialect has no such rule
+    if fits:
+        run(second_dialect_writes_its_input[grid], TensorSpec(X.shape))
+    else:
+        with pytest.raises(NkiError, match="physical cores"):
+            run(second_dialect_writes_its_input[grid], TensorSpec(X.shape))

@@ -72,6 +72,48 @@ def mixed_precision(x: Any) -> None:
     nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(128, 4, dtype=nl.bfloat16))  # broken
 
 
+def matmul_of_integers(x: Any) -> None:
+    nisa.nc_matmul(psum(8, 4), sbuf(128, 8, dtype=np.int8), sbuf(128, 4, dtype=np.int8))  # broken
+
+
+def predicate_of_signed_integers(x: Any) -> None:
+    nisa.tensor_copy_predicated(sbuf(8, 4), sbuf(8, 4), sbuf(8, 4, dtype=np.int8))  # broken
+
+
+def predicated_copy_to_another_dtype(x: Any) -> None:
+    nisa.tensor_copy_predicated(sbuf(8, 4, dtype=nl.bfloat16), sbuf(8, 4), sbuf(8, 4, dtype=np.uint8))  # broken
+
+
+def selection_by_32_bits(x: Any) -> None:
+    nisa.select_reduce(sbuf(8, 4), sbuf(8, 4, dtype=np.uint32), sbuf(8, 4), 0.0)  # broken
+
+
+def selection_of_32_bit_integers(x: Any) -> None:
+    integers = sbuf(8, 4, dtype=np.int32)
+    nisa.select_reduce(sbuf(8, 4), sbuf(8, 4, dtype=np.uint8), integers, 0.0)  # broken
+
+
+def maximum_in_integers(x: Any) -> None:
+    reset, column = nisa.reduce_cmd.reset_reduce, sbuf(8, 1, dtype=np.int16)
+    nisa.select_reduce(sbuf(8, 4), sbuf(8, 4, dtype=np.uint8), sbuf(8, 4), 0.0, column, reset)  # broken
+
+
+def positions_in_float(x: Any) -> None:
+    nisa.nc_find_index8(sbuf(8, 8), sbuf(8, 16), sbuf(8, 8))  # broken
+
+
+def shuffle_to_another_dtype(x: Any) -> None:
+    nisa.nc_stream_shuffle(sbuf(32, 4, dtype=nl.bfloat16), sbuf(32, 4), list(range(32)))  # broken
+
+
+def transposing_dma_to_another_dtype(x: Any) -> None:
+    nisa.dma_transpose(sbuf(128, 64, dtype=nl.bfloat16), x)  # broken
+
+
+def transposing_dma_to_the_shape_of_its_source(x: Any) -> None:
+    nisa.dma_transpose(sbuf(64, 128), x)  # broken
+
+
 def wrong_result_shape(x: Any) -> None:
     nisa.nc_matmul(psum(4, 8), sbuf(128, 8), sbuf(128, 4))  # broken
 

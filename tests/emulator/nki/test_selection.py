@@ -195,22 +195,37 @@ def test_max8_find_index8_and_match_replace8() -> None:
     expected = np.take_along_axis(rows, order, axis=1)
     remaining = rows.copy()
     np.put_along_axis(remaining, order, F32(-9), axis=1)
+    replaced_at = order.copy()
+    replaced_at[0, :2] = 1, 0  # of equal values, the replacement begins with the last
     for kernel in (first, second):
         top, indices, positions, replaced = run(kernel, x).outputs
         np.testing.assert_array_equal(top, expected)
-        np.testing.assert_array_equal(positions, order)
-        np.testing.assert_array_equal(indices[:, 2:], order[:, 2:])
-        assert list(indices[0, :2]) == [0, 0]  # both equal values give their first position
+        np.testing.assert_array_equal(positions, replaced_at)
+        np.testing.assert_array_equal(indices, order)
         np.testing.assert_array_equal(replaced.reshape(4, 15), remaining)
     assert indices.dtype == positions.dtype == U32
 
 
-def test_a_search_for_a_missing_value_is_refused() -> None:
-    def kernel(x: Any, values: Any) -> Any:
-        return outputs_of(xisa.nc_find_index8(data=xl.load(x), vals=xl.load(values)))
+@pytest.mark.parametrize("dtype", [U32, np.uint16])
+def test_a_missing_value_has_an_index_of_ones_and_cannot_be_replaced(dtype: Any) -> None:
+    def find(x: Any, values: Any) -> Any:
+        indices = sbuf_tile(4, 8, dtype=dtype)
+        nisa.nc_find_index8(indices, xl.load(x), xl.load(values))
+        return outputs_of(indices)
 
+    def replace(x: Any, values: Any) -> Any:
+        return outputs_of(xisa.nc_match_replace8(data=xl.load(x), vals=xl.load(values), imm=0.0))
+
+    x, values = normal(4, 16), normal(4, 8)
+    values[2, 3] = x[2, 5]
+    expected = np.full((4, 8), np.iinfo(dtype).max, dtype)
+    expected[2, 3] = 5
+    np.testing.assert_array_equal(run(find, x, values).outputs[0], expected)
     with pytest.raises(NkiError, match="undefined"):
-        run(kernel, normal(4, 16), normal(4, 8))
+        run(replace, x, values)
+
+
+def test_the_top_8_instructions_need_8_elements() -> None:
     with pytest.raises(NkiError, match="top-8"):
         run(lambda x: xisa.max8(src=xl.load(x)), TensorSpec((4, 7)))
 
