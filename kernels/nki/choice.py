@@ -5,7 +5,7 @@ The results are numbers and tuples of numbers, which every NKI compiler accepts 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuronmm.kernels.hardware import NeuronCore
 from neuronmm.kernels.nki.forms import linear_packings, mlp_packings
@@ -13,6 +13,13 @@ from neuronmm.kernels.nki.layout import FactorPlan, Packing
 from neuronmm.kernels.nki.problem import FACTOR_BYTES, FP8, Blocks, MlpProblem, Problem, Ranks
 from neuronmm.kernels.nki.tiling import solve
 from neuronmm.kernels.ops import Form, KernelError
+
+
+class TensorType(NamedTuple):
+    """What a choice depends on of a tensor of any library; of factors the shape does not matter."""
+
+    dtype: Any
+    shape: tuple[int, ...] = ()
 
 
 def tokens_first(layout: str) -> bool:

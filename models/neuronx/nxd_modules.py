@@ -1,16 +1,12 @@
 """The modules that take the place of NxD Inference's linears in a decoder layer, and run the kernels.
 
-Hidden states are [batch, sequence, hidden]. The kernels take [tokens, features], or [features, tokens] on a
-NeuronCore-v2: ``nki`` transposes bfloat16 tiles in a mode of the tensor engine that only v3 and later have. NxD's own
-norms stay. The results of o and down are summed over the cores after B. It needs NxD Inference and the SDK or its
-emulation.
+Hidden states are [batch, sequence, hidden]. NxD's own norms stay. The results of o and down are summed over the cores
+after B. It needs NxD Inference and the SDK or its emulation.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +18,7 @@ from torch.nn.functional import silu
 from torch_neuronx.utils import get_platform_target
 
 from neuronmm.kernels.hardware import CORES, TRN1, NeuronCore
-from neuronmm.kernels.nki import entry_nki as entry
-from neuronmm.kernels.nki.problem import Ranks
+from neuronmm.models.neuronx import nki_calls
 from neuronmm.models.neuronx.nxd_weights import GROUPS, parameters, replaced
 from neuronmm.models.neuronx.weights import BY_INPUT, LayerPlan
 
@@ -31,33 +26,6 @@ from neuronmm.models.neuronx.weights import BY_INPUT, LayerPlan
 def target() -> NeuronCore:
     """Return the core of this machine, as NxD names it; Inferentia2 has Trainium 1's."""
     return CORES.get(get_platform_target(), TRN1)
-
-
-@cache
-def _linear(rank: int, bias: bool, core: NeuronCore) -> Callable[..., Tensor]:
-    return _on_tokens(entry.low_rank_matmul(rank, bias=bias, layout=_layout(core), core=core), core)
-
-
-@cache
-def _mlp(ranks: Ranks, shared: bool, core: NeuronCore) -> Callable[..., Tensor]:
-    factory = entry.low_rank_swiglu_mlp_shared if shared else entry.low_rank_swiglu_mlp
-    return _on_tokens(factory(ranks, layout=_layout(core), core=core), core)
-
-
-def _layout(core: NeuronCore) -> str:
-    return "HSB" if core.name == "v2" else "BSH"
-
-
-def _on_tokens(kernel: Callable[..., Tensor], core: NeuronCore) -> Callable[..., Tensor]:
-    """Return ``kernel`` with input and output [batch, sequence, features]."""
-    first = _layout(core) == "BSH"
-
-    def call(x: Tensor, *weights: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        y = kernel((flat if first else flat.T).contiguous(), *weights)
-        return (y if first else y.T).unflatten(0, x.shape[:2])
-
-    return call
 
 
 class Linear(BaseParallelLinear):
@@ -84,7 +52,7 @@ class Linear(BaseParallelLinear):
             y = x @ self.W if inside is None else x @ self.W + inside
         else:
             factors = [self.A if A is None else A, self.B, *([] if inside is None else [inside])]
-            y = _linear(self.rank, inside is not None, target())(x, *factors)
+            y = nki_calls.linear(self.rank, inside is not None, target())(x, *factors)
         return self.sum(y) if self.summed else y
 
     def sum(self, y: Tensor) -> Tensor:
@@ -145,7 +113,7 @@ class Mlp(nn.Module):
             return down(silu(gate(x, a_gate)) * up(x, a_up)), None
         shared = bool(self.leader or self.follower)
         factors = [a_gate, gate.B, *([] if shared else [a_up]), up.B, down.A, down.B]
-        return down.sum(_mlp(self.ranks, shared, target())(x, *factors)), None
+        return down.sum(nki_calls.mlp(self.ranks, shared, target())(x, *factors)), None
 
 
 def install(layer: nn.Module, plan: LayerPlan, dtype: torch.dtype, cores: int) -> None:

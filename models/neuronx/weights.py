@@ -14,7 +14,7 @@ matrix where that has fewer weights (:mod:`.expansion`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,8 +145,11 @@ class Shards:
         parts = self.parts(index)
         return [parts[name] * (self.tp_degree // len(parts[name])) for name in names(self.plans[index])]
 
-    def parts(self, index: int) -> dict[str, list[Tensor]]:
-        """Read the layer's parameters: a list of one tensor per core, or of a single one that all cores share."""
+    def parts(self, index: int, only: Collection[str] = tuple(LINEARS)) -> dict[str, list[Tensor]]:
+        """Read the layer's parameters: a list of one tensor per core, or of a single one that all cores share.
+
+        ``only``: the linears to read, by short name.
+        """
         plan, checkpoint = self.plans[index], self.checkpoint
         packings = plan.packings(checkpoint.dtype.itemsize)
         parts: dict[str, list[Tensor]] = {}
@@ -155,6 +158,8 @@ class Shards:
             if checkpoint.has(full):
                 parts[name] = [checkpoint.tensor(full)]
         for name, linear in plan.linears:
+            if name not in only:
+                continue
             full = layer_name(index, LINEARS[name])
             if linear.rank is None:
                 weights = self._split(name, checkpoint.weight(full))

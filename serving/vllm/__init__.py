@@ -9,10 +9,13 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Register the method ``neuronmm`` with vLLM; repeated calls are harmless."""
+    """Register the method ``neuronmm`` with vLLM, and its models with vllm-neuron; repeated calls are harmless."""
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from neuronmm.models.spec import QUANT_METHOD
+    from neuronmm.serving.vllm import neuron
     from neuronmm.serving.vllm.config import LowRankConfig
 
     register_quantization_config(QUANT_METHOD)(LowRankConfig)
+    if neuron.present():
+        neuron.register()
