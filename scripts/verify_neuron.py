@@ -3,8 +3,10 @@
     python scripts/verify_neuron.py tiny FOLDER                  a tiny random Llama, for a dry run
     python scripts/verify_neuron.py kernels [--emulate] [--host NAME]      each NKI kernel against float64
     python scripts/verify_neuron.py generate DENSE LOW [--emulate] [--host NAME] [--tp N] [--new-tokens N]
+    python scripts/verify_neuron.py serve DENSE LOW [--tp N] [--new-tokens N]        vllm-neuron, on a device only
 
-NxD Inference (--host nxd-inference) takes the kernels of ``nki``, the other hosts those of ``neuronxcc.nki``.
+NxD Inference (--host nxd-inference) and vllm-neuron (--host vllm-neuron, on Trainium 2) take the kernels of ``nki``,
+the other hosts those of ``neuronxcc.nki``.
 
 Each prints its figures and one JSON line, and exits with status 1 if a check fails.
 """
@@ -16,6 +18,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from torch.nn.functional import silu
 
 import neuronmm
 from neuronmm.engine.sampling import SamplingParams
-from neuronmm.kernels.hardware import TRN1
+from neuronmm.kernels.hardware import TRN1, TRN2, NeuronCore
 from neuronmm.kernels.nki.layout import pack
 
 SHAPES = {
@@ -37,8 +40,11 @@ SHAPES = {
     "odd sizes, prefill": (300, 576, 1536, 100),
 }
 """Name -> tokens, hidden, intermediate, rank."""
-NXD = "nxd-inference"
+NKI_HOSTS = {"nxd-inference": TRN1, "vllm-neuron": TRN2}
+"""The hosts that take the kernels of ``nki``, and the core that these are for."""
 POSITIONS = 128
+SAME = 8
+"""Greedy tokens that must be equal where the host computes in bfloat16 and the CPU in float32."""
 PROMPTS = ("The capital of France is", "Once upon a time there was a small robot who")
 
 
@@ -48,11 +54,12 @@ def main() -> int:
     tiny = commands.add_parser("tiny")
     tiny.add_argument("folder", type=Path)
     kernels = commands.add_parser("kernels")
-    generate = commands.add_parser("generate")
-    generate.add_argument("dense")
-    generate.add_argument("low")
-    generate.add_argument("--tp", type=int, default=1)
-    generate.add_argument("--new-tokens", type=int, default=64)
+    generate, serve = commands.add_parser("generate"), commands.add_parser("serve")
+    for command in (generate, serve):
+        command.add_argument("dense")
+        command.add_argument("low")
+        command.add_argument("--tp", type=int, default=1)
+        command.add_argument("--new-tokens", type=int, default=64)
     for command in (kernels, generate):
         command.add_argument("--emulate", action="store_true")
         command.add_argument("--host", default="transformers-neuronx")
@@ -60,7 +67,10 @@ def main() -> int:
     if args.command == "tiny":
         return write_tiny(args.folder)
     if args.command == "kernels":
-        return check_kernels(args.emulate, run_nki if args.host == NXD else run_neuronxcc)
+        core = NKI_HOSTS.get(args.host)
+        return check_kernels(args.emulate, partial(run_nki, core) if core else run_neuronxcc)
+    if args.command == "serve":
+        return check_serving(args.dense, args.low, args.tp, args.new_tokens)
     return check_generation(args.dense, args.low, args.emulate, args.host, args.tp, args.new_tokens)
 
 
@@ -115,24 +125,25 @@ def formula(x: Tensor, w: list[Tensor]) -> Tensor:
     return (silu(x @ w[0].T @ w[1].T) * (x @ w[2].T @ w[3].T)) @ w[4].T @ w[5].T
 
 
-def run_nki(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs: int) -> Tensor:
-    """Run a kernel of ``nki`` on a core or emulated. Dimensions: x [tokens, in] -> [tokens, out]."""
+def run_nki(core: NeuronCore, name: str, static: Any, x: Tensor, weights: list[Tensor], outputs: int) -> Tensor:
+    """Run a kernel of ``nki`` on a core or emulated, in the layout of its hosts. x [tokens, in] -> [tokens, out]."""
     from neuronmm.kernels.nki import entry_nki as entry
     from neuronmm.kernels.nki.problem import Ranks
 
-    ranks = static if name == "low_rank_matmul" else Ranks(*static)
-    kernel = getattr(entry, name)(ranks, core=TRN1)
-    return to_tensor(kernel(*arrays_of(x, weights)))
+    ranks, first = static if name == "low_rank_matmul" else Ranks(*static), core is not TRN1
+    kernel = getattr(entry, name)(ranks, layout="BSH" if first else "HSB", core=core)
+    y = to_tensor(kernel(*arrays_of(x if first else x.T, weights)))
+    return y if first else y.T
 
 
 def arrays_of(x: Tensor, weights: list[Tensor]) -> list[np.ndarray]:
-    """Return the arguments of a kernel: ``x`` with the features first, and the packed weights."""
-    return [t.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16) for t in (x.T, *map(pack, weights))]
+    """Return the arguments of a kernel: ``x`` in its layout, and the packed weights."""
+    return [t.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16) for t in (x, *map(pack, weights))]
 
 
 def to_tensor(y: Any) -> Tensor:
-    """Return a kernel's result [out, tokens] as a tensor [tokens, out]."""
-    return torch.from_numpy(np.ascontiguousarray(y).view(np.int16)).view(torch.bfloat16).T
+    """Return a kernel's result as a tensor."""
+    return torch.from_numpy(np.ascontiguousarray(y).view(np.int16)).view(torch.bfloat16)
 
 
 def run_neuronxcc(name: str, static: Any, x: Tensor, weights: list[Tensor], outputs: int) -> Tensor:
@@ -158,7 +169,7 @@ def run_neuronxcc(name: str, static: Any, x: Tensor, weights: list[Tensor], outp
             kernel(x, a, b, c, d, e, f, y)
             return y
 
-    return to_tensor(nki.jit(call, mode="baremetal")(*arrays_of(x, weights)))
+    return to_tensor(nki.jit(call, mode="baremetal")(*arrays_of(x.T, weights))).T
 
 
 def check_generation(dense: str, low: str, emulate: bool, host: str, tp: int, new: int) -> int:
@@ -179,6 +190,29 @@ def check_generation(dense: str, low: str, emulate: bool, host: str, tp: int, ne
             failures += [] if same == new else [f"{name}: {prompt}"]
         engine.runner.close()
     print(json.dumps({"check": "generation", "emulated": emulate, "tp": tp, "failed": failures}))
+    return 1 if failures else 0
+
+
+def check_serving(dense: str, low: str, tp: int, new: int) -> int:
+    """Check that vllm-neuron's first greedy tokens equal those of the CPU backend."""
+    from vllm import LLM  # type: ignore[import-not-found]
+    from vllm import SamplingParams as Sampling
+
+    failures = []
+    for name, model in (("dense", dense), ("compressed", low)):
+        cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
+        expected = cpu.generate(PROMPTS, SamplingParams(max_new_tokens=new, ignore_eos=True))
+        host = LLM(model, tensor_parallel_size=tp, max_model_len=POSITIONS, max_num_seqs=2)
+        results = host.generate(list(PROMPTS), Sampling(temperature=0, max_tokens=new, ignore_eos=True))
+        for prompt, a, b in zip(PROMPTS, results, expected, strict=True):
+            tokens = list(a.outputs[0].token_ids)
+            same = next((i for i, (s, t) in enumerate(zip(tokens, b.token_ids, strict=True)) if s != t), new)
+            good = same >= min(SAME, new)
+            print(f"{'ok  ' if good else 'FAIL'} {name}, {prompt!r}: first {same} of {new} tokens equal")
+            print(f"     {a.outputs[0].text!r}")
+            failures += [] if good else [f"{name}: {prompt}"]
+        del host
+    print(json.dumps({"check": "serving", "tp": tp, "failed": failures}))
     return 1 if failures else 0
 
 

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# Verify neuronmm on a Trainium machine (trn1.2xlarge or larger) and write one report: docs/trainium.md explains it.
+# Verify neuronmm on a Trainium machine (trn1.2xlarge or larger; trn2 for vllm-neuron) and write one report:
+# docs/trainium.md explains it.
 #
 #   scripts/verify_on_trainium.sh [MODEL]        on the device; MODEL: folder, GGUF file or hub id of a Llama or Qwen
 #   scripts/verify_on_trainium.sh --dry-run      every step that needs no device, here, with the SDK emulated
 #
 # Environment variables:
-#   HOST     the Neuron host: transformers-neuronx (default) or nxd-inference. A dry run of the default takes
-#            optimum-neuron in its place
+#   HOST     the Neuron host: transformers-neuronx (default), nxd-inference, or vllm-neuron on a trn2. A dry run of the
+#            default takes optimum-neuron in its place; one of vllm-neuron runs the plugin above stand-ins of it
 #   OUT      folder for everything that is written (default out/trainium)
 #   TP       cores of the second run (default 2)
 #   PYTHON   makes the environment (default python3.10). A dry run uses it directly, so it needs neuronmm and
-#            optimum-neuron 0.2.0 (`make test-neuron` makes one: .venv-neuron/bin/python), or for nxd-inference NxD's
-#            sources on PYTHONPATH (`make test-nxd`: .venv-nxd/bin/python)
+#            optimum-neuron 0.2.0 (`make test-neuron` makes one: .venv-neuron/bin/python), for nxd-inference NxD's
+#            sources on PYTHONPATH (`make test-nxd`: .venv-nxd/bin/python), for vllm-neuron pytest (`make setup`:
+#            .venv/bin/python)
 #   NEW      new tokens per prompt (default 64)
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -27,8 +29,8 @@ mkdir -p "$OUT" || exit 1
 REPORT=$OUT/report.md
 FAILED=0
 
-# SDK 2.26.1 is the last with transformers-neuronx, SDK 2.29 the first with NxD Inference 0.9 (published: AWS Neuron
-# release notes and release content).
+# SDK 2.26.1 is the last with transformers-neuronx, SDK 2.29 the first with NxD Inference 0.9, SDK 2.33 has vllm-neuron
+# 0.29 (published: AWS Neuron release notes and release content).
 INDEX=https://pip.repos.neuron.amazonaws.com
 case $HOST in
 transformers-neuronx)
@@ -39,7 +41,10 @@ nxd-inference)
     PINNED=("neuronx-cc==2.24.5133.*" "torch-neuronx==2.9.*" "libneuronxla==2.2.16408.*" "nki==0.3.0"
             "neuronx-distributed==0.18.27753.*" "neuronx-distributed-inference==0.9.17334.*" "transformers==4.57.3")
     DRY_HOST=$HOST DRY_PY=.venv-nxd/bin/python ;;
-*) echo "error: HOST=$HOST: must be transformers-neuronx or nxd-inference" >&2; exit 2 ;;
+vllm-neuron)
+    PINNED=("vllm-neuron==0.29.0.1.2") DRY_HOST=$HOST DRY_PY=.venv/bin/python
+    export NEURON_LOGICAL_NC_CONFIG=1 ;;  # the kernels run on one physical core
+*) echo "error: HOST=$HOST: must be transformers-neuronx, nxd-inference or vllm-neuron" >&2; exit 2 ;;
 esac
 
 {
@@ -75,7 +80,9 @@ if [ $DRY = 1 ]; then
     EMULATE=(--emulate)
     MODEL=${1:-$OUT/tiny}
     export TOKENIZERS_PARALLELISM=false
-    step "the interpreter has what a dry run needs" "$PY" -c "from neuronmm.models.neuronx.sdk import choose; choose('$HOST')" || exit 1
+    NEEDS="from neuronmm.models.neuronx.sdk import choose; choose('$HOST')"
+    [ "$HOST" != vllm-neuron ] || NEEDS="import neuronmm, pytest"
+    step "the interpreter has what a dry run needs" "$PY" -c "$NEEDS" || exit 1
     [ -n "${1:-}" ] || step "a tiny random model" "$PY" scripts/verify_neuron.py tiny "$MODEL" || exit 1
     SIZES=(--prompt-lengths 32 --batch 1 --new-tokens 16 --runs 1)
 else
@@ -94,7 +101,18 @@ step "versions" versions
 step "kernel numerics" "$PY" scripts/verify_neuron.py kernels --host "$HOST" "${EMULATE[@]}"
 rm -rf "$LOW"
 step "compress" "${RUN[@]}" compress "$MODEL" -o "$LOW" --ratio 0.2 --targets all --method svd --json || exit 1
+if [ "$HOST" = vllm-neuron ]; then
+    if [ $DRY = 1 ]; then
+        step "the plugin above stand-ins" "$PY" -m pytest -q tests/serving/test_vllm_neuron.py
+    else
+        for tp in 1 "$TP"; do
+            step "greedy tokens begin as the CPU's, $tp core(s)" \
+                "$PY" scripts/verify_neuron.py serve "$MODEL" "$LOW" --tp "$tp" --new-tokens "$NEW"
+        done
+    fi
+fi
 for tp in 1 "$TP"; do
+    [ "$HOST" != vllm-neuron ] || break  # it is served by `vllm serve`, not by this project's engine
     step "greedy tokens equal the CPU's, $tp core(s)" \
         "$PY" scripts/verify_neuron.py generate "$MODEL" "$LOW" --host "$HOST" --tp "$tp" --new-tokens "$NEW" \
         "${EMULATE[@]}"

@@ -171,8 +171,9 @@ def _mlp_weights(whole: Shards, index: int, rank: int, packed: bool) -> dict[str
         part = parts[rank % len(parts)]
         if kind != "W" and not packed:
             linear = plan[short]
-            size = (linear.inputs, linear.rank) if kind == "A" else (linear.rank, linear.outputs)
-            packing = packings.get(name) or Packing.of(*size, bytes_each)
+            assert linear.rank is not None  # it has factors
+            rows, columns = (linear.inputs, linear.rank) if kind == "A" else (linear.rank, linear.outputs)
+            packing = packings.get(name) or Packing.of(rows, columns, bytes_each)
             part = unpacked(packing.factor(part))
         found[name] = part
     return found
