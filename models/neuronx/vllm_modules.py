@@ -123,9 +123,10 @@ def load_weights(
         if any(plan[name].rank for name in MLP):
             weights = _mlp_weights(whole, index, group.rank_in_group, packed=launcher is not None)
             layer.mlp = Mlp(layer.mlp, plan, {name: part.to(device) for name, part in weights.items()}, launcher)
+    filled = {id(own) for module in model.modules() if isinstance(module, Mlp) for own in module.parameters()}
     state = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if id(parameter) not in filled:
             slices = [Slice(tensor) for tensor in sources(checkpoint, name)]
             state[name] = loader_of(parameter).load(slices, model.rank).to(device, parameter.dtype)
     model.load_state_dict(state, strict=False, assign=True)

@@ -92,6 +92,17 @@ def test_a_compressed_llama_has_transformers_logits(tmp_path: Path, kind: str, k
         assert fake.Launched.count > 0
 
 
+def test_weights_that_a_model_has_already_are_replaced(tmp_path: Path) -> None:
+    folder, tokens = write(tmp_path, "one linear"), make_tokens(batch=1)
+    with torch.no_grad(), fake.vllm_neuron(kernels=False) as registry:
+        neuron.register()
+        model = registry.LlamaForCausalLM.from_configs(AutoConfig.from_pretrained(folder), None)  # not on meta
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+        model.load_weights(str(folder), CPU, None)
+        assert fake.close(model(tokens[0]), load_plain(folder)(tokens).logits[0])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_qwen3_is_built_by_its_factory(tmp_path: Path, tied: bool) -> None:
     folder, tokens = write(tmp_path, "two", "qwen3", tied=tied), make_tokens(batch=1)
