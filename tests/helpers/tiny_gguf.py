@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, quantize
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -30,6 +30,8 @@ def write_gguf(
     """
     writer = GGUFWriter(path, family)
     writer.add_name("tiny")  # transformers 4.47 needs one
+    if f"MOSTLY_{kind.name}" in LlamaFileType.__members__:
+        writer.add_file_type(LlamaFileType[f"MOSTLY_{kind.name}"])
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(hidden)

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from transformers import AutoTokenizer
 
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.source import resolve
+from tiny_gguf import write_gguf
 from tiny_models import make_tiny
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
@@ -44,6 +47,45 @@ def test_the_random_model_is_a_gguf_file_with_a_vocabulary(tmp_path: Path, monke
     assert (
         tokenizer.decode(tokenizer("An  ordinary text.", add_special_tokens=False)["input_ids"]) == "An  ordinary text."
     )
+
+
+@pytest.fixture
+def peers(scripts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    import cpu_peers
+
+    monkeypatch.setattr(cpu_peers, "ENVIRONMENTS", tmp_path / "peers")
+    cpu_peers.ENVIRONMENTS.mkdir()
+    return cpu_peers
+
+
+def test_a_file_in_another_type_is_of_the_same_architecture(peers: ModuleType, tmp_path: Path) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_gguf(source, family="qwen2", kind=GGMLQuantizationType.Q8_0, wide=64)
+    written = peers.write_gguf(str(source), "BF16")
+    before, after = GGUFReader(source), GGUFReader(written)
+    assert after.fields["general.architecture"].contents() == "qwen2"
+    assert [tensor.name for tensor in after.tensors] == [tensor.name for tensor in before.tensors]
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        values = dequantize(old.data, old.tensor_type), dequantize(new.data, new.tensor_type)
+        assert np.allclose(*values, rtol=2**-8)
+        assert new.tensor_type.name == ("BF16" if len(old.shape) == 2 else "F32")
+
+
+def test_a_file_that_has_the_type_is_used_as_it_is(peers: ModuleType, tmp_path: Path) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_gguf(source, kind=GGMLQuantizationType.Q8_0, wide=64)
+    assert peers.write_gguf(str(source), "Q8_0") == source
+    with pytest.raises(RuntimeError, match="not in Q4_K_M"):
+        peers.write_gguf(str(source), "Q4_K_M")
+    assert list(peers.ENVIRONMENTS.iterdir()) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_apart_from_the_head_is_not_read_in_a_step(peers: ModuleType, tmp_path: Path, tied: bool) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_gguf(source, tied=tied, vocabulary=64, hidden=32)
+    stored = sum(int(tensor.n_bytes) for tensor in GGUFReader(source).tensors)
+    assert stored - peers.gguf_bytes_per_step(source) == (0 if tied else 64 * 32 * 4)
 
 
 @pytest.fixture
