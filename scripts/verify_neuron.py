@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ import neuronmm
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.kernels.hardware import TRN1, TRN2, NeuronCore
 from neuronmm.kernels.nki.layout import pack
+from neuronmm.models.source import resolve
 
 SHAPES = {
     "Llama-3.2-1B MLP, decode": (1, 2048, 8192, 1280),
@@ -198,8 +200,10 @@ def check_serving(dense: str, low: str, tp: int, new: int) -> int:
     from vllm import LLM  # type: ignore[import-not-found]
     from vllm import SamplingParams as Sampling
 
+    if os.environ.get("VLLM_NEURON_DISABLE_NKI_KERNELS"):
+        raise SystemExit("VLLM_NEURON_DISABLE_NKI_KERNELS is set: torch would compute what this checks; unset it")
     failures = []
-    for name, model in (("dense", dense), ("compressed", low)):
+    for name, model in (("dense", str(resolve(dense))), ("compressed", low)):
         cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
         expected = cpu.generate(PROMPTS, SamplingParams(max_new_tokens=new, ignore_eos=True))
         host = LLM(model, tensor_parallel_size=tp, max_model_len=POSITIONS, max_num_seqs=2)

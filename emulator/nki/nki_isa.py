@@ -229,7 +229,7 @@ def max8(dst: Tile, src: Tile, name: str | None = None) -> None:
 
 
 def nc_find_index8(dst: Tile, data: Tile, vals: Tile, name: str | None = None) -> None:
-    """``dst`` [p, 8] = the first position of each of the 8 ``vals`` of a partition in ``data``."""
+    """``dst`` [p, 8] = the positions of the 8 ``vals`` of a partition in ``data``; equal ones advance."""
     selection.find_index8(dst, data, vals)
 
 

@@ -47,14 +47,14 @@ class Run:
 class Kernel:
     """A function decorated with ``@nki.jit``: inside a kernel a plain call, outside a simulation on arrays or tensors.
 
-    ``dialect`` is that of the decorator, "" for a plain function. Kernels of the second dialect have unrolled loops,
-    and their arguments must be values of the language.
+    ``grid`` is that of the launch, () without one. ``dialect`` is that of the decorator, "" for a plain function.
+    Kernels of the second dialect have unrolled loops, and their arguments must be values of the language.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        grid: tuple[int, ...] = (1,),
+        grid: tuple[int, ...] = (),
         core: NeuronCore | None = None,
         dialect: str = "",
     ) -> None:
@@ -128,10 +128,9 @@ def run(
     target = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     core = core or target.core or (TRN2 if target.dialect == SECOND else TRN1)
     machine = Machine(target.__name__, core, has_data=has_data, shuffle=shuffle, fold=fold)
-    machine.grid = target.grid
     if target.dialect == FIRST:
         machine.kernel_code = getattr(inspect.unwrap(target.function), "__code__", None)
-    _check_grid(machine, target)
+    machine.grid = _grid(machine, target)
     result = None
     machines.push(machine)
     collecting = gc.isenabled()
@@ -161,17 +160,20 @@ def run(
     return Run(trace, tuple(_array(t) for t in results) if has_data else ())
 
 
-def _check_grid(machine: Machine, kernel: Kernel) -> None:
-    """Check the launch grid; the second dialect launches on all physical cores of a logical one (NKI 0.7).
+def _grid(machine: Machine, kernel: Kernel) -> tuple[int, ...]:
+    """Return the launch grid; the second dialect launches on all physical cores of a logical one (NKI 0.7).
 
     The environment variable of the SDK says how many these are; without it any number is accepted.
     """
+    cores = os.environ.get(LOGICAL_CORE) if kernel.dialect == SECOND else None
+    if not kernel.grid:
+        return (int(cores or 1),)
     if 0 in kernel.grid:
         machine.fail("launch grid", f"the launch grid {kernel.grid} of {kernel.__name__} has no programs", ">= 1", 0)
-    cores = os.environ.get(LOGICAL_CORE)
-    if kernel.dialect == SECOND and cores and [str(programs) for programs in kernel.grid] != [cores]:
+    if cores and [str(programs) for programs in kernel.grid] != [cores]:
         message = f"{kernel.__name__} must be launched on all physical cores of a logical one, {LOGICAL_CORE}"
         machine.fail("launch grid", message, f"({cores},)", kernel.grid)
+    return kernel.grid
 
 
 def _as_list(result: Any) -> list[Any]:

@@ -85,6 +85,7 @@ def range_select(
     machine, first, second = current(), as_op(op0).function, as_op(op1).function
     if machine.core.name == "v2":
         machine.fail("engine", "NeuronCore-v2 has no range_select", "NeuronCore-v3", "NeuronCore-v2")
+    check_float(data, "the data of range_select")
     for bound in (bound0, bound1):
         check_column(bound, data, "a bound")
         if bound.dtype != FLOAT32:

@@ -1,4 +1,4 @@
-"""Destination-passing primitives over ``nki`` 0.3 to 0.6 (Trainium 2 and 3; SDK 2.29 to 2.32).
+"""Destination-passing primitives over ``nki`` 0.3 to 0.7 (Trainium 2 and 3; SDK 2.29 to 2.33).
 
 It has the methods of :mod:`.dialect_neuronxcc`. Importing this module needs the Neuron SDK or the emulator.
 """

@@ -1,4 +1,4 @@
-"""The kernels for callers of ``nki`` 0.3 to 0.6: functions of tensors that return the kernel's output.
+"""The kernels for callers of ``nki`` 0.3 to 0.7: functions of tensors that return the kernel's output.
 
 Each factory takes the static arguments. The function it returns works out block sizes and packing for its tensors and
 launches the compiled kernel of :mod:`.jitted` on one core, so neither NKI's compiler nor torch.compile sees the solver.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from operator import index
 from typing import Any
 
 import nki
@@ -66,7 +67,7 @@ def low_rank_matmul(
         return linear_plans(sizes(x, first)[0], rank, outputs, a, form, pivots), astuple(chosen)
 
     def launch(x: Any, a: Any, b: Any, *extras: Any) -> Any:
-        plans, chosen = choose(tuple(x.shape), x.dtype, a.dtype, b.shape[0])
+        plans, chosen = choose(_fixed(x.shape), x.dtype, a.dtype, index(b.shape[0]))
         if scaled:
             at = starts(plans, epsilon > 0)
             return kernel[1](x, a, b, *extras, *plans, at, chosen, epsilon, bias, first)
@@ -103,6 +104,15 @@ def low_rank_swiglu_mlp_shared(
     return _mlp((jit or nki.jit)(kernel), ranks, blocks, epsilon, residual, True, tokens_first(layout), scaled, core)
 
 
+def _fixed(shape: Any) -> tuple[int, ...]:
+    """Return a shape as numbers.
+
+    torch.compile makes a symbol of a size that differs between calls. ``index``, unlike ``int``, makes it a number of
+    the graph, so that each size has a graph of its own.
+    """
+    return tuple([index(size) for size in shape])
+
+
 def _mlp(
     kernel: Any, ranks: Ranks, blocks: Blocks | None, epsilon: float, residual: bool, shared: bool, first: bool,
     scaled: bool, core: NeuronCore,
@@ -114,7 +124,7 @@ def _mlp(
         return mlp_plans(sizes(x, first)[0], ranks, w, shared), astuple(chosen)
 
     def launch(x: Any, *tensors: Any) -> Any:
-        plans, chosen = choose(tuple(x.shape), x.dtype, tensors[0].dtype)
+        plans, chosen = choose(_fixed(x.shape), x.dtype, tensors[0].dtype)
         columns = (starts(plans, epsilon > 0, shared),) if scaled else ()
         return kernel[1](x, *tensors, plans, *columns, chosen, epsilon, first)
 

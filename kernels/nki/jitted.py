@@ -1,4 +1,4 @@
-"""The kernels as NKI 0.3 to 0.6 compiles them: every argument is a tensor, a number or a tuple of numbers.
+"""The kernels as NKI 0.3 to 0.7 compiles them: every argument is a tensor, a number or a tuple of numbers.
 
 ``sizes``: the fields of :class:`.objects.Sizes`. ``first``: tokens come first. A ``plan`` describes how a weight is
 packed; ``plans`` are those of the MLP's six factors. ``at``: the first column of each factor in ``table``. This module

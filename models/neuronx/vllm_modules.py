@@ -5,7 +5,7 @@ place: it puts a :class:`Mlp` where a layer's MLP is factorised, and fills the h
 the host attached to them, which know how it shards them. q, k, v and o stay in the host's attention kernels, which take
 matrices: factorised ones are multiplied out. Nothing here imports vllm-neuron; what it needs of it is given.
 
-**Not run in vllm-neuron**, whose sources are no public package. Source of the contract: a public copy of its
+**Not run in vllm-neuron**, whose package is on AWS's index only. Source of the contract: public copies of its
 ``model/llama3/model.py``, ``model/qwen3/model.py``, ``utils/weight_loader.py`` and ``functional/mlp.py``.
 """
 
@@ -116,7 +116,7 @@ def load_weights(
         raise UserError(f"{folder}: not a folder; download the compressed checkpoint and name its folder")
     checkpoint = Checkpoint(folder, model.config.torch_dtype)
     group = sum_group(model.model.layers[0].mlp)
-    whole = Shards(checkpoint, group.world_size, fuses_norms=False)
+    whole = Shards(checkpoint, group.world_size, distribution=None, fuses_norms=False)
     for index, (layer, plan) in enumerate(zip(model.model.layers, whole.plans, strict=True)):
         if any(linear.bias for _, linear in plan.linears):
             raise UserError(f"{folder}: layer {index} has biases, which vllm-neuron's models do not have")

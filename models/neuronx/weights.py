@@ -112,8 +112,8 @@ def names(plan: LayerPlan) -> list[str]:
 class Shards:
     """A checkpoint split over ``tp_degree`` NeuronCores.
 
-    ``distribution``: how the host's attention spreads the heads over the cores. ``fuses_norms``: kernels may normalise
-    their input.
+    ``distribution``: how the host's attention spreads the heads over the cores; None: only the MLPs are split.
+    ``fuses_norms``: kernels may normalise their input.
 
     Raises:
         UserError: the model cannot be split into that many parts.
@@ -123,12 +123,12 @@ class Shards:
         self,
         checkpoint: Checkpoint,
         tp_degree: int,
-        distribution: Callable[[int, int, int], HeadPlan] = distribute,
+        distribution: Callable[[int, int, int], HeadPlan] | None = distribute,
         fuses_norms: bool = True,
     ) -> None:
         architecture = checkpoint.architecture
         heads, intermediate = architecture.heads, architecture.intermediate
-        if not 1 <= tp_degree <= heads:
+        if distribution and not 1 <= tp_degree <= heads:
             raise UserError(f"tp_degree {tp_degree}: must be between 1 and the model's {heads} attention heads")
         if intermediate % tp_degree:
             raise UserError(
@@ -136,7 +136,8 @@ class Shards:
                 f"choose one that does"
             )
         self.checkpoint, self.tp_degree, self.fuses_norms = checkpoint, tp_degree, fuses_norms
-        self.heads = distribution(heads, architecture.kv_heads, tp_degree)
+        attention = (heads, architecture.kv_heads)
+        self.heads = distribution(*attention, tp_degree) if distribution else distribute(*attention, 1)
         self.mlps = [self._mlp(index) for index in range(architecture.layers)]
         self.plans = [self._plan(index) for index in range(architecture.layers)]
 

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.load import inspect
 from neuronmm.models.spec import QUANT_METHOD
+from neuronmm.serving.vllm import neuron
 from neuronmm.serving.vllm.method import LowRankMethod
 
 
@@ -46,7 +47,7 @@ class LowRankConfig(QuantizationConfig):
         spec = CompressionSpec.parse(config, "config.json")
         if spec.few_bits is not None:
             raise UserError(f"config.json: {spec.few_bits}, which vLLM cannot run; use neuronmm serve")
-        if spec.factors == "fp8":
+        if spec.factors == "fp8" and not neuron.present():
             raise UserError(
                 "config.json: vLLM does not serve fp8 factors, which are Trainium's; compress to int8 instead"
             )

@@ -10,17 +10,23 @@ with ``from_configs``. :func:`register` puts subclasses into that module. They d
 from __future__ import annotations
 
 import copy
+import os
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from neuronmm.models.errors import UserError
 from neuronmm.models.neuronx import vllm_modules
 from neuronmm.models.spec import QUANT_METHOD
 
 CLASSES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Classes of vllm-neuron whose models :mod:`neuronmm.models.neuronx.vllm_modules` knows; a release may lack one."""
+
+PHYSICAL_CORES = "NEURON_LOGICAL_NC_CONFIG"
+"""The SDK's environment variable for the number of physical cores of a logical core."""
 
 
 def present() -> bool:
@@ -60,23 +66,37 @@ def low_rank(base: Any) -> Any:
             dense = copy.deepcopy(hf_config)
             del dense.quantization_config  # vllm-neuron refuses methods that are not its own
             model = base.from_configs(dense, *args, **options)
-            # A model is compiled with these weights, so the loader without weights is the same.
-            model.load_weights = model.load_weights_lite = lambda path, device, cache_dir=None: _load(
-                model, path, device
-            )
+            model.load_weights = partial(_load, model)
+            model.load_weights_lite = partial(_load_to_compile, model)
             return model
 
     LowRank.__name__, LowRank.__qualname__ = base.__name__, base.__qualname__
     return LowRank
 
 
-def _load(model: Any, path: str, device: torch.device) -> None:
-    """Load a compressed checkpoint into a model of vllm-neuron, with its kernels where vllm-neuron runs kernels."""
+def _load(model: Any, path: str, device: torch.device, cache_dir: Any = None, runs_on: str = "") -> None:
+    """Load a compressed checkpoint into a model of vllm-neuron, with its kernels where vllm-neuron runs kernels.
+
+    ``runs_on``: the type of the device that the model will run on, if it is not ``device``.
+
+    Raises:
+        UserError: the checkpoint is damaged or of a kind that cannot run there, or a logical core has several physical
+            ones.
+    """
     from vllm_neuron.utils.neuron_utils import can_run_kernel
     from vllm_neuron.utils.weight_loader import get_weight_loader
 
-    launcher = _launcher if can_run_kernel(str(device)) else None
+    launcher = _launcher if can_run_kernel(runs_on or str(device)) else None
+    if launcher and os.environ.get(PHYSICAL_CORES) != "1":
+        raise UserError(
+            f"{path}: its low-rank kernels run on one physical core; set {PHYSICAL_CORES}=1 and start again"
+        )
     vllm_modules.load_weights(model, Path(path), device, get_weight_loader, launcher)
+
+
+def _load_to_compile(model: Any, path: str, device: torch.device, cache_dir: Any = None) -> None:
+    """Load the same on the CPU; vllm-neuron then moves the model to the meta device and compiles it ahead of time."""
+    _load(model, path, device, runs_on="meta")
 
 
 def _launcher(function: Any) -> Any:

@@ -219,8 +219,8 @@ def launch(index: int, cores: int, *arguments: Any) -> Tensor:
 
 
 @contextmanager
-def vllm_neuron(kernels: bool) -> Iterator[Any]:
-    """Make the stand-ins importable; yields the registry. ``kernels``: what ``can_run_kernel`` answers."""
+def vllm_neuron(kernels: bool | Callable[[str], bool]) -> Iterator[Any]:
+    """Make the stand-ins importable; yields the registry. ``kernels``: what ``can_run_kernel`` answers, or itself."""
     Launched.count, NeuronPlatform.supported_quantization = 0, ["fp8"]
     surface: dict[str, dict[str, Any]] = {
         "vllm_neuron": {},
@@ -232,7 +232,7 @@ def vllm_neuron(kernels: bool) -> Iterator[Any]:
         "vllm_neuron.vllm": {},
         "vllm_neuron.vllm.platform": {"NeuronPlatform": NeuronPlatform},
         "vllm_neuron.utils": {},
-        "vllm_neuron.utils.neuron_utils": {"can_run_kernel": lambda device: kernels},
+        "vllm_neuron.utils.neuron_utils": {"can_run_kernel": kernels if callable(kernels) else lambda device: kernels},
         "vllm_neuron.utils.weight_loader": {
             "get_weight_loader": lambda p: getattr(p, "weight_loader", Loader(whole)),
         },

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -26,6 +28,7 @@ from tiny_models import (
     fill_tiny,
     layer_ranks,
     load_plain,
+    make_spec,
     make_tiny,
     make_tokens,
     pivot_high,
@@ -44,6 +47,8 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "pivoted": pivot_tiny,
     "pivots of up": lambda model: pivot_tiny(model, leader="up"),
     "high ranks": pivot_high,
+    "int8": lambda model: fill_tiny(model, make_spec(layer_ranks(TARGETS["mlp"]), factors="int8")),
+    "fp8": lambda model: fill_tiny(model, make_spec(layer_ranks(TARGETS["mlp"]), factors="fp8")),
 }
 MLP_KERNELS = {"two": 2, "one linear": 2, "attention alone": 0, "shared": 2, "pivoted": 2, "pivots of up": 2}
 """Kernels of a step: one for each whole MLP, else one for each factorised linear."""
@@ -56,7 +61,8 @@ def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nki() -> Iterator[None]:
+def nki(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(neuron.PHYSICAL_CORES, "1")
     with nki_modules():
         yield
 
@@ -104,8 +110,9 @@ def test_weights_that_a_model_has_already_are_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_qwen3_is_built_by_its_factory(tmp_path: Path, tied: bool) -> None:
-    folder, tokens = write(tmp_path, "two", "qwen3", tied=tied), make_tokens(batch=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_qwen3_is_built_by_its_factory(tmp_path: Path, kind: str, tied: bool) -> None:
+    folder, tokens = write(tmp_path, kind, "qwen3", tied=tied), make_tokens(batch=1)
     with torch.no_grad(), fake.vllm_neuron(kernels=True) as registry:
         model = served(registry, folder, "Qwen3ForCausalLM")
         assert type(model) is fake.LlamaForCausalLM  # not the factory
@@ -156,6 +163,47 @@ def test_a_separate_group_splits_the_mlp(tmp_path: Path, monkeypatch: pytest.Mon
         mlp = served(registry, folder).model.layers[0].mlp
         mlp(torch.randn(4, 32), is_prefill=False)
     assert mlp.gate_B.shape == (24, 12) and mlp.tp_group.calls == [] and mlp_group.calls == ["all_reduce"]
+
+
+def test_more_ranks_than_heads_may_split_the_mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, x = write(tmp_path), torch.randn(5, 32)
+    whole: Any = load_plain(folder).model.layers[1].mlp
+    total: Any = 0
+    with torch.no_grad():
+        for rank in range(8):  # 4 heads
+            monkeypatch.setattr(fake.LlamaForCausalLM, "group", fake.Group(8, rank))
+            with fake.vllm_neuron(kernels=True) as registry:
+                total = total + served(registry, folder).model.layers[1].mlp(x, is_prefill=False)
+        assert fake.close(total, whole(x))
+
+
+def test_a_model_to_compile_has_the_modules_of_the_device(tmp_path: Path) -> None:
+    """vllm-neuron loads it on the CPU, where no kernel can run, and compiles it on the meta device, where they can."""
+    folder = write(tmp_path, "two")
+    with fake.vllm_neuron(kernels=lambda device: device != "cpu") as registry:
+        neuron.register()
+        loaded = {}
+        for name, device in (("load_weights", "cpu"), ("load_weights", "meta"), ("load_weights_lite", "cpu")):
+            with torch.device("meta"):
+                model = registry.LlamaForCausalLM.from_configs(AutoConfig.from_pretrained(folder), None)
+            getattr(model, name)(str(folder), torch.device(device), None)
+            mlp = model.model.layers[0].mlp
+            loaded[name, device] = (mlp.fused is not None, mlp.gate_A.shape)
+    assert loaded["load_weights_lite", "cpu"] == loaded["load_weights", "meta"] != loaded["load_weights", "cpu"]
+
+
+@pytest.mark.parametrize("cores", [None, "2"])
+def test_a_logical_core_of_several_is_refused(
+    tmp_path: Path, cores: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(neuron.PHYSICAL_CORES)
+    if cores:
+        monkeypatch.setenv(neuron.PHYSICAL_CORES, cores)
+    folder = write(tmp_path)
+    with fake.vllm_neuron(kernels=True) as registry, pytest.raises(UserError, match="NEURON_LOGICAL_NC_CONFIG=1"):
+        served(registry, folder)
+    with fake.vllm_neuron(kernels=False) as registry:
+        served(registry, folder)
 
 
 def test_other_checkpoints_are_the_hosts(tmp_path: Path) -> None:
@@ -217,19 +265,25 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         served(registry, folder)
 
 
-def test_a_slice_reads_as_safetensors_does() -> None:
+def test_a_slice_reads_as_safetensors_does(tmp_path: Path) -> None:
     tensor = torch.arange(12).view(3, 4)
     part = vllm_modules.Slice(tensor)
-    assert part.get_shape() == [3, 4] and torch.equal(part[1:, :2], tensor[1:, :2]) and torch.equal(part[:], tensor)
+    save_file({"w": tensor}, tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        stored = file.get_slice("w")
+        assert part.get_shape() == stored.get_shape() and torch.equal(part[:], stored[:])
+        assert torch.equal(part[1:, :2], stored[1:, :2])
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("kind", ["two", "shared", "pivoted", "one linear"])
 def test_the_mlp_is_one_graph_for_torch_compile(tmp_path: Path, kind: str, kernels: bool) -> None:
-    """vllm-neuron compiles a model as one graph, in which a kernel is one node."""
-    x = torch.randn(4, 32)
+    """vllm-neuron compiles a model as one graph for each number of tokens, in which a kernel is one node."""
+    torch._dynamo.reset()  # graphs of earlier tests count towards its limit
     with torch.no_grad(), fake.vllm_neuron(kernels) as registry:
         mlp = served(registry, write(tmp_path, kind)).model.layers[0].mlp
-        expected: Tensor = mlp(x, is_prefill=True)
         compiled = torch.compile(mlp, fullgraph=True, backend="eager")
-        assert torch.equal(compiled(x, is_prefill=True), expected)
+        for tokens in (4, 7, 9, 130):
+            x = torch.randn(tokens, 32)
+            expected: Tensor = mlp(x, is_prefill=True)
+            assert torch.equal(compiled(x, is_prefill=True), expected)

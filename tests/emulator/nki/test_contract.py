@@ -229,3 +229,11 @@ def test_a_launch_of_the_second_dialect_is_on_the_physical_cores_of_a_logical_on
     else:
         with pytest.raises(NkiError, match="physical cores"):
             run(second_dialect_writes_its_input[grid], TensorSpec(X.shape))
+
+
+def test_a_launch_without_a_grid_is_on_all_physical_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, explicit = (len(run(kernel, TensorSpec(X.shape)).trace.instructions) for kernel in (
+        second_dialect_writes_its_input, second_dialect_writes_its_input[1]))  # fmt: skip
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    two = run(second_dialect_writes_its_input, TensorSpec(X.shape))
+    assert len(two.trace.instructions) == 2 * one == 2 * explicit > 0
