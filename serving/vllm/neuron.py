@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,10 +41,16 @@ def present() -> bool:
 
 
 def register() -> None:
-    """Let vllm-neuron serve compressed checkpoints; repeated calls are harmless."""
-    from vllm_neuron.model import registry
-    from vllm_neuron.vllm.platform import NeuronPlatform
+    """Let vllm-neuron serve compressed checkpoints; repeated calls are harmless.
 
+    vLLM calls this whenever it starts, so models of vllm-neuron that cannot be imported must not stop it.
+    """
+    try:
+        from vllm_neuron.model import registry
+        from vllm_neuron.vllm.platform import NeuronPlatform
+    except ImportError as error:
+        print(f"neuronmm: vllm-neuron's models are not there ({error}); it serves dense models only", file=sys.stderr)
+        return
     if QUANT_METHOD not in NeuronPlatform.supported_quantization:
         NeuronPlatform.supported_quantization.append(QUANT_METHOD)
     for name in CLASSES:

@@ -6,6 +6,7 @@ This shows that the plugin keeps the contract it was written from, not that vllm
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,16 @@ def test_registration_is_repeatable_and_needs_no_class(tmp_path: Path) -> None:
         assert registry.LlamaForCausalLM is first and not hasattr(registry, "Qwen3ForCausalLM")
         assert issubclass(first, fake.LlamaForCausalLM) and first.__name__ == "LlamaForCausalLM"
         assert fake.NeuronPlatform.supported_quantization == ["fp8", "neuronmm"]
+
+
+def test_models_that_cannot_be_imported_leave_the_host_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake.vllm_neuron(kernels=True) as registry:
+        monkeypatch.setitem(sys.modules, "vllm_neuron.vllm.platform", None)
+        neuron.register()
+        assert registry.LlamaForCausalLM is fake.LlamaForCausalLM
+    assert "dense models only" in capsys.readouterr().err
 
 
 def test_presence_is_that_of_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
