@@ -33,9 +33,6 @@ RENAMED = {"share": "share_a", "factors": "factor_dtype"}
 BUDGETS = {"faithful": 0.05, "balanced": 0.1}
 """Name -> budget in nats per token. docs/results/quality.md has what models at these distances write."""
 
-STORED_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.5}
-"""Name of a ``factor_dtype`` or ``weight_dtype`` -> bits per weight; int4 has a step and an offset per 32 columns."""
-
 _MAX_RECIPE_BYTES = 1 << 16
 
 P = ParamSpec("P")
@@ -83,8 +80,7 @@ class Rows:
 class CompressionConfig(BaseModel):
     """The settings of one run; a recipe YAML has these names.
 
-    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. Where
-    factors are stored in fewer bits than dense weights, the global allocation keeps the bytes of uniform ranks. With
+    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. With
     ``budget``, the largest KL divergence from the dense model in nats per token or a name of :data:`BUDGETS`, it is
     found by measurement; ``ratio`` is then where the search starts.
     ``factor_dtype`` and ``weight_dtype`` are those in which the factors and all other weights are stored at the end.

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from neuronmm.compression.config import STORED_BITS, CompressionConfig
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factorize import spectrum
 from neuronmm.compression.fisher import known_moments
 from neuronmm.compression.layer_pair import weight_of
@@ -78,26 +78,11 @@ class Plan:
 def targeted(reader: Reader, layers: int, config: CompressionConfig) -> list[Linear]:
     """Return the linears that ``config.targets`` names, in the order of the layers."""
     return [
-        Linear(
-            name,
-            out_features,
-            in_features,
-            pivoted=config.form == "pivoted",
-            dense_cost=_dense_cost(reader, f"{name}.weight", config),
-        )
+        Linear(name, out_features, in_features, pivoted=config.form == "pivoted")
         for index in range(layers)
         for name in (f"{LAYERS}.{index}.{linear}" for linear in TARGETS[config.targets])
         for out_features, in_features in (reader.shape(f"{name}.weight"),)
     ]
-
-
-def _dense_cost(reader: Reader, weight: str, config: CompressionConfig) -> float:
-    """Return the bytes of a dense weight relative to those of as many weights of factors, 1 at least.
-
-    Factors of more bits than dense weights have no rank that pays by its bytes; there parameters count.
-    """
-    bits = {"model": 8 * reader.nbytes(weight) / reader.parameters(weight), **STORED_BITS}
-    return max(1.0, bits[config.weight_dtype] / bits[config.factor_dtype])
 
 
 def needs_spectra(config: CompressionConfig) -> bool:

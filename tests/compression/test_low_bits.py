@@ -18,8 +18,6 @@ from neuronmm.compression import checkpoint
 from neuronmm.compression.convert import convert
 from neuronmm.compression.error_feedback import ErrorFeedback
 from neuronmm.compression.pipeline import compress
-from neuronmm.compression.plan import targeted
-from neuronmm.compression.reader import Reader
 from neuronmm.compression.recover import recover
 from neuronmm.engine.engine import load
 from neuronmm.kernels import Int4, quantise, quantise_int4
@@ -193,25 +191,3 @@ def test_the_commands_show_what_is_stored(dense: Dense, tmp_path: Path, capsys: 
     assert list(variants) == ["dense", "fused"]
     assert variants["fused"]["weight_bytes_per_token"] < 0.4 * variants["dense"]["weight_bytes_per_token"]
     assert main(["report", str(out), "-o", str(tmp_path / "page.html")]) == 0
-
-
-@pytest.mark.parametrize(
-    ("factors", "weights_", "relative"),
-    [
-        ("model", "model", 1.0),
-        ("int8", "model", 2.0),
-        ("int4", "model", 16 / 4.5),
-        ("int8", "int8", 1.0),
-        ("int4", "int4", 1.0),
-        ("model", "int4", 1.0),  # no rank pays by its bytes
-    ],
-)
-def test_ranks_are_allocated_by_the_bytes_of_what_is_stored(
-    factors: Any, weights_: Any, relative: float, dense: Dense
-) -> None:
-    settings = config(form="two", factor_dtype=factors, weight_dtype=weights_)
-    linears = targeted(Reader(dense("qwen2", dtype=torch.bfloat16)), 2, settings)
-    assert {linear.dense_cost for linear in linears} == {relative}
-    assert {linear.dense_cost for linear in targeted(Reader(dense("qwen2", dtype=torch.float32)), 2, settings)} == (
-        {2 * relative if weights_ == "model" and factors != "model" else relative}
-    )

@@ -24,7 +24,6 @@ from neuronmm.compression.ranks import (
     realised,
     relative,
     sharing_pays,
-    size,
 )
 from neuronmm.models import UserError
 from neuronmm.models.families import LAYERS
@@ -128,37 +127,6 @@ def test_a_tile_wider_than_every_matrix_is_refused() -> None:
         balance(mlps(64, 128, 1), 0.2, 128)
     with pytest.raises(UserError, match="positive"):
         balance(mlps(64, 128, 1), 0.2, 0)
-
-
-@given(
-    ratio=st.floats(MIN_RATIO, MAX_RATIO),
-    dense_cost=st.sampled_from([1.0, 2.0, 3.5]),  # sums of these are exact
-    powers=st.lists(st.floats(0.0, 3.0), min_size=8, max_size=8),
-    pivoted=st.booleans(),
-)
-@examples(60)
-def test_the_allocation_keeps_the_bytes_of_the_uniform_ranks(
-    ratio: float, dense_cost: float, powers: list[float], pivoted: bool
-) -> None:
-    targets = [replace(linear, dense_cost=dense_cost) for linear in linears(4, 64, 160, pivoted)]
-    losses = {linear.name: falling(linear, power) for linear, power in zip(targets, powers, strict=True)}
-    uniform = balance(targets, ratio, 4)
-    ranks = allocate(targets, losses, alike(targets), ratio, 4)
-    assert size(targets, ranks) <= size(targets, uniform)
-
-
-@pytest.mark.parametrize("pivoted", [False, True])
-def test_factors_of_fewer_bits_than_dense_weights_lose_less_when_bytes_count(pivoted: bool) -> None:
-    """One linear needs its full rank and has it dense, which in bytes takes twice its parameters from the others."""
-    targets = linears(4, 64, 160, pivoted)
-    losses = {linear.name: falling(linear, 0.0 if linear.name == "1.up" else 1.0) for linear in targets}
-    priced = [replace(linear, dense_cost=2.0) for linear in targets]
-    by_parameters = allocate(targets, losses, alike(targets), 0.2, 4)
-    by_bytes = allocate(priced, losses, alike(targets), 0.2, 4)
-    assert by_parameters["1.up"] is None
-    budget = size(priced, balance(priced, 0.2, 4))
-    assert size(priced, by_bytes) <= budget < size(priced, by_parameters)
-    assert size(priced[:1], {"0.up": None}) == 2 * 64 * 160
 
 
 def linears(layers: int, hidden: int, wide: int, pivoted: bool = False) -> list[Linear]:
