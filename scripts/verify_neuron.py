@@ -3,7 +3,7 @@
     python scripts/verify_neuron.py tiny FOLDER                  a tiny random Llama, for a dry run
     python scripts/verify_neuron.py kernels [--emulate] [--host NAME]      each NKI kernel against float64
     python scripts/verify_neuron.py generate DENSE LOW [--emulate] [--host NAME] [--tp N] [--new-tokens N]
-    python scripts/verify_neuron.py serve DENSE LOW [--tp N] [--new-tokens N]        vllm-neuron, on a device only
+    python scripts/verify_neuron.py serve MODEL [--tp N] [--new-tokens N]            vllm-neuron, on a device only
 
 NxD Inference (--host nxd-inference) and vllm-neuron (--host vllm-neuron, on Trainium 2) take the kernels of ``nki``,
 the other hosts those of ``neuronxcc.nki``.
@@ -57,9 +57,10 @@ def main() -> int:
     tiny.add_argument("folder", type=Path)
     kernels = commands.add_parser("kernels")
     generate, serve = commands.add_parser("generate"), commands.add_parser("serve")
+    serve.add_argument("model")
+    generate.add_argument("dense")
+    generate.add_argument("low")
     for command in (generate, serve):
-        command.add_argument("dense")
-        command.add_argument("low")
         command.add_argument("--tp", type=int, default=1)
         command.add_argument("--new-tokens", type=int, default=64)
     for command in (kernels, generate):
@@ -72,7 +73,7 @@ def main() -> int:
         core = NKI_HOSTS.get(args.host)
         return check_kernels(args.emulate, partial(run_nki, core) if core else run_neuronxcc)
     if args.command == "serve":
-        return check_serving(args.dense, args.low, args.tp, args.new_tokens)
+        return check_serving(str(resolve(args.model)), args.tp, args.new_tokens)
     return check_generation(args.dense, args.low, args.emulate, args.host, args.tp, args.new_tokens)
 
 
@@ -195,28 +196,26 @@ def check_generation(dense: str, low: str, emulate: bool, host: str, tp: int, ne
     return 1 if failures else 0
 
 
-def check_serving(dense: str, low: str, tp: int, new: int) -> int:
+def check_serving(model: str, tp: int, new: int) -> int:
     """Check that vllm-neuron's first greedy tokens equal those of the CPU backend."""
     from vllm import LLM  # type: ignore[import-not-found]
     from vllm import SamplingParams as Sampling
 
     if os.environ.get("VLLM_NEURON_DISABLE_NKI_KERNELS"):
         raise SystemExit("VLLM_NEURON_DISABLE_NKI_KERNELS is set: torch would compute what this checks; unset it")
+    cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
+    expected = cpu.generate(PROMPTS, SamplingParams(max_new_tokens=new, ignore_eos=True))
+    host = LLM(model, tensor_parallel_size=tp, max_model_len=POSITIONS, max_num_seqs=2)
+    results = host.generate(list(PROMPTS), Sampling(temperature=0, max_tokens=new, ignore_eos=True))
     failures = []
-    for name, model in (("dense", str(resolve(dense))), ("compressed", low)):
-        cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
-        expected = cpu.generate(PROMPTS, SamplingParams(max_new_tokens=new, ignore_eos=True))
-        host = LLM(model, tensor_parallel_size=tp, max_model_len=POSITIONS, max_num_seqs=2)
-        results = host.generate(list(PROMPTS), Sampling(temperature=0, max_tokens=new, ignore_eos=True))
-        for prompt, a, b in zip(PROMPTS, results, expected, strict=True):
-            tokens = list(a.outputs[0].token_ids)
-            same = next((i for i, (s, t) in enumerate(zip(tokens, b.token_ids, strict=True)) if s != t), new)
-            good = same >= min(SAME, new)
-            print(f"{'ok  ' if good else 'FAIL'} {name}, {prompt!r}: first {same} of {new} tokens equal")
-            print(f"     {a.outputs[0].text!r}")
-            failures += [] if good else [f"{name}: {prompt}"]
-        del host
-    print(json.dumps({"check": "serving", "tp": tp, "failed": failures}))
+    for prompt, a, b in zip(PROMPTS, results, expected, strict=True):
+        tokens = list(a.outputs[0].token_ids)
+        same = next((i for i, (s, t) in enumerate(zip(tokens, b.token_ids, strict=True)) if s != t), new)
+        good = same >= min(SAME, new)
+        print(f"{'ok  ' if good else 'FAIL'} {prompt!r}: first {same} of {new} tokens equal")
+        print(f"     {a.outputs[0].text!r}")
+        failures += [] if good else [prompt]
+    print(json.dumps({"check": "serving", "model": model, "tp": tp, "failed": failures}))
     return 1 if failures else 0
 
 

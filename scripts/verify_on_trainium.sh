@@ -106,8 +106,10 @@ if [ "$HOST" = vllm-neuron ]; then
         step "the plugin above stand-ins" "$PY" -m pytest -q tests/serving/test_vllm_neuron.py
     else
         for tp in 1 "$TP"; do
-            step "greedy tokens begin as the CPU's, $tp core(s)" \
-                "$PY" scripts/verify_neuron.py serve "$MODEL" "$LOW" --tp "$tp" --new-tokens "$NEW"
+            for model in "$MODEL" "$LOW"; do
+                step "greedy tokens of $model begin as the CPU's, $tp core(s)" \
+                    "$PY" scripts/verify_neuron.py serve "$model" --tp "$tp" --new-tokens "$NEW"
+            done
         done
     fi
 fi

@@ -165,11 +165,10 @@ def _mlp_weights(whole: Shards, index: int, rank: int, packed: bool) -> dict[str
     """Read a rank's weights of one MLP: factors packed for the kernels, or [rank, in] and [out, rank]."""
     plan, bytes_each = whole.plans[index], whole.checkpoint.dtype.itemsize
     packings, found = plan.packings(bytes_each), {}
-    for name, parts in whole.parts(index, only=MLP).items():
+    for name, (part,) in whole.parts(index, only=MLP, core=rank).items():
         short, _, kind = name.partition(".")
         if short not in MLP:
             continue  # a norm, which stays the host's
-        part = parts[rank % len(parts)]
         if kind != "W" and not packed:
             linear = plan[short]
             assert linear.rank is not None  # it has factors

@@ -146,11 +146,17 @@ class Shards:
         parts = self.parts(index)
         return [parts[name] * (self.tp_degree // len(parts[name])) for name in names(self.plans[index])]
 
-    def parts(self, index: int, only: Collection[str] = tuple(LINEARS)) -> dict[str, list[Tensor]]:
+    def parts(
+        self, index: int, only: Collection[str] = tuple(LINEARS), core: int | None = None
+    ) -> dict[str, list[Tensor]]:
         """Read the layer's parameters: a list of one tensor per core, or of a single one that all cores share.
 
-        ``only``: the linears to read, by short name.
+        ``only``: the linears to read, by short name. ``core``: of what differs by core, the only one to keep and pack.
         """
+
+        def wanted(tensors: list[Tensor]) -> list[Tensor]:
+            return tensors if core is None else [tensors[core % len(tensors)]]
+
         plan, checkpoint = self.plans[index], self.checkpoint
         packings = plan.packings(checkpoint.dtype.itemsize)
         parts: dict[str, list[Tensor]] = {}
@@ -163,17 +169,19 @@ class Shards:
                 continue
             full = layer_name(index, LINEARS[name])
             if linear.rank is None:
-                weights = self._split(name, checkpoint.weight(full))
+                weights = wanted(self._split(name, checkpoint.weight(full)))
                 parts[f"{name}.W"] = [weight.T.contiguous() for weight in weights]
             else:
                 for factor in "AB" if linear.leader is None else "B":
                     norm = plan.norm_of(name) if factor == "A" else None
                     scale = parts[norm][0] if norm else None
                     packing = packings.get(f"{name}.{factor}")
-                    parts[f"{name}.{factor}"] = [pack(p, scale, packing) for p in self._factor(index, name, factor)]
+                    parts[f"{name}.{factor}"] = [
+                        pack(part, scale, packing) for part in wanted(self._factor(index, name, factor))
+                    ]
             if linear.bias:
                 bias = checkpoint.tensor(checkpoint.bias(full))
-                parts[f"{name}.bias"] = [bias] if name in BY_INPUT else self._split(name, bias)
+                parts[f"{name}.bias"] = [bias] if name in BY_INPUT else wanted(self._split(name, bias))
         return parts
 
     def _factor(self, index: int, name: str, factor: str) -> list[Tensor]:
