@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
-"""Facts about the engine (bytes per step, code path in words), and the function that answers one line."""
+"""Facts about the engine (code path in words; bytes per step, unless its model is a GGUF file), and the function that
+answers one line."""
 
 
 def serve(prepared: Callable[[], Prepared]) -> None:
@@ -167,8 +168,7 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
         tpot = max(timing["predicted_ms"] / (timing["predicted_n"] - 1) for timing in timings)
         return {"ttft": max(timing["prompt_ms"] for timing in timings) / 1e3, "tpot": [tpot / 1e3]}
 
-    path = f"xllamacpp {version('xllamacpp')}, flash attention, the package's own build"
-    return {"bytes": Path(model).stat().st_size, "path": path}, run
+    return {"path": f"xllamacpp {version('xllamacpp')}, flash attention, the package's own build"}, run
 
 
 def prepare_onnxruntime(model: str, threads: int) -> Prepared:
@@ -227,7 +227,7 @@ def prepare_openvino(model: str, threads: int) -> Prepared:
         metrics = pipeline.generate(inputs, max_new_tokens=new + 1, ignore_eos=True).perf_metrics
         return {"ttft": metrics.get_ttft().mean / 1e3, "tpot": [metrics.get_tpot().mean / 1e3]}
 
-    return {"bytes": Path(model).stat().st_size, "path": path}, run
+    return {"path": path}, run
 
 
 def prepare_vllm(model: str, threads: int) -> Prepared:

@@ -131,6 +131,8 @@ def test_range_select_needs_v3() -> None:
     np.testing.assert_array_equal(largest, expected.max(axis=1, keepdims=True))  # ... but not in the reduction
     with pytest.raises(NkiError, match="v2"):
         run(kernel, x, low, high)
+    with pytest.raises(NkiError, match="the data of range_select must have a floating-point dtype"):
+        run(kernel, x.astype(np.int32), low, high, core=TRN2)
 
 
 @pytest.mark.parametrize("partitions", [32, 128])
