@@ -47,7 +47,7 @@ class LowRankConfig(QuantizationConfig):
         spec = CompressionSpec.parse(config, "config.json")
         if spec.few_bits is not None:
             raise UserError(f"config.json: {spec.few_bits}, which vLLM cannot run; use neuronmm serve")
-        if spec.factors == "fp8" and not neuron.present():
+        if spec.factors == "fp8" and not neuron.active():
             raise UserError(
                 "config.json: vLLM does not serve fp8 factors, which are Trainium's; compress to int8 instead"
             )

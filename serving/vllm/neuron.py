@@ -40,6 +40,13 @@ def present() -> bool:
     return any((Path(place) / "model" / "registry.py").is_file() for place in places)
 
 
+def active() -> bool:
+    """Return whether vLLM runs on vllm-neuron's platform in this process."""
+    from vllm.platforms import current_platform
+
+    return type(current_platform).__module__.partition(".")[0] == "vllm_neuron"
+
+
 def register() -> None:
     """Let vllm-neuron serve compressed checkpoints; repeated calls are harmless.
 
@@ -48,8 +55,8 @@ def register() -> None:
     try:
         from vllm_neuron.model import registry
         from vllm_neuron.vllm.platform import NeuronPlatform
-    except ImportError as error:
-        print(f"neuronmm: vllm-neuron's models are not there ({error}); it serves dense models only", file=sys.stderr)
+    except Exception as error:  # whatever a host that is only half imported raises
+        print(f"neuronmm: no compressed models in vllm-neuron ({type(error).__name__}: {error})", file=sys.stderr)
         return
     if QUANT_METHOD not in NeuronPlatform.supported_quantization:
         NeuronPlatform.supported_quantization.append(QUANT_METHOD)

@@ -24,22 +24,22 @@ from neuronmm.emulator.importable import importable
 
 @dataclass
 class Group:
-    """A group of ranks that records its collectives and leaves tensors as they are."""
+    """A group of ranks that are all alike. It records each collective with the shape that it got, and sums nothing."""
 
     world_size: int = 1
     rank_in_group: int = 0
-    calls: list[str] = field(default_factory=list)
+    calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        self.calls.append("all_gather")
-        return x
+        self.calls.append(("all_gather", tuple(x.shape)))
+        return torch.cat([x] * self.world_size, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        self.calls.append("reduce_scatter")
-        return x
+        self.calls.append(("reduce_scatter", tuple(x.shape)))
+        return x.chunk(self.world_size, dim)[self.rank_in_group]
 
     def all_reduce(self, x: Tensor) -> None:
-        self.calls.append("all_reduce")
+        self.calls.append(("all_reduce", tuple(x.shape)))
 
 
 @dataclass

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tiny_models import (
     pivot_high,
     pivot_tiny,
     shared_spec,
+    vary_norms,
     write_checkpoint,
 )
 
@@ -69,7 +71,7 @@ def nki(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def write(folder: Path, kind: str = "two", model_type: str = "llama", **shape: Any) -> Path:
-    model = make_tiny(model_type, **shape)
+    model = vary_norms(make_tiny(model_type, **shape))
     return write_checkpoint(model, KINDS[kind](model), folder)
 
 
@@ -105,7 +107,7 @@ def test_weights_that_a_model_has_already_are_replaced(tmp_path: Path) -> None:
         neuron.register()
         model = registry.LlamaForCausalLM.from_configs(AutoConfig.from_pretrained(folder), None)  # not on meta
         for parameter in model.parameters():
-            parameter.fill_(1.0)
+            parameter.fill_(2.0)
         model.load_weights(str(folder), CPU, None)
         assert fake.close(model(tokens[0]), load_plain(folder)(tokens).logits[0])
 
@@ -144,9 +146,10 @@ def test_an_mlp_has_the_hosts_collectives(
     group = fake.Group(cores)
     monkeypatch.setattr(fake.LlamaForCausalLM, "group", group)
     with torch.no_grad(), fake.vllm_neuron(kernels=False) as registry:
-        served(registry, write(tmp_path)).model.layers[0].mlp(torch.randn(4, 32), is_prefill=is_prefill)
-    several = ["all_gather", "reduce_scatter"] if is_prefill else ["all_reduce"]
-    assert group.calls == ([] if cores == 1 else several)
+        y = served(registry, write(tmp_path)).model.layers[0].mlp(torch.randn(4, 32), is_prefill=is_prefill)
+    gathered = [("all_gather", (4, 32)), ("reduce_scatter", (8, 32))]
+    assert group.calls == ([] if cores == 1 else gathered if is_prefill else [("all_reduce", (4, 32))])
+    assert y.shape == (4, 32)
 
 
 def test_a_separate_group_splits_the_mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +166,10 @@ def test_a_separate_group_splits_the_mlp(tmp_path: Path, monkeypatch: pytest.Mon
     with torch.no_grad(), fake.vllm_neuron(kernels=False) as registry:
         mlp = served(registry, folder).model.layers[0].mlp
         mlp(torch.randn(4, 32), is_prefill=False)
-    assert mlp.gate_B.shape == (24, 12) and mlp.tp_group.calls == [] and mlp_group.calls == ["all_reduce"]
+        assert mlp.gate_B.shape == (24, 12) and mlp.tp_group.calls == []
+        assert mlp_group.calls == [("all_reduce", (4, 32))]
+        mlp(torch.randn(4, 32), is_prefill=True)  # the host gathers by the group of the attention
+        assert mlp.tp_group.calls == [] and len(mlp_group.calls) == 1
 
 
 def test_more_ranks_than_heads_may_split_the_mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,11 +241,16 @@ def test_registration_is_repeatable_and_needs_no_class(tmp_path: Path) -> None:
 def test_models_that_cannot_be_imported_leave_the_host_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    class Half(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError("partially initialised")
+
     with fake.vllm_neuron(kernels=True) as registry:
-        monkeypatch.setitem(sys.modules, "vllm_neuron.vllm.platform", None)
-        neuron.register()
-        assert registry.LlamaForCausalLM is fake.LlamaForCausalLM
-    assert "dense models only" in capsys.readouterr().err
+        for module in (None, Half("vllm_neuron.vllm.platform")):
+            monkeypatch.setitem(sys.modules, "vllm_neuron.vllm.platform", module)
+            neuron.register()
+            assert registry.LlamaForCausalLM is fake.LlamaForCausalLM
+            assert "no compressed models in vllm-neuron" in capsys.readouterr().err
 
 
 def test_presence_is_that_of_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
