@@ -172,4 +172,4 @@ def test_an_ordinary_object_is_refused_as_an_argument(kernels: Any) -> None:
 def test_the_supported_versions_are_documented() -> None:
     document = (Path(__file__).parents[3] / "docs" / "nki.md").read_text(encoding="utf-8")
     for content in (document.replace("\n", " "), text("entry_nki"), text("dialect_nki"), text("jitted")):
-        assert "0.3 to 0.6" in content
+        assert "0.3 to 0.7" in content
