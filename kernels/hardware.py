@@ -166,3 +166,6 @@ TRN3 = NeuronCore(
 
 CORES: dict[str, NeuronCore] = {core.device: core for core in (TRN1, TRN2, TRN3)}
 """Device name -> core; Inf2 has the same cores as Trn1."""
+
+LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
+"""The SDK's environment variable for the number of physical cores of a logical core."""

@@ -173,7 +173,7 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
 
 def prepare_onnxruntime(model: str, threads: int) -> Prepared:
     """Prepare onnxruntime-genai on a folder of its own builder, greedy."""
-    import json
+    import math
     import random
 
     import onnx
@@ -198,18 +198,10 @@ def prepare_onnxruntime(model: str, threads: int) -> Prepared:
 
     graph = onnx.load(Path(model) / "model.onnx", load_external_data=False).graph
     read = {name for node in graph.node if not node.op_type.startswith("Gather") for name in node.input}
-    nbytes = sum(_initializer_bytes(tensor) for tensor in graph.initializer if tensor.name in read)
+    weights = [tensor for tensor in graph.initializer if tensor.name in read]
+    nbytes = sum(math.prod(w.dims) * onnx.helper.tensor_dtype_to_np_dtype(w.data_type).itemsize for w in weights)
     path = f"onnxruntime-genai {genai.__version__}, its builder's default int4 (groups of 32, int8 activations)"
     return {"bytes": nbytes, "path": path}, run
-
-
-def _initializer_bytes(tensor: Any) -> int:
-    """Return the size of a tensor of an ONNX graph, of which only the description was read."""
-    import math
-
-    import onnx
-
-    return math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
 
 
 def prepare_openvino(model: str, threads: int) -> Prepared:

@@ -175,6 +175,12 @@ def run_neuronxcc(name: str, static: Any, x: Tensor, weights: list[Tensor], outp
     return to_tensor(nki.jit(call, mode="baremetal")(*arrays_of(x.T, weights))).T
 
 
+def equal_tokens(tokens: list[int], expected: list[int]) -> int:
+    """Return how many tokens are equal before the first that differs."""
+    pairs = enumerate(zip(tokens, expected, strict=True))
+    return next((i for i, (token, other) in pairs if token != other), len(expected))
+
+
 def check_generation(dense: str, low: str, emulate: bool, host: str, tp: int, new: int) -> int:
     """Check that greedy tokens in float32 equal those of the CPU backend, with one prompt padded."""
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
@@ -187,7 +193,7 @@ def check_generation(dense: str, low: str, emulate: bool, host: str, tp: int, ne
         print(f"{name}: {engine.runner.path}")
         results = engine.generate(PROMPTS, params)
         for prompt, a, b in zip(PROMPTS, results, expected, strict=True):
-            same = next((i for i, (s, t) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if s != t), new)
+            same = equal_tokens(a.token_ids, b.token_ids)
             print(f"{'ok  ' if same == new else 'FAIL'} {name}, {prompt!r}: first {same} of {new} tokens equal")
             print(f"     {a.text!r}")
             failures += [] if same == new else [f"{name}: {prompt}"]
@@ -209,8 +215,7 @@ def check_serving(model: str, tp: int, new: int) -> int:
     results = host.generate(list(PROMPTS), Sampling(temperature=0, max_tokens=new, ignore_eos=True))
     failures = []
     for prompt, a, b in zip(PROMPTS, results, expected, strict=True):
-        tokens = list(a.outputs[0].token_ids)
-        same = next((i for i, (s, t) in enumerate(zip(tokens, b.token_ids, strict=True)) if s != t), new)
+        same = equal_tokens(list(a.outputs[0].token_ids), b.token_ids)
         good = same >= min(SAME, new)
         print(f"{'ok  ' if good else 'FAIL'} {prompt!r}: first {same} of {new} tokens equal")
         print(f"     {a.outputs[0].text!r}")

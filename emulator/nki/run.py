@@ -22,10 +22,7 @@ from neuronmm.emulator.nki.machine import Machine
 from neuronmm.emulator.nki.ranges import sequential_ranges
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space, Trace
-from neuronmm.kernels.hardware import CORES, TRN1, TRN2, NeuronCore
-
-LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
-"""The SDK's environment variable for the number of physical cores of a logical core."""
+from neuronmm.kernels.hardware import CORES, LOGICAL_CORE, TRN1, TRN2, NeuronCore
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 
+from neuronmm.kernels.hardware import LOGICAL_CORE
 from neuronmm.models.errors import UserError
 from neuronmm.models.neuronx import vllm_modules
 from neuronmm.models.spec import QUANT_METHOD
 
 CLASSES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Classes of vllm-neuron whose models :mod:`neuronmm.models.neuronx.vllm_modules` knows; a release may lack one."""
-
-PHYSICAL_CORES = "NEURON_LOGICAL_NC_CONFIG"
-"""The SDK's environment variable for the number of physical cores of a logical core."""
 
 
 def present() -> bool:
@@ -81,7 +79,8 @@ def low_rank(base: Any) -> Any:
             del dense.quantization_config  # vllm-neuron refuses methods that are not its own
             model = base.from_configs(dense, *args, **options)
             model.load_weights = partial(_load, model)
-            model.load_weights_lite = partial(_load_to_compile, model)
+            # vllm-neuron loads this one on the CPU, moves it to the meta device and compiles it ahead of time.
+            model.load_weights_lite = partial(_load, model, runs_on="meta")
             return model
 
     LowRank.__name__, LowRank.__qualname__ = base.__name__, base.__qualname__
@@ -101,16 +100,9 @@ def _load(model: Any, path: str, device: torch.device, cache_dir: Any = None, ru
     from vllm_neuron.utils.weight_loader import get_weight_loader
 
     launcher = _launcher if can_run_kernel(runs_on or str(device)) else None
-    if launcher and os.environ.get(PHYSICAL_CORES) != "1":
-        raise UserError(
-            f"{path}: its low-rank kernels run on one physical core; set {PHYSICAL_CORES}=1 and start again"
-        )
+    if launcher and os.environ.get(LOGICAL_CORE) != "1":
+        raise UserError(f"{path}: its low-rank kernels run on one physical core; set {LOGICAL_CORE}=1 and start again")
     vllm_modules.load_weights(model, Path(path), device, get_weight_loader, launcher)
-
-
-def _load_to_compile(model: Any, path: str, device: torch.device, cache_dir: Any = None) -> None:
-    """Load the same on the CPU; vllm-neuron then moves the model to the meta device and compiles it ahead of time."""
-    _load(model, path, device, runs_on="meta")
 
 
 def _launcher(function: Any) -> Any:

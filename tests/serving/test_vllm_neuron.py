@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 import fake_vllm_neuron as fake
 from neuronmm.emulator.nki import nki_modules
+from neuronmm.kernels.hardware import LOGICAL_CORE
 from neuronmm.models import UserError
 from neuronmm.models.families import TARGETS
 from neuronmm.models.neuronx import vllm_modules
@@ -65,7 +66,7 @@ def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nki(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(neuron.PHYSICAL_CORES, "1")
+    monkeypatch.setenv(LOGICAL_CORE, "1")
     with nki_modules():
         yield
 
@@ -122,21 +123,25 @@ def test_qwen3_is_built_by_its_factory(tmp_path: Path, kind: str, tied: bool) ->
         assert fake.close(model(tokens[0]), load_plain(folder)(tokens).logits[0])
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
-@pytest.mark.parametrize("cores", [2, 3])
-@pytest.mark.parametrize("kind", ["two", "shared", "pivoted", "one linear"])
-def test_the_ranks_parts_of_an_mlp_add_up_to_it(
-    tmp_path: Path, kind: str, cores: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, x = write(tmp_path, kind), torch.randn(5, 32)
+def check_parts(folder: Path, cores: int, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that what the ranks of an MLP compute adds up to what transformers computes."""
+    x, total = torch.randn(5, 32), torch.zeros(5, 32)
     whole: Any = load_plain(folder).model.layers[1].mlp
-    total: Any = 0
     with torch.no_grad():
         for rank in range(cores):
             monkeypatch.setattr(fake.LlamaForCausalLM, "group", fake.Group(cores, rank))
             with fake.vllm_neuron(kernels) as registry:
                 total = total + served(registry, folder).model.layers[1].mlp(x, is_prefill=False)
         assert fake.close(total, whole(x))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("cores", [2, 3])
+@pytest.mark.parametrize("kind", ["two", "shared", "pivoted", "one linear"])
+def test_the_ranks_parts_of_an_mlp_add_up_to_it(
+    tmp_path: Path, kind: str, cores: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_parts(write(tmp_path, kind), cores, kernels, monkeypatch)
 
 
 @pytest.mark.parametrize(("cores", "is_prefill"), [(1, True), (1, False), (2, True), (2, False)])
@@ -173,15 +178,7 @@ def test_a_separate_group_splits_the_mlp(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_more_ranks_than_heads_may_split_the_mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, x = write(tmp_path), torch.randn(5, 32)
-    whole: Any = load_plain(folder).model.layers[1].mlp
-    total: Any = 0
-    with torch.no_grad():
-        for rank in range(8):  # 4 heads
-            monkeypatch.setattr(fake.LlamaForCausalLM, "group", fake.Group(8, rank))
-            with fake.vllm_neuron(kernels=True) as registry:
-                total = total + served(registry, folder).model.layers[1].mlp(x, is_prefill=False)
-        assert fake.close(total, whole(x))
+    check_parts(write(tmp_path), 8, True, monkeypatch)  # 4 heads
 
 
 def test_a_model_to_compile_has_the_modules_of_the_device(tmp_path: Path) -> None:
@@ -203,9 +200,9 @@ def test_a_model_to_compile_has_the_modules_of_the_device(tmp_path: Path) -> Non
 def test_a_logical_core_of_several_is_refused(
     tmp_path: Path, cores: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(neuron.PHYSICAL_CORES)
+    monkeypatch.delenv(LOGICAL_CORE)
     if cores:
-        monkeypatch.setenv(neuron.PHYSICAL_CORES, cores)
+        monkeypatch.setenv(LOGICAL_CORE, cores)
     folder = write(tmp_path)
     with fake.vllm_neuron(kernels=True) as registry, pytest.raises(UserError, match="NEURON_LOGICAL_NC_CONFIG=1"):
         served(registry, folder)
