@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
+from neuronmm.models import processes
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.progress import Progress
 
@@ -43,9 +44,10 @@ class Lesson:
         return Lesson(self.tokens[rows], None if self.states is None else self.states[rows])
 
     def passes(self) -> list[Lesson]:
-        """Split the rows into forward passes of at most PASS_TOKENS tokens."""
+        """Split the rows of this process into forward passes of at most PASS_TOKENS tokens."""
         together = rows_per_pass(self.tokens.shape[1])
-        return [self.pick(part) for part in torch.arange(len(self)).split(together)]
+        parts = processes.part(torch.arange(len(self))).split(together)
+        return [self.pick(part) for part in parts if len(part)]
 
     @property
     def predictions(self) -> int:
@@ -57,17 +59,17 @@ class Lesson:
 def dense_states(folder: Path, rows: Tensor, device: str, progress: Progress) -> Tensor:
     """Return the dense model's final hidden states [rows, length, hidden], float32, for ``rows`` [rows, length]."""
     model = load_pretrained(folder, torch.float32, device)
-    states = []
-    for part in Lesson(rows, None).passes():
+    states, parts = [], Lesson(rows, None).passes()
+    for part in parts:
         states.append(model.model(input_ids=part.tokens.to(device), use_cache=False)[0].cpu())
-        progress("dense model", len(part) / len(rows))
-    return torch.cat(states)
+        progress("dense model", 1 / len(parts))
+    return processes.whole(torch.cat(states))
 
 
 @torch.no_grad()
 def evaluate(model: Any, lesson: Lesson) -> float:
     """Return the mean loss in nats per predicted token: KL from the dense model's distributions, or cross entropy."""
-    return sum(loss_sum(model, part) for part in lesson.passes()) / lesson.predictions
+    return processes.total(sum(loss_sum(model, part) for part in lesson.passes())) / lesson.predictions
 
 
 def loss_sum(model: Any, lesson: Lesson, scale: float | None = None, autocast: bool = False) -> float:

@@ -34,6 +34,7 @@ from neuronmm.compression.reader import Reader
 from neuronmm.compression.refine import split_rows
 from neuronmm.compression.tensor_files import replace_tensors
 from neuronmm.compression.training import Course, Objective, train
+from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.lowrank import FACTORS
@@ -74,7 +75,8 @@ def train_factors(
 
     The weights on disk change only at the end, and only if the held-out loss has fallen. An interruption, or training
     that does not help, leaves the checkpoint as it was. Each shard is replaced atomically. The same arguments give the
-    same bytes on the same machine, interrupted or not.
+    same bytes on the same machine, interrupted or not. Several processes share the rows of each step, with the whole
+    model in each, and take the same steps; the first one writes.
 
     Args:
         folder: a complete compressed checkpoint; only its factors are replaced.
@@ -116,7 +118,7 @@ def train_factors(
     factors = _round_factors(model, folder, settings.seed)
     after = evaluate(model, held_out)
     improved = after < before
-    if improved:
+    if improved and processes.rank() == 0:
         replace_tensors(folder, factors)
     resumed = sum(stage["resumed_seconds"] for stage in reports)
     return {

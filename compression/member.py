@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.workspace import FINAL, MEMBER, MOMENTS, RUN, SEARCH, Workspace, work_folder
+from neuronmm.compression.workspace import FINAL, MEMBER, RUN, SEARCH, Workspace, work_folder
 from neuronmm.models import processes
 from neuronmm.models.documents import read_own
 from neuronmm.models.errors import UserError
@@ -24,8 +24,7 @@ class Member(Workspace):
 
     def __init__(self, out: str | Path) -> None:
         self.out = output_folder(out)
-        self._home = work_folder(self.out)
-        self.folder = self._home / MEMBER.format(processes.rank())
+        self.folder = self.common / MEMBER.format(processes.rank())
 
     def __enter__(self) -> Member:
         return self
@@ -42,16 +41,16 @@ class Member(Workspace):
         Raises:
             UserError: this process does not see the work folder.
         """
-        if not (self._home / RUN).is_file():
-            raise UserError(f"{self._home}: is not visible on this machine; all processes need one common file system")
+        if not (self.common / RUN).is_file():
+            raise UserError(f"{self.common}: is not visible on this machine; all processes need one common file system")
         self.folder.mkdir(exist_ok=True)
 
     @property
-    def moments(self) -> Path:
-        return self._home / MOMENTS
+    def common(self) -> Path:
+        return work_folder(self.out)
 
     def part(self, index: int) -> Path:
-        return self._home / super().part(index).name
+        return self.common / super().part(index).name
 
     def save_layer(self, index: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """The first process writes the layers."""
@@ -60,11 +59,11 @@ class Member(Workspace):
         """The first process writes the search."""
 
     def search(self) -> dict[str, Any] | None:
-        return read_own(self._home / SEARCH)
+        return read_own(self.common / SEARCH)
 
     def finish(self, fill: Callable[[Path], None]) -> None:
         """Take part in what the processes do together while the first one fills the folder of the checkpoint."""
-        fill(self._home / FINAL)
+        fill(self.common / FINAL)
 
 
 def workspace_of(out: str | Path, inputs: Inputs, *, resume: bool, force: bool) -> Workspace:
@@ -87,11 +86,6 @@ def check_processes(config: CompressionConfig) -> None:
     count = processes.size()
     if count == 1:
         return
-    if config.recover != "off":
-        raise UserError(
-            f"--recover {config.recover}: trains in one process, not {count}; leave it out here, and then run "
-            "neuronmm recover on the result, which gives the same checkpoint"
-        )
     if not config.needs_text:
         raise UserError(
             f"--method {config.method}: plain SVD has no rows that {count} processes could share; leave out torchrun"

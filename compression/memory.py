@@ -12,6 +12,7 @@ import torch
 from rich.filesize import decimal
 
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -66,7 +67,7 @@ def check_room(out: Path, before: int, size: int, parameters: int, factors: int,
     check_disk(out, needed)
     if config.recover == "off":
         return
-    needed, free = 4 * parameters + state, free_memory("cpu")
+    needed, free = (4 * parameters + state) * processes.on_this_machine(), free_memory("cpu")
     if free < needed:
         raise UserError(f"recover: {_missing('memory', free, needed)}; refine trains block by block instead")
 

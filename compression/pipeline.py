@@ -114,11 +114,10 @@ def compress(
         result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers), "search": search}
 
         def finish(final: Path) -> None:
-            recovery = None
             if processes.rank() == 0:
                 _assemble(run, final, contents, spec)
-                recovery = result["recovery"] = last_steps(run, final, rows)
             processes.meet()
+            recovery = result["recovery"] = last_steps(run, final, rows)
             result["fidelity"] = compare(run, final, held_out)
             # A resumed run adds the time of the layers and epochs that the interrupted run finished.
             earlier = sum(layer["seconds"] for layer in layers[:resumed_layers])

@@ -23,11 +23,13 @@ from neuronmm.compression.factor_training import Recovery, train_factors
 from neuronmm.compression.fidelity import compare
 from neuronmm.compression.identity import of_model, of_texts
 from neuronmm.compression.low_bits import store_low_bits
+from neuronmm.compression.member import check_rows, workspace_of
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run, check_device
 from neuronmm.compression.workspace import Workspace
 from neuronmm.kernels.widened_linears import multiplies_bf16
+from neuronmm.models import processes
 from neuronmm.models.contents import inspect
 from neuronmm.models.errors import UserError
 from neuronmm.models.lowrank import FACTORS
@@ -77,8 +79,12 @@ def recover(
         store: a folder for the calibration's tokens, which several runs on one text share; also one of ``compress``.
         progress: called whenever a fraction of a stage is done.
 
+    The processes that torchrun started share the rows of each step. The first one writes the checkpoint and returns its
+    report.
+
     Raises:
         UserError: the request or the checkpoint is at fault; the message says what to change.
+        ProcessLost: another process has ended.
     """
     began = time.perf_counter()
     forget_peak()
@@ -92,28 +98,32 @@ def recover(
         "calibration_length": calibration_length,
     }
     named = [calibration] if isinstance(calibration, str) else calibration or []
-    with Workspace(out, (model, dense, *named, store), resume=resume, force=force) as workspace:
-        folder = resolve(model)
+    with workspace_of(out, (model, dense, *named, store), resume=resume, force=force) as workspace:
+        folder = processes.in_turn(lambda: resolve(model))
         spec, result = _open(folder)
         config = _config(spec, settings)
         workspace.protect(folder, *config.text_files, result["model"] if dense is None else None)
-        source = Reader(_dense_folder(folder, result["model"], dense, progress))
+        source = Reader(processes.in_turn(lambda: _dense_folder(folder, result["model"], dense, progress)))
         workspace.protect(source.folder)
-        _begin(config, workspace, Reader(folder), source, device)
+        processes.in_turn(lambda: _begin(config, workspace, Reader(folder), source, device))
         shared = SharedStore(store, source, device, config) if store is not None else None
         run = Run(config, workspace, source, device, shared or CalibrationStore(), progress)
 
         rows, held_out = calibration_tokens(run)
+        check_rows(rows, held_out)
 
         def finish(final: Path) -> None:
-            copy_checkpoint(folder, final)
+            if processes.rank() == 0:
+                copy_checkpoint(folder, final)
+            processes.meet()
             recovery = result["recovery"] = last_steps(run, final, rows)
             result["fidelity"] = compare(run, final, held_out)
             result["bytes"]["compressed"] = Reader(final).total_bytes()
             resumed = recovery["resumed_seconds"] if recovery else 0.0
             result["seconds"] += resumed + time.perf_counter() - began
-            result["peak_rss_bytes"] = max(peak_rss(), result["peak_rss_bytes"])
-            report.write(result, final)
+            result["peak_rss_bytes"] = max(*processes.of_all(peak_rss()), result["peak_rss_bytes"])
+            if processes.rank() == 0:
+                report.write(result, final)
 
         result |= config.model_dump(include={"recover", "factor_dtype", "weight_dtype"})
         result |= {"format": 3} if config.needs_format_3 else {}
@@ -129,15 +139,17 @@ def last_steps(run: Run, folder: Path, rows: Tensor) -> dict[str, Any] | None:
     """
     config, recovery = run.config, None
     if config.recover != "off":
-        settings, work = recovery_of(config, run.device), run.workspace.folder
+        settings, work = recovery_of(config, run.device), run.workspace.common
         recovery = train_factors(
             folder, rows, settings, run.progress, dense=run.dense.folder, device=run.device, work=work
         )
         recovery["text"] = config.calibration
-    if config.factor_dtype in ("int8", "fp8"):
-        round_factors(folder, config.factor_dtype)
-    if config.needs_format_3:
-        store_low_bits(run, folder, rows)
+    if processes.rank() == 0:
+        if config.factor_dtype in ("int8", "fp8"):
+            round_factors(folder, config.factor_dtype)
+        if config.needs_format_3:
+            store_low_bits(run, folder, rows)
+    processes.meet()
     return recovery
 
 
@@ -193,8 +205,10 @@ def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: 
     """
     size = low.total_bytes()
     trained = sum(low.parameters(name) for name in low.names if name.endswith(FACTORS))
-    check_room(workspace.out, size, size, low.total_parameters(), trained, config)
+    if processes.rank() == 0:
+        check_room(workspace.out, size, size, low.total_parameters(), trained, config)
     origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), "version": VERSION, "device": device}
+    origin["processes"] = processes.size()
     workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
 
 

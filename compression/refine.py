@@ -97,9 +97,6 @@ def refine(
         mine = of_this_process(rows)
         if len(mine):
             (loss_of(mine) * (len(mine) / len(rows))).backward()
-        for parameter in trained if count > 1 else ():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            processes.add_up(parameter.grad)
 
     objective = Objective(trained, training, backward, validate)
     losses = train(objective, course, rows_per_step, generator, advance, keep=keep).losses

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from transformers import get_cosine_schedule_with_warmup
 
 from neuronmm.compression.tensor_files import read_tensors, write_tensors
+from neuronmm.models import processes
 
 _PATIENCE = 2  # training ends after this many epochs in a row without a better held-out loss
 _CLIP = 1.0  # maximum norm of the gradient
@@ -39,8 +40,8 @@ class Course:
 class Objective:
     """What :func:`train` needs: the parameters, the indices of the training rows, and the loss.
 
-    ``backward`` adds the gradients of the loss on the rows with the given indices. ``validate`` returns the held-out
-    loss.
+    ``backward`` adds the gradients of the loss on the rows with the given indices; of several processes, each on those
+    that it has. ``validate`` returns the held-out loss, the same in all.
     """
 
     parameters: list[nn.Parameter]
@@ -105,7 +106,8 @@ def train(
         generator: the random generator that shuffles the rows in each epoch.
         advance: called with each further fraction that is done; the fractions add up to 1.
         keep: copies a parameter's value in the form in which the best values are stored.
-        file: the state is written there after each epoch; if the file exists, training continues from it.
+        file: the state is written there after each epoch; if the file exists, training continues from it. Of several
+            processes the first one writes, and all read it.
 
     Raises:
         ValueError: the initial loss is not a finite number.
@@ -134,6 +136,7 @@ def train(
         for step_rows in rows[torch.randperm(len(rows), generator=generator)].split(batch):
             optimizer.zero_grad()
             objective.backward(step_rows)
+            _add_up_gradients(parameters)
             nn.utils.clip_grad_norm_(parameters, _CLIP)
             optimizer.step()
             rate.step()
@@ -143,13 +146,24 @@ def train(
             state.best = [keep(parameter.detach()) for parameter in parameters]
         state.seconds = earlier + time.perf_counter() - began
         if file is not None:
-            _save(file, state, parameters, optimizer, generator)
+            if processes.rank() == 0:
+                _save(file, state, parameters, optimizer, generator)
+            processes.meet()
     optimizer.zero_grad()
     advance(1 - state.epochs / course.epochs)
     with torch.no_grad():
         for parameter, value in zip(parameters, state.best, strict=True):
             parameter.copy_(value)
     return Trained(state.losses, earlier + time.perf_counter() - began, earlier)
+
+
+def _add_up_gradients(parameters: list[nn.Parameter]) -> None:
+    """Add up the gradients of all processes; one without rows in this step has none of its own."""
+    if processes.size() == 1:
+        return
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        processes.add_up(parameter.grad)
 
 
 def _save(

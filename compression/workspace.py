@@ -115,9 +115,14 @@ class Workspace:
             )
 
     @property
+    def common(self) -> Path:
+        """The work folder itself, in which all processes of the run read what the first one writes."""
+        return self.folder
+
+    @property
     def moments(self) -> Path:
         """The folder of the calibration store of this run alone."""
-        return self.folder / MOMENTS
+        return self.common / MOMENTS
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         """Write ``name``.safetensors atomically."""

@@ -107,6 +107,11 @@ def size() -> int:
     return dist.get_world_size() if _several() else 1
 
 
+def on_this_machine() -> int:
+    """Return the number of processes that share this machine's memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size())) if _several() else 1
+
+
 def add_up(*tensors: Tensor) -> None:
     """Add the tensors of all processes, in place; every process gets the same bits."""
     if _several():
@@ -152,6 +157,17 @@ def in_turn(compute: Callable[[], V]) -> V:
 def part(rows: Tensor) -> Tensor:
     """Return the rows that this process has: every ``size()``-th one."""
     return rows[rank() :: size()]
+
+
+def whole(mine: Tensor) -> Tensor:
+    """Return the rows of all processes in their order: the inverse of :func:`part`."""
+    parts = of_all(mine)
+    if len(parts) == 1:
+        return mine
+    rows = mine.new_empty(sum(map(len, parts)), *mine.shape[1:])
+    for number, one in enumerate(parts):
+        rows[number :: len(parts)] = one
+    return rows
 
 
 def total(value: float) -> float:

@@ -32,7 +32,7 @@ COMMANDS = (
 )
 
 
-SEVERAL = ("compress", "generate")
+SEVERAL = ("compress", "recover", "generate")
 """The commands that several processes run together."""
 
 
@@ -170,7 +170,7 @@ def _joined(command: str) -> AbstractContextManager[None]:
     if size > 1 and command not in SEVERAL:
         if rank > 0:
             raise SystemExit(2)
-        raise UserError(f"runs in one process, not {size}; torchrun starts only {' and '.join(SEVERAL)}")
+        raise UserError(f"runs in one process, not {size}; torchrun starts only {', '.join(SEVERAL)}")
     return joined()
 
 

@@ -1,4 +1,4 @@
-"""Measure servers under load, ours and llama.cpp's: output tokens/s, TTFT and TPOT at several numbers of streams.
+"""Measure servers under load, ours, llama.cpp's and vLLM's: output tokens/s, TTFT and TPOT at numbers of streams.
 
 Each server is a process of its own, which starts once. A round asks each of them in turn for the same work at each
 number of streams; the order rotates from round to round. A stream asks for one completion after the other, with another
@@ -6,10 +6,12 @@ prompt each time, so that no cache of prompts helps. The clients are in this pro
 
     python scripts/bench_serving.py MODEL.gguf --install     install llama.cpp's server in an environment of its own
     python scripts/bench_serving.py MODEL.gguf OUT --drafts int4 --rounds 3 --streams 1 4 16 --results results.jsonl
+    python scripts/bench_serving.py MODEL.gguf OUT --vllm .venv-vllm/bin/python   also vLLM, with MODEL and with OUT
     python scripts/bench_serving.py --report results.jsonl
 
-MODEL is a GGUF file, which is converted for llama.cpp to bf16 and to f16. OUT are further models for our server alone,
-compressed checkpoints for example. Results are appended as JSON lines. ``--report`` prints the tables.
+MODEL is a GGUF file, which is converted for llama.cpp to bf16 and to f16. OUT are further models for our server and for
+vLLM, compressed checkpoints for example; `make test-vllm` makes an environment with vLLM and its plugin. Results are
+appended as JSON lines. ``--report`` prints the tables.
 """
 
 from __future__ import annotations
@@ -34,10 +36,14 @@ from urllib.parse import urlsplit
 
 import cpu_peers
 
+from neuronmm.models.load import resolve
+
 LLAMA = cpu_peers.python_of("llama.cpp-BF16")
 """The interpreter of the environment that has llama.cpp's own server."""
 PEERS = ["llama.cpp-BF16", "llama.cpp-F16"]
 """llama.cpp with the model in these types."""
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+"""vLLM's environment. By default it would leave a core without a thread."""
 _PERCENTILES = ("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95")
 TEXT = """
 the of and to in is that it was for on are as with they be at one have this from by hot word but what some we can out
@@ -65,6 +71,14 @@ def serving(command: list[str], url: str) -> Iterator[str]:
         process.wait()
 
 
+def vllm_command(python: str, model: str, port: int, rows: int, context: int, *options: str) -> list[str]:
+    """Return the command of vLLM's server for a folder, compiled (its default), without a cache of prompts."""
+    settings = {**VLLM, "OMP_NUM_THREADS": os.cpu_count()}
+    limits = ["--port", port, "--max-num-seqs", rows, "--max-model-len", context, "--no-enable-prefix-caching"]
+    server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *map(str, limits), *options]
+    return ["env", *(f"{name}={value}" for name, value in settings.items()), *server]
+
+
 def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     """Return each server's command and URL, by name."""
     commands: dict[str, tuple[list[str], str]] = {}
@@ -80,6 +94,10 @@ def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list
         file = str(cpu_peers.write_gguf(models[0], engine.removeprefix("llama.cpp-")))
         command = [str(LLAMA), script, file, port, str(rows), str(context), str(os.cpu_count())]
         commands[engine] = (command, f"http://127.0.0.1:{port}")
+    for i, model in enumerate(models if args.vllm else []):
+        port_number = args.port + len(commands)
+        command = vllm_command(args.vllm, str(resolve(model)), port_number, rows, context, "--dtype", "bfloat16")
+        commands[f"vLLM {Path(model).name}" if i else "vLLM"] = (command, f"http://127.0.0.1:{port_number}")
     return commands
 
 
@@ -174,6 +192,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, metavar="FILE")
     parser.add_argument("--drafts", nargs="*", default=[], help="our server also with these as --draft")
     parser.add_argument("--engines", nargs="*", default=PEERS, choices=PEERS, help="other servers; default all")
+    parser.add_argument("--vllm", metavar="PYTHON", help="also vLLM, in the environment of this interpreter")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--first-round", type=int, default=0)

@@ -93,6 +93,7 @@ class LowRankMethod(LinearMethodBase):
             parts[name].build(parts.get(self.spec.shared.get(name, "")), device, dtype)
         if device.type == "cpu":
             arena.gather(layer.parts.parameters())
+        layer.weight = layer.parts[0].A.values.detach()  # vLLM puts a layer's LoRA adapters beside its `weight`
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Describe the loaded layer to the C++ core, if it runs there.

@@ -6,15 +6,20 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from compression_runs import EVERYTHING, config, tensors, weights
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.factor_training import Recovery
 from neuronmm.compression.pipeline import compress
+from neuronmm.compression.recover import recover, recovery_of
 from neuronmm.models import UserError, processes
 from neuronmm.models.load import load_pretrained
 from several import call, free_port, in_processes, torchrun
@@ -30,6 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
     "anchored-refined": EVERYTHING,
     "budget": {"method": "fisher", "allocation": "global", "budget": 0.5, "form": "pivoted"},
 }
+
+TRAINED = {"method": "whitened", "targets": "all", "calibration_rows": 96}
+"""Before a recovery: with fewer rows it is chance whether training helps the held-out ones."""
 
 
 def settings(changes: dict[str, Any], text: Path) -> Any:
@@ -77,7 +85,42 @@ def test_two_processes_write_the_checkpoint_of_one(
         assert not (tmp_path / "two" / f"{name}.partial").exists()
 
 
-def interrupted(source: Path, out: Path, text: Path, stage: str, count: int) -> None:
+def faster(settings: CompressionConfig, device: str) -> Recovery:
+    """Steps of five rows, which two processes cannot halve, that change a tiny model."""
+    return recovery_of(settings, device).model_copy(update={"learning_rate": 1e-3, "batch": 5})
+
+
+def recovered(low: Path, out: Path, train: Any = "factors", **options: Any) -> dict[str, Any]:
+    with patch("neuronmm.compression.recover.recovery_of", faster):
+        return recover(low, out, train, **options)
+
+
+def recover_both(low: Path, source: Path, home: Path, text: Path) -> None:
+    home.mkdir(exist_ok=True)
+    for train in ("factors", "lora"):
+        recovered(low, home / train, train)
+    with patch("neuronmm.compression.recover.recovery_of", faster):
+        compress(source, home / "compressed", settings({**TRAINED, "recover": "factors", "weight_dtype": "int4"}, text))
+
+
+def test_two_processes_train_the_factors_as_one_does(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:
+    source, low = dense(), tmp_path / "low"
+    compress(source, low, settings(TRAINED, text))
+    recover_both(low, source, tmp_path / "one", text)
+    in_processes(2, recover_both, low, source, tmp_path / "two", text)
+    for name in ("factors", "lora", "compressed"):
+        one, two = tmp_path / "one" / name, tmp_path / "two" / name
+        alone, shared = (json.loads((out / "compression_report.json").read_text())["recovery"] for out in (one, two))
+        for key in ("loss_before", "loss_after"):
+            assert shared[key] == pytest.approx(alone[key], rel=1e-4)
+        assert shared["loss_after"] < 0.99 * shared["loss_before"] and shared["rows"] == alone["rows"]
+        if name != "compressed":
+            expected, got = logits(one), logits(two)
+            assert (expected - got).norm() < 0.01 * (expected - logits(low)).norm()
+    assert weights(tmp_path / "two" / "compressed").keys() == weights(tmp_path / "one" / "compressed").keys()
+
+
+def interrupted(run: Callable[..., Any], out: Path, stage: str, count: int) -> None:
     """Process 1 is killed when it begins fraction ``count`` of ``stage``; the other one writes down what it is told."""
     left = [count]
 
@@ -87,27 +130,20 @@ def interrupted(source: Path, out: Path, text: Path, stage: str, count: int) -> 
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        compress(source, out, settings(CASES["fisher-refined"], text), progress=progress)
+        run(out, progress=progress)
     except processes.ProcessLost as error:
         out.with_suffix(".lost").write_text(str(error))
 
 
-def resumed(source: Path, out: Path, text: Path) -> None:
-    compress(source, out, settings(CASES["fisher-refined"], text), resume=True)
+def compressed(source: Path, text: Path, out: Path, **options: Any) -> None:
+    compress(source, out, settings(CASES["fisher-refined"], text), **options)
 
 
-@pytest.mark.parametrize(
-    ("stage", "count"), [("compressing", 4), pytest.param("measuring gradients", 3, marks=pytest.mark.slow)]
-)
-def test_the_death_of_a_process_ends_the_run_and_resume_finishes_it(
-    stage: str, count: int, dense: Callable[..., Path], text: Path, tmp_path: Path
-) -> None:
-    """The first process says so at once. The longer test compares bytes with those of an undisturbed run."""
-    source, out, port = dense(), tmp_path / "out", free_port()
-    context = get_context("spawn")
+def kill_and_resume(run: Callable[..., Any], out: Path, stage: str, count: int) -> None:
+    """Kill one of two processes; the other one says so at once. Two others then finish the run."""
+    context, port = get_context("spawn"), free_port()
     started = [
-        context.Process(target=call, args=(rank, 2, port, interrupted, (source, out, text, stage, count)))
-        for rank in range(2)
+        context.Process(target=call, args=(rank, 2, port, interrupted, (run, out, stage, count))) for rank in range(2)
     ]
     for process in started:
         process.start()
@@ -117,17 +153,50 @@ def test_the_death_of_a_process_ends_the_run_and_resume_finishes_it(
     assert "has ended" in out.with_suffix(".lost").read_text()
     assert not out.exists()
     with pytest.raises(UserError, match="another processes"):
-        resumed(source, out, text)
-    in_processes(2, resumed, source, out, text)
-    compress(source, tmp_path / "one", settings(CASES["fisher-refined"], text))
+        run(out, resume=True)
+    in_processes(2, partial(run, resume=True), out)
+
+
+@pytest.mark.parametrize(
+    ("stage", "count"), [("compressing", 4), pytest.param("measuring gradients", 3, marks=pytest.mark.slow)]
+)
+def test_the_death_of_a_process_ends_the_run_and_resume_finishes_it(
+    stage: str, count: int, dense: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    """The longer test compares bytes with those of an undisturbed run."""
+    source, out = dense(), tmp_path / "out"
+    run = partial(compressed, source, text)
+    kill_and_resume(run, out, stage, count)
+    run(tmp_path / "one")
     assert_same(source, tmp_path / "one", out, refined=True)
     if stage == "measuring gradients":
-        in_processes(2, resumed, source, tmp_path / "whole", text)
+        in_processes(2, run, tmp_path / "whole")
         assert weights(out) == weights(tmp_path / "whole")
 
 
 @pytest.mark.slow
+def test_the_death_of_a_process_that_trains_is_resumed_to_the_same_bytes(
+    dense: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    low, out = tmp_path / "low", tmp_path / "out"
+    compress(dense(), low, settings(TRAINED, text))
+    run = partial(recovered, low)
+    kill_and_resume(run, out, "recovering", 7)
+    in_processes(2, run, tmp_path / "whole")
+    assert weights(out) == weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_torchrun_refuses_in_one_line(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:
-    done = torchrun(2, "compress", dense(), "-o", tmp_path / "out", "--calibration", text, "--recover", "factors")
+    done = torchrun(2, "compress", dense(), "-o", tmp_path / "out", "--method", "svd")
     assert done.returncode != 0 and done.stdout == "" and not (tmp_path / "out.partial").exists()
-    assert done.stderr.count("neuronmm recover on the result") == 1
+    assert done.stderr.count("plain SVD has no rows") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_recovers(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:
+    low, out = tmp_path / "low", tmp_path / "out"
+    compress(dense(), low, settings(TRAINED, text))
+    done = torchrun(2, "recover", low, "-o", out, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["recovery"]["rows"]["held_out"] == 12 and out.is_dir()

@@ -107,7 +107,7 @@ def test_other_commands_refuse_torchrun(monkeypatch: pytest.MonkeyPatch, capsys:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["inspect", "OUT"]) == 2
-    assert "runs in one process, not 2; torchrun starts only compress and generate" in capsys.readouterr().err
+    assert "runs in one process, not 2; torchrun starts only compress, recover, generate" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         cli.main(["inspect", "OUT"])

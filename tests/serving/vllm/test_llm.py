@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import neuronmm
 from error_rule import assert_twice_plain
@@ -52,13 +53,16 @@ def texts(folder: Path) -> list[list[int]]:
     return [prompt.tolist() + result.token_ids for prompt, result in zip(prompts, results, strict=True)]
 
 
-def scores(folder: Path, tokens: list[list[int]], **options: Any) -> list[Scores]:
+def scores(folder: Path, tokens: list[list[int]], adapter: Path | None = None, **options: Any) -> list[Scores]:
     """Let vLLM read the texts, and generate a token after each."""
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
 
+    options |= {} if adapter is None else {"enable_lora": True, "max_lora_rank": 8}
     llm = vllm.LLM(str(folder), **{"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, **options})
     only = vllm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
-    results = llm.generate([{"prompt_token_ids": text} for text in tokens], only, use_tqdm=False)
+    lora = None if adapter is None else LoRARequest("adapter", 1, str(adapter))
+    results = llm.generate([{"prompt_token_ids": text} for text in tokens], only, use_tqdm=False, lora_request=lora)
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
@@ -78,17 +82,20 @@ def exact(folder: Path, text: list[int]) -> torch.Tensor:
     return logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].float()
 
 
-def check(folders: Any, **options: Any) -> None:
-    """Compare the plugin's errors with those of vLLM's dense model, and the best tokens with our engine's."""
+def check(folders: Any, adapter: Path | None = None, **options: Any) -> None:
+    """Compare the plugin's errors with those of vLLM's dense model, and the best tokens with our engine's.
+
+    An ``adapter`` is merged into the dense checkpoint; our engine has none, so that its tokens say nothing.
+    """
     tokens = texts(folders.compressed)
-    ours, dense = scores(folders.compressed, tokens, **options), scores(folders.dense, tokens)
-    right = [exact(folders.compressed, text) for text in tokens]
+    ours, dense = scores(folders.compressed, tokens, adapter, **options), scores(folders.dense, tokens)
+    right = [exact(folders.dense if adapter else folders.compressed, text) for text in tokens]
     errors = [score.logprobs - exact(folders.dense, text) for score, text in zip(dense, tokens, strict=True)]
     assert_twice_plain(
         range(len(tokens)), lambda i: ours[i].logprobs, lambda i: right[i] + errors[i], lambda i: right[i]
     )
     largest = max(float(error.abs().max()) for error in errors)
-    assert all((score.behind[-NEW:] <= 2 * largest).all() for score in ours)
+    assert adapter or all((score.behind[-NEW:] <= 2 * largest).all() for score in ours)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +125,40 @@ def test_every_form_family_and_dtype(
 @pytest.mark.parametrize("kind", ["pivoted", "int8"])
 def test_two_tensor_parallel_ranks(kind: str, served: Callable[..., Any]) -> None:
     check(served("qwen2", kind), tensor_parallel_size=2, distributed_executor_backend="mp")
+
+
+def test_two_stages_of_a_pipeline(served: Callable[..., Any]) -> None:
+    check(served("llama", "pivoted-shared"), pipeline_parallel_size=2, distributed_executor_backend="mp")
+
+
+def adapted(folders: Any, folder: Path) -> tuple[Any, Path]:
+    """Write a random LoRA adapter of all linears; return ``folders`` with it merged into the dense one, and its folder.
+
+    Its format is PEFT's.
+    """
+    rank, alpha, adapter, merged = 4, 8, folder / "adapter", folder / "merged"
+    model, factors = load_plain(folders.dense, torch.float32), {}
+    targets = sorted({name for name, _ in model.named_modules() if name.endswith("_proj")})
+    for name in targets:
+        weight = model.get_submodule(name).weight.data
+        A, B = torch.randn(rank, weight.shape[1]) / weight.shape[1] ** 0.5, torch.randn(weight.shape[0], rank) * 0.1
+        weight += alpha / rank * B @ A
+        factors |= {f"base_model.model.{name}.lora_A.weight": A, f"base_model.model.{name}.lora_B.weight": B}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "bias": "none"}
+    adapter.mkdir()
+    modules = sorted({name.rpartition(".")[2] for name in targets})
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "target_modules": modules}))
+    save_file(factors, adapter / "adapter_model.safetensors")
+    model.save_pretrained(merged)
+    word_tokenizer().save_pretrained(merged)
+    return folders._replace(dense=merged), adapter
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "two"), ("qwen2", "pivoted-shared")])
+def test_a_lora_adapter(model_type: str, kind: str, served: Callable[..., Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folders, adapter = adapted(served(model_type, kind), tmp_path)
+    check(folders, adapter)
 
 
 def test_a_compiled_model(served: Callable[..., Any]) -> None:
