@@ -7,6 +7,7 @@ prompt each time, so that no cache of prompts helps. The clients are in this pro
     python scripts/bench_serving.py MODEL.gguf --install     install llama.cpp's server in an environment of its own
     python scripts/bench_serving.py MODEL.gguf OUT --drafts int4 --rounds 3 --streams 1 4 16 --results results.jsonl
     python scripts/bench_serving.py MODEL.gguf OUT --vllm .venv-vllm/bin/python   also vLLM, with MODEL and with OUT
+                                                       (a CPU without bf16 may run MODEL faster in float32: both)
     python scripts/bench_serving.py --report results.jsonl
 
 MODEL is a GGUF file, which is converted for llama.cpp to bf16 and to f16. OUT are further models for our server and for
@@ -36,7 +37,7 @@ from urllib.parse import urlsplit
 
 import cpu_peers
 
-from neuronmm.models.load import resolve
+from neuronmm.models.source import resolve
 
 LLAMA = cpu_peers.python_of("llama.cpp-BF16")
 """The interpreter of the environment that has llama.cpp's own server."""
@@ -94,10 +95,12 @@ def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list
         file = str(cpu_peers.write_gguf(models[0], engine.removeprefix("llama.cpp-")))
         command = [str(LLAMA), script, file, port, str(rows), str(context), str(os.cpu_count())]
         commands[engine] = (command, f"http://127.0.0.1:{port}")
-    for i, model in enumerate(models if args.vllm else []):
-        port_number = args.port + len(commands)
-        command = vllm_command(args.vllm, str(resolve(model)), port_number, rows, context, "--dtype", "bfloat16")
-        commands[f"vLLM {Path(model).name}" if i else "vLLM"] = (command, f"http://127.0.0.1:{port_number}")
+    theirs = {"vLLM": (models[0], "bfloat16"), "vLLM float32": (models[0], "float32")}
+    theirs |= {f"vLLM {Path(model).name}": (model, "bfloat16") for model in models[1:]}
+    for name, (model, dtype) in theirs.items() if args.vllm else ():
+        number = args.port + len(commands)
+        command = vllm_command(args.vllm, str(resolve(model)), number, rows, context, "--dtype", dtype)
+        commands[name] = (command, f"http://127.0.0.1:{number}")
     return commands
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from neuronmm.models import CompressionSpec, UserError
 from neuronmm.models.load import inspect
 from neuronmm.models.spec import QUANT_METHOD
 from neuronmm.serving.vllm import neuron
+from neuronmm.serving.vllm.head import HeadMethod, core_is_faster
 from neuronmm.serving.vllm.method import LowRankMethod
 
 
@@ -65,12 +67,15 @@ class LowRankConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of a linear, None for other layers.
 
-        A linear of vLLM stands for one linear of the checkpoint, or for several with the same input.
+        A linear of vLLM stands for one linear of the checkpoint, or for several with the same input. Dense ones and the
+        head are the core's where it is faster.
         """
+        if isinstance(layer, ParallelLMHead) and core_is_faster():
+            return HeadMethod()
         if not isinstance(layer, LinearBase):
             return None
         parent, _, last = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
-        if not any(name in self.spec.ranks for name in names):
+        if not any(name in self.spec.ranks for name in names) and not core_is_faster():
             return UnquantizedLinearMethod()
         return LowRankMethod(self.spec, names)

@@ -30,7 +30,7 @@ _CORE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class LowRankMethod(LinearMethodBase):
-    """Runs the linears ``names`` of the checkpoint, at least one of them low-rank, as one linear of vLLM.
+    """Runs the linears ``names`` of the checkpoint, low-rank or dense, as one linear of vLLM.
 
     On a CPU, all of them are one call of the C++ core, in float32 and bfloat16. Elsewhere they run in plain torch.
     """

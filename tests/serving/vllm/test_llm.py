@@ -53,19 +53,21 @@ def texts(folder: Path) -> list[list[int]]:
     return [prompt.tolist() + result.token_ids for prompt, result in zip(prompts, results, strict=True)]
 
 
-def scores(folder: Path, tokens: list[list[int]], adapter: Path | None = None, **options: Any) -> list[Scores]:
-    """Let vLLM read the texts, and generate a token after each."""
+def clean_up() -> None:
+    """Free what an ``LLM`` leaves behind."""
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.lora.request import LoRARequest
 
-    options |= {} if adapter is None else {"enable_lora": True, "max_lora_rank": 8}
-    llm = vllm.LLM(str(folder), **{"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, **options})
-    only = vllm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
-    lora = None if adapter is None else LoRARequest("adapter", 1, str(adapter))
-    results = llm.generate([{"prompt_token_ids": text} for text in tokens], only, use_tqdm=False, lora_request=lora)
-    del llm
     gc.collect()
     cleanup_dist_env_and_memory()
+
+
+def scores(folder: Path, tokens: list[list[int]], **options: Any) -> list[Scores]:
+    """Let vLLM read the texts, and generate a token after each."""
+    llm = vllm.LLM(str(folder), **{"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, **options})
+    only = vllm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    results = llm.generate([{"prompt_token_ids": text} for text in tokens], only, use_tqdm=False)
+    del llm
+    clean_up()
     found = []
     for result, text in zip(results, tokens, strict=True):
         own = [at[token].logprob for at, token in zip(result.prompt_logprobs[1:], text[1:], strict=True)]
@@ -82,20 +84,17 @@ def exact(folder: Path, text: list[int]) -> torch.Tensor:
     return logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].float()
 
 
-def check(folders: Any, adapter: Path | None = None, **options: Any) -> None:
-    """Compare the plugin's errors with those of vLLM's dense model, and the best tokens with our engine's.
-
-    An ``adapter`` is merged into the dense checkpoint; our engine has none, so that its tokens say nothing.
-    """
+def check(folders: Any, **options: Any) -> None:
+    """Compare the plugin's errors with those of vLLM's dense model, and the best tokens with our engine's."""
     tokens = texts(folders.compressed)
-    ours, dense = scores(folders.compressed, tokens, adapter, **options), scores(folders.dense, tokens)
-    right = [exact(folders.dense if adapter else folders.compressed, text) for text in tokens]
+    ours, dense = scores(folders.compressed, tokens, **options), scores(folders.dense, tokens)
+    right = [exact(folders.compressed, text) for text in tokens]
     errors = [score.logprobs - exact(folders.dense, text) for score, text in zip(dense, tokens, strict=True)]
     assert_twice_plain(
         range(len(tokens)), lambda i: ours[i].logprobs, lambda i: right[i] + errors[i], lambda i: right[i]
     )
     largest = max(float(error.abs().max()) for error in errors)
-    assert adapter or all((score.behind[-NEW:] <= 2 * largest).all() for score in ours)
+    assert all((score.behind[-NEW:] <= 2 * largest).all() for score in ours)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +126,6 @@ def test_two_tensor_parallel_ranks(kind: str, served: Callable[..., Any]) -> Non
     check(served("qwen2", kind), tensor_parallel_size=2, distributed_executor_backend="mp")
 
 
-def test_two_stages_of_a_pipeline(served: Callable[..., Any]) -> None:
-    check(served("llama", "pivoted-shared"), pipeline_parallel_size=2, distributed_executor_backend="mp")
-
-
 def adapted(folders: Any, folder: Path) -> tuple[Any, Path]:
     """Write a random LoRA adapter of all linears; return ``folders`` with it merged into the dense one, and its folder.
 
@@ -154,11 +149,37 @@ def adapted(folders: Any, folder: Path) -> tuple[Any, Path]:
     return folders._replace(dense=merged), adapter
 
 
+def next_token(folder: Path, prompts: list[list[int]], adapter: Path | None) -> torch.Tensor:
+    """Let vLLM predict the token after each prompt: log-probabilities [prompts, vocabulary].
+
+    Those of the prompts' own tokens are not read: with an adapter, vLLM 0.32.0 fails to return them on a CPU.
+    """
+    from vllm.lora.request import LoRARequest
+
+    words = load_plain(folder, torch.float32).config.vocab_size
+    options = {} if adapter is None else {"enable_lora": True, "max_lora_rank": 8}
+    llm = vllm.LLM(str(folder), enforce_eager=True, max_model_len=128, max_num_seqs=8, max_logprobs=words, **options)
+    only = vllm.SamplingParams(max_tokens=1, temperature=0, logprobs=words)
+    lora = None if adapter is None else LoRARequest("adapter", 1, str(adapter))
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = llm.generate(asked, only, use_tqdm=False, lora_request=lora)
+    found = [result.outputs[0].logprobs[0] for result in results]
+    del llm
+    clean_up()
+    return torch.tensor([[entry[token].logprob for token in range(words)] for entry in found])
+
+
 @pytest.mark.parametrize(("model_type", "kind"), [("llama", "two"), ("qwen2", "pivoted-shared")])
 def test_a_lora_adapter(model_type: str, kind: str, served: Callable[..., Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     folders, adapter = adapted(served(model_type, kind), tmp_path)
-    check(folders, adapter)
+    prompts = [torch.randint(3, 64, (length,)).tolist() for length in range(2, 50, 3)]
+    exact_model = load_plain(folders.dense, torch.float64)
+    with torch.inference_mode():
+        logits = [exact_model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    right = torch.stack(logits).log_softmax(-1).float()
+    ours, merged = next_token(folders.compressed, prompts, adapter), next_token(folders.dense, prompts, None)
+    assert_twice_plain(range(len(prompts)), lambda i: ours[i], lambda i: merged[i], lambda i: right[i])
 
 
 def test_a_compiled_model(served: Callable[..., Any]) -> None:

@@ -1,0 +1,37 @@
+"""The output head on a CPU without instructions for bf16, where vLLM's own multiplication is slow."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from neuronmm.kernels.cpu import core
+from neuronmm.kernels.cpu.linears import describe
+from neuronmm.kernels.cpu.step import LinearWeights
+from neuronmm.kernels.widened_linears import has_bf16
+
+
+def core_is_faster() -> bool:
+    """Return whether the core multiplies dense weights of the model being built faster than vLLM's kernels.
+
+    Measured on AVX2: docs/results/vllm.md.
+    """
+    on_cpu = torch.empty(0).device.type == "cpu"
+    return on_cpu and core() is not None and not has_bf16() and torch.get_default_dtype() == torch.bfloat16
+
+
+class HeadMethod(UnquantizedEmbeddingMethod):
+    """vLLM's method of a head, but for the multiplication, which is a call of the C++ core."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Describe the loaded weight [vocabulary, hidden] to the core."""
+        layer.described = describe([LinearWeights(layer.weight.data, None, None)], layer.weight.dtype)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the logits [tokens, vocabulary] of x [tokens, hidden]."""
+        y = torch.ops.neuronmm.linears(x, layer.described, layer.weight.shape[0])
+        return y if bias is None else y + bias
