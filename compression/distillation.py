@@ -45,9 +45,7 @@ class Lesson:
 
     def passes(self) -> list[Lesson]:
         """Split the rows of this process into forward passes of at most PASS_TOKENS tokens."""
-        together = rows_per_pass(self.tokens.shape[1])
-        parts = processes.part(torch.arange(len(self))).split(together)
-        return [self.pick(part) for part in parts if len(part)]
+        return [self.pick(part) for part in _passes(*self.tokens.shape)]
 
     @property
     def predictions(self) -> int:
@@ -55,15 +53,23 @@ class Lesson:
         return len(self) * (self.tokens.shape[1] - 1)
 
 
+def _passes(count: int, length: int) -> list[Tensor]:
+    """Return the indices of the rows of each forward pass of this process, of ``count`` rows of ``length`` tokens."""
+    parts = processes.part(torch.arange(count)).split(rows_per_pass(length))
+    return [part for part in parts if len(part)]
+
+
 @torch.no_grad()
 def dense_states(folder: Path, rows: Tensor, device: str, progress: Progress) -> Tensor:
     """Return the dense model's final hidden states [rows, length, hidden], float32, for ``rows`` [rows, length]."""
     model = load_pretrained(folder, torch.float32, device)
-    states, parts = [], Lesson(rows, None).passes()
+    states = torch.zeros(*rows.shape, model.config.hidden_size)
+    parts = _passes(*rows.shape)
     for part in parts:
-        states.append(model.model(input_ids=part.tokens.to(device), use_cache=False)[0].cpu())
+        states[part] = model.model(input_ids=rows[part].to(device), use_cache=False)[0].cpu()
         progress("dense model", 1 / len(parts))
-    return processes.whole(torch.cat(states))
+    processes.add_up(states)  # each has the states of its rows, and zeros
+    return states
 
 
 @torch.no_grad()

@@ -69,7 +69,9 @@ def check_room(out: Path, before: int, size: int, parameters: int, factors: int,
         return
     needed, free = (4 * parameters + state) * processes.on_this_machine(), free_memory("cpu")
     if free < needed:
-        raise UserError(f"recover: {_missing('memory', free, needed)}; refine trains block by block instead")
+        fewer = "start fewer processes, or " if processes.size() > 1 else ""
+        advice = f"{fewer}leave recovery out: refine trains block by block"
+        raise UserError(f"recover: {_missing('memory', free, needed)}; {advice}")
 
 
 def check_disk(out: Path, needed: int) -> None:

@@ -161,7 +161,7 @@ def _begin(
     first = processes.rank() == 0
     if first:
         check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
-    origin = {**of_model(dense), "version": VERSION, "device": device, "processes": processes.size()}
+    origin = {**of_model(dense), "version": VERSION, "device": device, "number of processes": processes.size()}
     workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
     if first:
         dense.check_finite()

@@ -208,7 +208,7 @@ def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: 
     if processes.rank() == 0:
         check_room(workspace.out, size, size, low.total_parameters(), trained, config)
     origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), "version": VERSION, "device": device}
-    origin["processes"] = processes.size()
+    origin["number of processes"] = processes.size()
     workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
 
 

@@ -191,12 +191,13 @@ def _save(
 def _load(path: Path, parameters: list[nn.Parameter], optimizer: Optimizer, generator: torch.Generator) -> State | None:
     """Set parameters, optimizer and generator to the state in ``path`` and return it.
 
-    If the file is missing or damaged, nothing is set and the result is None.
+    If the file is missing or damaged for any of the processes, nothing is set and the result is None.
     """
     each = ("value", "best", "step", "exp_avg", "exp_avg_sq")
     names = [f"{index}.{name}" for index in range(len(parameters)) for name in each]
     tensors = read_tensors(path, ["losses", "seconds", "order", *names])
-    if tensors is None:
+    readable = all(processes.of_all(tensors is not None))  # all of them, or they would take different steps
+    if tensors is None or not readable:
         return None
     generator.set_state(tensors["order"])
     best = []

@@ -47,11 +47,6 @@ def multiplies_bf16(device: torch.device) -> bool:
     return bool(capabilities.get("avx512_bf16")) and "Intel" not in str(capabilities.get("cpu_name"))
 
 
-def has_bf16() -> bool:
-    """Return whether the CPU has instructions that multiply bf16."""
-    return any(_capabilities().get(name) for name in ("amx_bf16", "bf16", "avx512_bf16"))
-
-
 def has_amx() -> bool:
     """Return whether the CPU has Intel's matrix unit for bf16, which torch's GEMMs use and the C++ core does not."""
     return bool(_capabilities().get("amx_bf16"))

@@ -159,17 +159,6 @@ def part(rows: Tensor) -> Tensor:
     return rows[rank() :: size()]
 
 
-def whole(mine: Tensor) -> Tensor:
-    """Return the rows of all processes in their order: the inverse of :func:`part`."""
-    parts = of_all(mine)
-    if len(parts) == 1:
-        return mine
-    rows = mine.new_empty(sum(map(len, parts)), *mine.shape[1:])
-    for number, one in enumerate(parts):
-        rows[number :: len(parts)] = one
-    return rows
-
-
 def total(value: float) -> float:
     """Return the sum of the values of all processes."""
     return sum(of_all(value))

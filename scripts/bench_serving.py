@@ -1,4 +1,4 @@
-"""Measure servers under load, ours, llama.cpp's and vLLM's: output tokens/s, TTFT and TPOT at numbers of streams.
+"""Measure servers under load, ours, llama.cpp's and vLLM's: output tokens/s, TTFT and TPOT for several streams.
 
 Each server is a process of its own, which starts once. A round asks each of them in turn for the same work at each
 number of streams; the order rotates from round to round. A stream asks for one completion after the other, with another

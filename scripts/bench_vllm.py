@@ -21,12 +21,12 @@ import sys
 import time
 from typing import Any
 
+from bench_serving import VLLM
+
 SETTINGS = {
+    **VLLM,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that measures
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
 

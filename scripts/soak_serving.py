@@ -1,9 +1,11 @@
-"""Load ``neuronmm serve`` for minutes with clients that also leave: is anything lost or mixed up, does memory grow?
+"""Load a server, ours or vLLM's, for minutes with clients that also leave: is anything lost, does its memory grow?
 
 Each prompt is first asked alone; its greedy text is what every later answer has to be, and what a client that leaves
 half way has to have the beginning of. Then the streams ask for random prompts, one after the other.
 
     python scripts/soak_serving.py MODEL --streams 32 --minutes 10 --page docs/results/serving.md
+    python scripts/soak_serving.py MODEL --draft int4              our server with a draft
+    python scripts/soak_serving.py OUT --vllm .venv-vllm/bin/python       vLLM in this environment, in float32
 
 ``--page`` puts the table into that page, between the lines that mark its place.
 """
@@ -18,14 +20,14 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from bench_serving import TEXT, serving
+from bench_serving import TEXT, serving, vllm_command
 
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 SHORTEST = 5  # words of a prompt
@@ -104,7 +106,9 @@ async def run(url: str, server: psutil.Process, args: argparse.Namespace) -> Soa
 
     async def watch() -> None:
         while True:
-            soak.memory.append((time.monotonic() - begin, server.memory_info().rss))
+            with suppress(psutil.NoSuchProcess):  # a child that has just ended
+                processes = [server, *server.children(recursive=True)]
+                soak.memory.append((time.monotonic() - begin, sum(one.memory_info().rss for one in processes)))
             await asyncio.sleep(EVERY)
 
     watching = asyncio.create_task(watch())
@@ -153,14 +157,24 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=300, help="words of the longest prompt; default 300")
     parser.add_argument("--new", type=int, default=48, help="tokens of an answer; default 48")
     parser.add_argument("--max-batch", type=int, default=8)
+    server = parser.add_mutually_exclusive_group()
+    server.add_argument("--draft", help="our server's --draft")
+    server.add_argument("--vllm", metavar="PYTHON", help="vLLM in the environment of this interpreter, not our server")
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--page", type=Path, help="put the table there")
     args = parser.parse_args()
     url = f"http://127.0.0.1:{args.port}"
-    limits = ["--max-batch", str(args.max_batch), "--context", str(args.longest + args.new + 64)]
-    command = [sys.executable, "-m", "neuronmm", "serve", args.model, "--port", str(args.port), *limits]
+    context, name = args.longest + args.new + 64, Path(args.model).name
+    if args.vllm:
+        # In bf16 its sums depend on the other rows, and so do its tokens where two are almost equally likely.
+        options = ["--dtype", "float32", "--served-model-name", name]
+        command = vllm_command(args.vllm, args.model, args.port, args.max_batch, context, *options)
+    else:
+        limits = ["--max-batch", str(args.max_batch), "--context", str(context)]
+        drafts = ["--draft", args.draft] if args.draft else []
+        command = [sys.executable, "-m", "neuronmm", "serve", args.model, "--port", str(args.port), *limits, *drafts]
     with serving(command, url):
-        (server,) = (child for child in psutil.Process().children() if "serve" in child.cmdline())
+        (server,) = (child for child in psutil.Process().children() if str(args.port) in child.cmdline())
         soak = asyncio.run(run(url, server, args))
     result = table(soak, args)
     print(result, *soak.wrong[:10], sep="\n")

@@ -1,4 +1,4 @@
-"""The output head on a CPU without instructions for bf16, where vLLM's own multiplication is slow."""
+"""The output head on a CPU without AVX-512, where vLLM's own multiplication of bf16 is slow."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from neuronmm.kernels.cpu import core
+from neuronmm.kernels.cpu import isa
 from neuronmm.kernels.cpu.linears import describe
 from neuronmm.kernels.cpu.step import LinearWeights
-from neuronmm.kernels.widened_linears import has_bf16
 
 
 def core_is_faster() -> bool:
     """Return whether the core multiplies dense weights of the model being built faster than vLLM's kernels.
 
-    Measured on AVX2: docs/results/vllm.md.
+    That is so on processors with AVX2 and nothing newer (docs/results/serving.md).
     """
     on_cpu = torch.empty(0).device.type == "cpu"
-    return on_cpu and core() is not None and not has_bf16() and torch.get_default_dtype() == torch.bfloat16
+    return on_cpu and isa() == "avx2" and torch.get_default_dtype() == torch.bfloat16
 
 
 class HeadMethod(UnquantizedEmbeddingMethod):

@@ -93,7 +93,7 @@ class LowRankMethod(LinearMethodBase):
             parts[name].build(parts.get(self.spec.shared.get(name, "")), device, dtype)
         if device.type == "cpu":
             arena.gather(layer.parts.parameters())
-        layer.weight = layer.parts[0].A.values.detach()  # vLLM puts a layer's LoRA adapters beside its `weight`
+        layer.weight = torch.empty(0, device=device)  # vLLM puts a layer's LoRA adapters where its `weight` is
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Describe the loaded layer to the C++ core, if it runs there.

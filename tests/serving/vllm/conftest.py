@@ -56,10 +56,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     """Create checkpoint folders with a tokenizer: ``served("qwen2", "pivoted", torch.bfloat16)``."""
 
     @cache
-    def make(model_type: str = "llama", kind: str = "two", dtype: torch.dtype = torch.float32) -> Served:
+    def make(
+        model_type: str = "llama", kind: str = "two", dtype: torch.dtype = torch.float32, tied: bool = False
+    ) -> Served:
         folders = Served(*(tmp_path_factory.mktemp(f"{model_type}-{kind}") for _ in range(2)))
         torch.manual_seed(0)
-        model = vary_norms(make_tiny(model_type, dtype=dtype, **SHAPE))
+        model = vary_norms(make_tiny(model_type, dtype=dtype, tied=tied, **SHAPE))
         write_checkpoint(model, fill_tiny(model, KINDS[kind]()), folders.compressed)
         for name, module in list(model.named_modules()):
             if isinstance(module, LowRankLinear):

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -180,6 +181,22 @@ def test_a_lora_adapter(model_type: str, kind: str, served: Callable[..., Any], 
     right = torch.stack(logits).log_softmax(-1).float()
     ours, merged = next_token(folders.compressed, prompts, adapter), next_token(folders.dense, prompts, None)
     assert_twice_plain(range(len(prompts)), lambda i: ours[i], lambda i: merged[i], lambda i: right[i])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_on_avx2_dense_linears_and_head_run_in_the_core(
+    tied: bool, served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from neuronmm.serving.vllm import config, head
+
+    monkeypatch.setattr(head, "isa", lambda: "avx2")
+    made, heads = Mock(wraps=config.LowRankMethod), Mock(wraps=head.HeadMethod.apply)
+    monkeypatch.setattr(config, "LowRankMethod", made)
+    monkeypatch.setattr(head.HeadMethod, "apply", lambda *arguments: heads(*arguments))
+    check(served("llama", "two", torch.bfloat16, tied=tied))
+    names = {name for call in made.call_args_list for name in call.args[1]}
+    assert {"model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"} <= names  # dense in this checkpoint
+    assert heads.called
 
 
 def test_a_compiled_model(served: Callable[..., Any]) -> None:

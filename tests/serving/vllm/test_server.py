@@ -14,13 +14,16 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment for it")
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
+httpx = pytest.importorskip("httpx")
 
 PROMPT = "w3 w4 w5 w6"
 GREEDY = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -40,19 +43,11 @@ def serve(folder: Path, environment: dict[str, str], log: Path, port: int) -> su
         )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def address(
-    served: Callable[..., Any], settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """The base URL of a server of a pivoted checkpoint."""
-    log, port = tmp_path_factory.mktemp("server") / "log", free_port()
-    server = serve(served("llama", "pivoted-shared").compressed, settings, log, port)
+@contextmanager
+def serving(folder: Path, environment: dict[str, str], logs: Path, port: int = 0) -> Iterator[str]:
+    """Run a server and yield its base URL; stop it at the end of the block."""
+    log, port = logs / "log", port or free_port()
+    server = serve(folder, environment, log, port)
     try:
         deadline = time.monotonic() + SAFE_SECONDS
         while True:
@@ -66,6 +61,21 @@ def address(
     finally:
         server.terminate()
         server.wait(SAFE_SECONDS)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def address(
+    served: Callable[..., Any], settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The base URL of a server of a pivoted checkpoint."""
+    with serving(served("llama", "pivoted-shared").compressed, settings, tmp_path_factory.mktemp("server")) as address:
+        yield address
 
 
 @pytest.fixture
@@ -149,3 +159,38 @@ def test_sixteen_streams_of_which_half_are_cancelled(address: str, client: Any) 
 
     assert asyncio.run(together())[::2] == alone
     assert words(client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text)  # it still answers
+
+
+@pytest.mark.slow
+def test_a_server_that_restarts_under_load(
+    served: Callable[..., Any], settings: dict[str, str], tmp_path: Path
+) -> None:
+    folder, port = served("llama", "pivoted-shared").compressed, free_port()
+    prompts = [f"w{3 + i} w{20 + i} w{40 + i}" for i in range(8)]
+    long = {**GREEDY, "max_tokens": 100}
+
+    def ask(address: str) -> list[str]:
+        with openai.OpenAI(base_url=address, api_key="none", timeout=SAFE_SECONDS) as client:
+            return [client.completions.create(prompt=prompt, **long).choices[0].text for prompt in prompts]
+
+    async def interrupted(address: str, stop: Callable[[], None]) -> list[str]:
+        async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+            streams = [await client.completions.create(prompt=prompt, stream=True, **long) for prompt in prompts]
+            texts = [(await anext(aiter(stream))).choices[0].text for stream in streams]
+            stop()
+            for i, stream in enumerate(streams):
+                try:
+                    async for chunk in stream:
+                        texts[i] += chunk.choices[0].text
+                except (openai.APIError, httpx.HTTPError):
+                    pass  # the server has gone
+            return texts
+
+    with serving(folder, settings, tmp_path, port) as address:
+        alone = ask(address)
+    with serving(folder, settings, tmp_path, port) as address:
+        (server,) = (child for child in psutil.Process().children() if str(port) in child.cmdline())
+        begun = asyncio.run(interrupted(address, server.terminate))
+    assert begun != alone and all(whole.startswith(text) for whole, text in zip(alone, begun, strict=True))
+    with serving(folder, settings, tmp_path, port) as address:
+        assert ask(address) == alone
