@@ -26,6 +26,7 @@ struct Bf16DotScheme {
     };
     static constexpr int kInputs = 2;
     static constexpr int kRows = 12;
+    static constexpr int kPanels = 1;
     static constexpr int kDepth = 1 << 20;  // larger than any model's contraction: one panel holds all of it
 
     static Vec everywhere(const uint16_t* x) {

@@ -7,6 +7,7 @@
 //   Rows     the input rows in the form the panel is multiplied with
 //   kRows    input rows per register block; their sums and one line of the panel fill the registers
 //   kDepth   inputs per panel, so that the panel and the input rows stay in the cache
+//   kPanels  panels that share a block of input rows in the form the panel is multiplied with
 #pragma once
 
 #include "kernels_impl.h"
@@ -62,34 +63,34 @@ void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, fl
     }
 }
 
-// Multiply all rows of x with the first V vectors of one panel, and prefetch the `next` bytes from `ahead` on, which
-// the next panel is packed from.
-template <class S, int V>
-void vectors_times(const typename S::Cell* panel, int depth, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
-                 int n, const float* scale, const float* bias, Strided addend, const char* ahead, size_t next) {
+// Multiply all rows of x with panels of `cells` cells each, which hold n outputs together, and prefetch the `next` bytes
+// from `ahead` on, which the next panels are packed from. A block of rows is made once for all panels.
+template <class S>
+void panels_times(const typename S::Cell* panels, size_t cells, int depth, const uint16_t* x, size_t ldx, int rows,
+                  float* y, size_t ldy, int n, const float* scale, const float* bias, Strided addend, const char* ahead,
+                  size_t next) {
     const size_t step = next * S::kRows / rows / 64 * 64 + 64;
     size_t fetched = 0;
     int i = 0;
-    const auto take = [&](auto multiply, int r) {
+    const auto take = [&](auto one_vector, auto two_vectors, int r) {
         for (; i + r <= rows; i += r) {
             for (const size_t stop = fetched + step; fetched < stop && fetched < next; fetched += 64)
                 __builtin_prefetch(ahead + fetched, 0, 2);
-            const Strided rows_addend{addend.data ? addend.data + i * addend.stride : nullptr, addend.stride};
-            multiply(panel, depth, S::inputs(x + i * ldx, ldx, r, depth), y + i * ldy, ldy, n, scale, bias, rows_addend);
+            const auto inputs = S::inputs(x + i * ldx, ldx, r, depth);
+            const float* more = addend.data ? addend.data + i * addend.stride : nullptr;
+            for (int j = 0; j < n; j += kPanel) {
+                const int width = n - j < kPanel ? n - j : kPanel;
+                const auto multiply = width <= L ? one_vector : two_vectors;
+                multiply(panels + j / kPanel * cells, depth, inputs, y + i * ldy + j, ldy, width,
+                         scale ? scale + j : nullptr, bias ? bias + j : nullptr,
+                         {more ? more + j : nullptr, addend.stride});
+            }
         }
     };
-    take(panel_rows<S, S::kRows, V>, S::kRows);
-    if constexpr (S::kRows > 8) take(panel_rows<S, 8, V>, 8);
-    take(panel_rows<S, 4, V>, 4);
-    take(panel_rows<S, 1, V>, 1);
-}
-
-// The same with as many vectors of the panel as hold n outputs.
-template <class S>
-void panel_times(const typename S::Cell* panel, int depth, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
-                 int n, const float* scale, const float* bias, Strided addend, const char* ahead, size_t next) {
-    const auto times = n <= L ? vectors_times<S, 1> : vectors_times<S, 2>;
-    times(panel, depth, x, ldx, rows, y, ldy, n, scale, bias, addend, ahead, next);
+    take(panel_rows<S, S::kRows, 1>, panel_rows<S, S::kRows, 2>, S::kRows);
+    if constexpr (S::kRows > 8) take(panel_rows<S, 8, 1>, panel_rows<S, 8, 2>, 8);
+    take(panel_rows<S, 4, 1>, panel_rows<S, 4, 2>, 4);
+    take(panel_rows<S, 1, 1>, panel_rows<S, 1, 2>, 1);
 }
 
 template <class T>
@@ -108,21 +109,26 @@ int depth_of(int all) {
 template <class S>
 void gemm_nt_by(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int rows, float* y, size_t ldy,
                 const float* bias, Strided addend) {
+    constexpr int kWidth = S::kPanels * kPanel;
     const int most = depth_of<S>(m.cols);
-    auto* panel = panel_memory<typename S::Cell>(static_cast<size_t>(most) / S::kInputs * kPanel);
-    for (int j = begin; j < end; j += kPanel) {
-        const int n = end - j < kPanel ? end - j : kPanel, after = end - j - n < kPanel ? end - j - n : kPanel;
+    const size_t cells = static_cast<size_t>(most) / S::kInputs * kPanel;
+    auto* panels = panel_memory<typename S::Cell>(cells * S::kPanels);
+    for (int j = begin; j < end; j += kWidth) {
+        const int n = end - j < kWidth ? end - j : kWidth, after = end - j - n < kWidth ? end - j - n : kWidth;
         const char* ahead = static_cast<const char*>(m.data) + (j + n) * m.row_bytes();
         int k = 0;
         do {  // runs once even for a matrix without columns, whose result is the bias and the addend
             const int depth = m.cols - k < most ? m.cols - k : most;
-            S::pack_rows(m, j, n, k, depth, panel);
+            for (int p = 0; p * kPanel < n; p++) {
+                const int left = n - p * kPanel;
+                S::pack_rows(m, j + p * kPanel, left < kPanel ? left : kPanel, k, depth, panels + p * cells);
+            }
             const int64_t ahead_bytes = after * m.row_bytes(), all = m.cols ? m.cols : 1;
             const size_t from = ahead_bytes * k / all, to = ahead_bytes * (k + depth) / all;
             const Strided base = k ? Strided{y, ldy} : addend;
-            panel_times<S>(panel, depth, x + k, ldx, rows, y + j, ldy, n, m.scale ? m.scale + j : nullptr,
-                           bias && !k ? bias + j : nullptr, {base.data ? base.data + j : nullptr, base.stride},
-                           ahead + from, to - from);
+            panels_times<S>(panels, cells, depth, x + k, ldx, rows, y + j, ldy, n, m.scale ? m.scale + j : nullptr,
+                            bias && !k ? bias + j : nullptr, {base.data ? base.data + j : nullptr, base.stride},
+                            ahead + from, to - from);
         } while ((k += most) < m.cols);
     }
 }
@@ -137,8 +143,8 @@ void gemm_nn_by(const Matrix& m, const uint16_t* x, size_t ldx, int rows, float*
         do {  // runs once even for a matrix without rows, whose result is zero
             const int depth = m.rows - k < most ? m.rows - k : most;
             S::pack_columns(m, j, n, k, depth, panel);
-            panel_times<S>(panel, depth, x + k, ldx, rows, y + j, ldy, n, nullptr, nullptr, {k ? y + j : nullptr, ldy},
-                           nullptr, 0);
+            panels_times<S>(panel, 0, depth, x + k, ldx, rows, y + j, ldy, n, nullptr, nullptr,
+                            {k ? y + j : nullptr, ldy}, nullptr, 0);
         } while ((k += most) < m.rows);
     }
 }
