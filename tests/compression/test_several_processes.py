@@ -205,4 +205,4 @@ def test_torchrun_recovers(dense: Callable[..., Path], text: Path, tmp_path: Pat
     compress(dense(), low, settings(TRAINED, text))
     done = torchrun(2, "recover", low, "-o", out, "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["recovery"]["rows"]["held_out"] == 12 and out.is_dir()
+    assert json.loads(done.stdout)["recovery"]["rows"]["held_out"] == 13 and out.is_dir()
