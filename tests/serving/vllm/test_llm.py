@@ -192,7 +192,7 @@ def test_on_avx2_dense_linears_and_head_run_in_the_core(
     monkeypatch.setattr(head, "isa", lambda: "avx2")
     made, heads = Mock(wraps=config.LowRankMethod), Mock(wraps=head.HeadMethod.apply)
     monkeypatch.setattr(config, "LowRankMethod", made)
-    monkeypatch.setattr(head.HeadMethod, "apply", lambda *arguments: heads(*arguments))
+    monkeypatch.setattr(head.HeadMethod, "apply", lambda *given, **named: heads(*given, **named))
     check(served("llama", "two", torch.bfloat16, tied=tied))
     names = {name for call in made.call_args_list for name in call.args[1]}
     assert {"model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"} <= names  # dense in this checkpoint
