@@ -1,4 +1,4 @@
-"""What the inputs of a run are known by, so that a resumed run or a shared calibration mixes no two models or texts."""
+"""What a run and its inputs are known by, so that resuming and shared calibration mix no two models or texts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.reader import Reader
+from neuronmm.models import processes
+from neuronmm.version import VERSION
 
 _PIECE = 1 << 20  # bytes
 
@@ -17,6 +19,11 @@ def of_model(checkpoint: Reader) -> dict[str, Any]:
     """Return the folder, the size and the last change of a checkpoint: a fine-tuned model has the same size."""
     changed = datetime.fromtimestamp(checkpoint.modified(), timezone.utc).isoformat()
     return {"model": str(checkpoint.folder), "bytes": checkpoint.total_bytes(), "last_change_of_model": changed}
+
+
+def of_run(device: str) -> dict[str, Any]:
+    """Return what of the program and the machine an interrupted run must find again."""
+    return {"version": VERSION, "device": device, "number of processes": processes.size()}
 
 
 def of_texts(config: CompressionConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.fidelity import compare
 from neuronmm.compression.fisher import measure_gradients, working_bytes
-from neuronmm.compression.identity import of_model, of_texts
+from neuronmm.compression.identity import of_model, of_run, of_texts
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.member import check_processes, check_rows, workspace_of
 from neuronmm.compression.memory import check_disk, check_room, forget_peak, peak_rss
@@ -161,8 +161,7 @@ def _begin(
     first = processes.rank() == 0
     if first:
         check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
-    origin = {**of_model(dense), "version": VERSION, "device": device, "number of processes": processes.size()}
-    workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
+    workspace.begin({**of_model(dense), **of_run(device), **config.model_dump(), **of_texts(config)})
     if first:
         dense.check_finite()
 

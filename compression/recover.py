@@ -21,7 +21,7 @@ from neuronmm.compression.config import CompressionConfig, accepts_old_names
 from neuronmm.compression.distillation import rows_per_pass
 from neuronmm.compression.factor_training import Recovery, train_factors
 from neuronmm.compression.fidelity import compare
-from neuronmm.compression.identity import of_model, of_texts
+from neuronmm.compression.identity import of_model, of_run, of_texts
 from neuronmm.compression.low_bits import store_low_bits
 from neuronmm.compression.member import check_rows, workspace_of
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
@@ -36,7 +36,6 @@ from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.version import VERSION
 
 _SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _GIVE_DENSE = "give the dense model with --dense"
@@ -207,8 +206,7 @@ def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: 
     trained = sum(low.parameters(name) for name in low.names if name.endswith(FACTORS))
     if processes.rank() == 0:
         check_room(workspace.out, size, size, low.total_parameters(), trained, config)
-    origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), "version": VERSION, "device": device}
-    origin["number of processes"] = processes.size()
+    origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), **of_run(device)}
     workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
 
 

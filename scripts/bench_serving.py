@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -87,20 +88,22 @@ def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list
     ours = {"neuronmm": [models[0]], **{f"neuronmm {Path(model).name}": [model] for model in models[1:]}}
     ours |= {f"neuronmm --draft {draft}": [models[0], "--draft", draft] for draft in args.drafts}
     common = ["--context", str(context), "--max-batch", str(rows), "--dtype", "bf16"]
-    for number, (name, options) in enumerate(ours.items(), args.port):
-        command = [sys.executable, "-m", "neuronmm", "serve", *options, "--port", str(number), *common]
-        commands[name] = (command, f"http://127.0.0.1:{number}")
-    for i, engine in enumerate(args.engines):
-        port, script = str(args.port + len(ours) + i), str(Path(__file__).with_name("llama_server.py"))
+    ports = itertools.count(args.port)
+    for name, options in ours.items():
+        port = next(ports)
+        command = [sys.executable, "-m", "neuronmm", "serve", *options, "--port", str(port), *common]
+        commands[name] = (command, f"http://127.0.0.1:{port}")
+    for engine in args.engines:
+        port, script = next(ports), str(Path(__file__).with_name("llama_server.py"))
         file = str(cpu_peers.write_gguf(models[0], engine.removeprefix("llama.cpp-")))
-        command = [str(LLAMA), script, file, port, str(rows), str(context), str(os.cpu_count())]
+        command = [str(LLAMA), script, file, str(port), str(rows), str(context), str(os.cpu_count())]
         commands[engine] = (command, f"http://127.0.0.1:{port}")
     theirs = {"vLLM": (models[0], "bfloat16"), "vLLM float32": (models[0], "float32")}
     theirs |= {f"vLLM {Path(model).name}": (model, "bfloat16") for model in models[1:]}
     for name, (model, dtype) in theirs.items() if args.vllm else ():
-        number = args.port + len(commands)
-        command = vllm_command(args.vllm, str(resolve(model)), number, rows, context, "--dtype", dtype)
-        commands[name] = (command, f"http://127.0.0.1:{number}")
+        port = next(ports)
+        command = vllm_command(args.vllm, str(resolve(model)), port, rows, context, "--dtype", dtype)
+        commands[name] = (command, f"http://127.0.0.1:{port}")
     return commands
 
 

@@ -54,21 +54,23 @@ def texts(folder: Path) -> list[list[int]]:
     return [prompt.tolist() + result.token_ids for prompt, result in zip(prompts, results, strict=True)]
 
 
-def clean_up() -> None:
-    """Free what an ``LLM`` leaves behind."""
+def generated(folder: Path, prompts: list[list[int]], params: Any, lora: Any = None, **options: Any) -> list[Any]:
+    """Return what vLLM generates after each prompt, with this LoRA request."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    llm = vllm.LLM(str(folder), **{"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, **options})
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = llm.generate(asked, params, use_tqdm=False, lora_request=lora)
+    del llm
     gc.collect()
     cleanup_dist_env_and_memory()
+    return results
 
 
 def scores(folder: Path, tokens: list[list[int]], **options: Any) -> list[Scores]:
     """Let vLLM read the texts, and generate a token after each."""
-    llm = vllm.LLM(str(folder), **{"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, **options})
     only = vllm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
-    results = llm.generate([{"prompt_token_ids": text} for text in tokens], only, use_tqdm=False)
-    del llm
-    clean_up()
+    results = generated(folder, tokens, only, **options)
     found = []
     for result, text in zip(results, tokens, strict=True):
         own = [at[token].logprob for at, token in zip(result.prompt_logprobs[1:], text[1:], strict=True)]
@@ -159,14 +161,10 @@ def next_token(folder: Path, prompts: list[list[int]], adapter: Path | None) -> 
 
     words = load_plain(folder, torch.float32).config.vocab_size
     options = {} if adapter is None else {"enable_lora": True, "max_lora_rank": 8}
-    llm = vllm.LLM(str(folder), enforce_eager=True, max_model_len=128, max_num_seqs=8, max_logprobs=words, **options)
     only = vllm.SamplingParams(max_tokens=1, temperature=0, logprobs=words)
     lora = None if adapter is None else LoRARequest("adapter", 1, str(adapter))
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    results = llm.generate(asked, only, use_tqdm=False, lora_request=lora)
+    results = generated(folder, prompts, only, lora, max_logprobs=words, **options)
     found = [result.outputs[0].logprobs[0] for result in results]
-    del llm
-    clean_up()
     return torch.tensor([[entry[token].logprob for token in range(words)] for entry in found])
 
 

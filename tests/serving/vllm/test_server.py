@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from several import free_port
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment for it")
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
@@ -61,12 +62,6 @@ def serving(folder: Path, environment: dict[str, str], logs: Path, port: int = 0
     finally:
         server.terminate()
         server.wait(SAFE_SECONDS)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
