@@ -50,7 +50,7 @@ def timed_whole(seconds: Callable[[int], float], new: int) -> dict[str, Any]:
 def torch_model(model: str, variant: str) -> Any:
     """Return the dense model, or one with random factors at the ratio that the variant names, in its precision.
 
-    In int8 the factors are zero, which takes as long.
+    In int8 and int4 the factors are zero, which takes as long.
     """
     import torch
 
@@ -84,7 +84,8 @@ def torch_model(model: str, variant: str) -> Any:
         model_ratio=removed,
         align=16,
         version="0",
-        factors="int8" if last in get_args(WeightDtype) else "model",
+        format=3 if last == "int4" else 1,
+        factors=last if last in get_args(WeightDtype) else "model",
     )
     patch(dense, spec)
     if last in get_args(WeightDtype):

@@ -97,7 +97,7 @@ struct Doubles {
 #endif
     }
     void add(Doubles a, Doubles b) { low += a.low * b.low, high += a.high * b.high; }
-    void subtract(Doubles a, double b) { low -= a.low * b, high -= a.high * b; }
+    void add(Doubles a, double b) { low += a.low * b, high += a.high * b; }
     Vec floats() const {
 #if defined(__AVX512F__)
         return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
@@ -118,6 +118,55 @@ inline ShortVec both(const int16_t* pair) {
 inline Vec load_rows(const float* p, int n) { return n < L ? load_part(p, n) : load(p); }
 
 // The sums over s q - 16 m times the activation, of P L rows from row `part` of a tile on.
+#if defined(__AVX512VNNI__)
+// The instruction multiplies bytes, four neighbours per lane. So the upper and the lower bytes of the activations have
+// sums of their own, in the order in which `split_bytes` left them. Those of a group are at most 32 * 15 * 255.
+constexpr int kExactGroups = 64;  // groups whose sums, times steps of 8 bits, fit int32
+
+template <int B, int P>
+inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const double* sums, size_t stride,
+                       Doubles (*totals)[B]) {
+    static_assert(P == 1, "a vector holds a tile");
+    const __m512i mask = _mm512_set1_epi8(15);
+    for (int from = 0; from < groups; from += kExactGroups) {
+        const int to = groups - from < kExactGroups ? groups : from + kExactGroups;
+        IVec scaled_upper[B] = {}, scaled_lower[B] = {};
+        for (int g = from; g < to; g++) {
+            __m512i upper[B] = {}, lower[B] = {};
+#pragma GCC unroll 4
+            for (int i = 0; i < kWords; i++) {
+                const __m512i word = (__m512i)tile.word(g, i, part);
+                const __m512i even = _mm512_and_si512(word, mask);
+                const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(word, 4), mask);
+                __builtin_prefetch(tile.words + kAhead + ((g * kWords + i) * kTile + part) * 4, 0, 2);
+#pragma GCC unroll 8
+                for (int b = 0; b < B; b++) {
+                    const int16_t* bytes = q + b * stride + g * kGroup + 8 * i;
+                    upper[b] = _mm512_dpbusd_epi32(upper[b], even, (__m512i)both(bytes));
+                    upper[b] = _mm512_dpbusd_epi32(upper[b], odd, (__m512i)both(bytes + 2));
+                    lower[b] = _mm512_dpbusd_epi32(lower[b], (__m512i)both(bytes + 4), even);
+                    lower[b] = _mm512_dpbusd_epi32(lower[b], (__m512i)both(bytes + 6), odd);
+                }
+            }
+            const IVec steps = tile.steps(g, part);
+#pragma GCC unroll 8
+            for (int b = 0; b < B; b++) {
+                scaled_upper[b] += (IVec)upper[b] * steps;
+                scaled_lower[b] += (IVec)lower[b] * steps;
+            }
+        }
+        for (int b = 0; b < B; b++) {
+            totals[0][b].add(Doubles::of(scaled_upper[b]), 256);
+            totals[0][b].add(Doubles::of(scaled_lower[b]), 1);
+        }
+    }
+    for (int g = 0; g < groups; g++) {
+        const Doubles offsets = Doubles::of(tile.offsets(g, part));
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) totals[0][b].add(offsets, -sums[g + b * stride * sizeof *q / sizeof *sums]);
+    }
+}
+#else
 template <int B, int P>
 inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const double* sums, size_t stride,
                        Doubles (*totals)[B]) {
@@ -146,11 +195,12 @@ inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, co
 #pragma GCC unroll 8
             for (int b = 0; b < B; b++) {
                 totals[p][b].add(Doubles::of(dots[p][b]), steps);
-                totals[p][b].subtract(offsets, sums[g + b * stride * sizeof *q / sizeof *sums]);
+                totals[p][b].add(offsets, -sums[g + b * stride * sizeof *q / sizeof *sums]);
             }
         }
     }
 }
+#endif
 
 // `begin` is a multiple of kTile, and so is `end` unless it is the last row. The vectors of a tile share the loads of the
 // activations where their sums fit the registers.
