@@ -5,7 +5,8 @@
 // vector are the rows of a tile: sums need no step across lanes. A tile has
 //   words   [group][4][row] of 32 bits: 8 columns of a row; bit 16 h + 4 k begins the half byte of column 2 k + h
 //   groups  [group][s of 16 rows, then m of 16 rows]
-// Shifted and masked, a word is a pair of columns in 16 bits each, as the products with 16-bit activations need them.
+// Shifted and masked, a word is a pair of columns in 16 bits each, as the products with 16-bit activations need them, or
+// four columns in 8 bits each, first 0, 4, 1 and 5, then 2, 6, 3 and 7, as the products with bytes do.
 // The columns of the last group that the matrix lacks have q = 0, and the rows of the last tile that it lacks are zero.
 #pragma once
 
@@ -117,12 +118,13 @@ inline ShortVec both(const int16_t* pair) {
 
 inline Vec load_rows(const float* p, int n) { return n < L ? load_part(p, n) : load(p); }
 
-// The sums over s q - 16 m times the activation, of P L rows from row `part` of a tile on.
 #if defined(__AVX512VNNI__)
-// The instruction multiplies bytes, four neighbours per lane. So the upper and the lower bytes of the activations have
-// sums of their own, in the order in which `split_bytes` left them. Those of a group are at most 32 * 15 * 255.
-constexpr int kExactGroups = 64;  // groups whose sums, times steps of 8 bits, fit int32
+constexpr int kExactGroups = 64;  // groups whose sums of half bytes times lower bytes, times their steps, fit int32
+static_assert(int64_t{kExactGroups} * kGroup * 15 * 255 * 255 <= INT32_MAX, "");
 
+// The sums over s q - 16 m times the activation, of P L rows from row `part` of a tile on. `vpdpbusd` multiplies bytes
+// without sign by bytes with sign, four neighbours per lane. So the upper bytes of the activations, with sign, and the
+// lower ones, without, have sums of their own.
 template <int B, int P>
 inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const double* sums, size_t stride,
                        Doubles (*totals)[B]) {
@@ -141,11 +143,11 @@ inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, co
                 __builtin_prefetch(tile.words + kAhead + ((g * kWords + i) * kTile + part) * 4, 0, 2);
 #pragma GCC unroll 8
                 for (int b = 0; b < B; b++) {
-                    const int16_t* bytes = q + b * stride + g * kGroup + 8 * i;
-                    upper[b] = _mm512_dpbusd_epi32(upper[b], even, (__m512i)both(bytes));
-                    upper[b] = _mm512_dpbusd_epi32(upper[b], odd, (__m512i)both(bytes + 2));
-                    lower[b] = _mm512_dpbusd_epi32(lower[b], (__m512i)both(bytes + 4), even);
-                    lower[b] = _mm512_dpbusd_epi32(lower[b], (__m512i)both(bytes + 6), odd);
+                    const int16_t* split = q + b * stride + g * kGroup + 8 * i;  // as `split_bytes` left them
+                    upper[b] = _mm512_dpbusd_epi32(upper[b], even, (__m512i)both(split));
+                    upper[b] = _mm512_dpbusd_epi32(upper[b], odd, (__m512i)both(split + 2));
+                    lower[b] = _mm512_dpbusd_epi32(lower[b], (__m512i)both(split + 4), even);
+                    lower[b] = _mm512_dpbusd_epi32(lower[b], (__m512i)both(split + 6), odd);
                 }
             }
             const IVec steps = tile.steps(g, part);
@@ -155,6 +157,7 @@ inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, co
                 scaled_lower[b] += (IVec)lower[b] * steps;
             }
         }
+#pragma GCC unroll 8
         for (int b = 0; b < B; b++) {
             totals[0][b].add(Doubles::of(scaled_upper[b]), 256);
             totals[0][b].add(Doubles::of(scaled_lower[b]), 1);
@@ -167,6 +170,7 @@ inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, co
     }
 }
 #else
+// The sums over s q - 16 m times the activation, of P L rows from row `part` of a tile on.
 template <int B, int P>
 inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const double* sums, size_t stride,
                        Doubles (*totals)[B]) {

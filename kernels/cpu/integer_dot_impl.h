@@ -133,7 +133,7 @@ inline double* sums_of(int16_t* token, int cols) {
 inline const double* sums_of(const int16_t* token, int cols) { return sums_of(const_cast<int16_t*>(token), cols); }
 
 // Int4 with VNNI, whose instruction multiplies bytes: put the upper bytes of every eight activations before the lower
-// ones, both in the order in which the half bytes of a word come.
+// ones, both in the order of a word's columns (`int4_impl.h`).
 #if defined(__AVX512VNNI__)
 inline void split_bytes(int16_t* group) {
     const __m128i order = _mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14);
