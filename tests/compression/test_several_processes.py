@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "anchored": {"method": "anchored"},
     "fisher-refined": {"method": "fisher", "allocation": "global", "refine": "fast", "form": "pivoted"},
     "anchored-refined": EVERYTHING,
-    "budget": {"method": "fisher", "allocation": "global", "budget": 0.5, "form": "pivoted"},
+    "budget": {"method": "fisher", "allocation": "global", "budget": 0.5, "ratio": None, "form": "pivoted"},
 }
 
 TRAINED = {"method": "whitened", "targets": "all", "calibration_rows": 97}
@@ -86,8 +86,11 @@ def test_two_processes_write_the_checkpoint_of_one(
 
 
 def faster(settings: CompressionConfig, device: str, batch: int = 5) -> Recovery:
-    """Steps that change a tiny model, of five rows, which two processes cannot halve."""
-    return recovery_of(settings, device).model_copy(update={"learning_rate": 1e-3, "batch": batch})
+    """Steps that change a tiny model, of five rows, which two processes cannot halve.
+
+    In float32: in bf16, where the processor multiplies it, the rounding depends on the rows that a process has.
+    """
+    return recovery_of(settings, device).model_copy(update={"learning_rate": 1e-3, "batch": batch, "autocast": False})
 
 
 def recovered(low: Path, out: Path, train: Any = "factors", **options: Any) -> dict[str, Any]:
@@ -120,12 +123,19 @@ def test_two_processes_train_the_factors_as_one_does(dense: Callable[..., Path],
     assert weights(tmp_path / "two" / "compressed").keys() == weights(tmp_path / "one" / "compressed").keys()
 
 
-def interrupted(run: Callable[..., Any], out: Path, stage: str, count: int) -> None:
-    """Process 1 is killed when it begins fraction ``count`` of ``stage``; the other one writes down what it is told."""
+def state_file(out: Path, state: str) -> Path:
+    return out.with_name(f"{out.name}.partial") / f"{state}.safetensors"
+
+
+def interrupted(run: Callable[..., Any], out: Path, stage: str, count: int, state: str) -> None:
+    """Process 1 is killed ``count`` fractions of ``stage`` after ``state`` is there; the other notes what it is told.
+
+    How many fractions come before that depends on the ranks, and they on the processor.
+    """
     left = [count]
 
     def progress(name: str, fraction: float) -> None:
-        left[0] -= name == stage
+        left[0] -= name == stage and state_file(out, state).is_file()
         if left[0] < 0 and processes.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -143,7 +153,8 @@ def kill_and_resume(run: Callable[..., Any], out: Path, stage: str, count: int, 
     """Kill one of two processes; the other one says so at once. Two others then finish the run from the ``state``."""
     context, port = get_context("spawn"), free_port()
     started = [
-        context.Process(target=call, args=(rank, 2, port, interrupted, (run, out, stage, count))) for rank in range(2)
+        context.Process(target=call, args=(rank, 2, port, interrupted, (run, out, stage, count, state)))
+        for rank in range(2)
     ]
     for process in started:
         process.start()
@@ -151,7 +162,7 @@ def kill_and_resume(run: Callable[..., Any], out: Path, stage: str, count: int, 
         process.join(600)
     assert [process.exitcode for process in started] == [0, -signal.SIGKILL]
     assert "has ended" in out.with_suffix(".lost").read_text()
-    assert not out.exists() and out.with_name(f"{out.name}.partial").joinpath(f"{state}.safetensors").is_file()
+    assert not out.exists() and state_file(out, state).is_file()
     with pytest.raises(UserError, match="another number of processes"):
         run(out, resume=True)
     in_processes(2, partial(run, resume=True), out)
@@ -160,7 +171,7 @@ def kill_and_resume(run: Callable[..., Any], out: Path, stage: str, count: int, 
 @pytest.mark.parametrize(
     ("stage", "count", "state"),
     [
-        ("compressing", 4, "layer-00000"),
+        ("compressing", 0, "layer-00000"),
         pytest.param("measuring gradients", 3, "calibration", marks=pytest.mark.slow),
     ],
 )
@@ -179,7 +190,7 @@ def test_the_death_of_a_process_ends_the_run_and_resume_finishes_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("train", "count", "state"), [("factors", 25, "recovery-AB"), ("lora", 80, "recovery-A")])
+@pytest.mark.parametrize(("train", "count", "state"), [("factors", 5, "recovery-AB"), ("lora", 5, "recovery-A")])
 def test_the_death_of_a_process_that_trains_is_resumed_to_the_same_bytes(
     train: str, count: int, state: str, dense: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
