@@ -38,9 +38,17 @@ from neuronmm.measure.machine import describe_machine
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import resolve
 
-DENSE = ("dense", "dense-int8", "dense-int4")
-LOW_RANK = ("mlp-0.2", "mlp-0.4", "mlp-0.4-naive", "all-0.4", "all-0.4-int8", "all-0.4-int4")
-OURS = (*DENSE, *LOW_RANK)
+OURS = (
+    "dense",
+    "dense-int8",
+    "dense-int4",
+    "mlp-0.2",
+    "mlp-0.4",
+    "mlp-0.4-naive",
+    "all-0.4",
+    "all-0.4-int8",
+    "all-0.4-int4",
+)
 
 
 class Worker:

@@ -64,9 +64,10 @@ def torch_model(model: str, variant: str) -> Any:
     dense = load_pretrained(resolve(model), torch.bfloat16, "cpu")
     targets, _, ratio = variant.partition("-")
     last = variant.rpartition("-")[2]
+    rounded = last if last in get_args(WeightDtype) else None
     if targets not in TARGETS:
-        if last in get_args(WeightDtype):
-            quantise_weights(dense, last)
+        if rounded:
+            quantise_weights(dense, rounded)
         return dense
     removed = float(ratio.split("-")[0])
     ranks = {}
@@ -84,12 +85,12 @@ def torch_model(model: str, variant: str) -> Any:
         model_ratio=removed,
         align=16,
         version="0",
-        format=3 if last == "int4" else 1,
-        factors=last if last in get_args(WeightDtype) else "model",
+        format=3 if rounded == "int4" else 1,
+        factors=rounded or "model",
     )
     patch(dense, spec)
-    if last in get_args(WeightDtype):
-        quantise_weights(dense, last)
+    if rounded:
+        quantise_weights(dense, rounded)
     return dense
 
 

@@ -20,6 +20,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.factor_training import Recovery
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover, recovery_of
+from neuronmm.compression.workspace import work_folder
 from neuronmm.models import UserError, processes
 from neuronmm.models.load import load_pretrained
 from several import call, free_port, in_processes, torchrun
@@ -124,7 +125,7 @@ def test_two_processes_train_the_factors_as_one_does(dense: Callable[..., Path],
 
 
 def state_file(out: Path, state: str) -> Path:
-    return out.with_name(f"{out.name}.partial") / f"{state}.safetensors"
+    return work_folder(out) / f"{state}.safetensors"
 
 
 def interrupted(run: Callable[..., Any], out: Path, stage: str, count: int, state: str) -> None:
