@@ -134,17 +134,17 @@ using Bf16Dot = Bf16PairDot;
 using Bf16Dot = WidenedDot<uint16_t>;
 #endif
 
-Inputs prepare(const float* x, size_t ldx, int cols, int batch, int type) {
+Inputs prepare(const float* x, size_t ldx, int cols, int batch, int type, int slot) {
 #if defined(__AVX512BF16__)
     if (type == kBFloat16) {
-        static thread_local Spare<uint16_t> spare;
+        static thread_local Spare<uint16_t> spares[kSlots];
         const size_t stride = (cols + 31) / 32 * 32;
-        uint16_t* to = spare.reserve(stride * batch);
+        uint16_t* to = spares[slot].reserve(stride * batch);
         for (int b = 0; b < batch; b++) convert(x + b * ldx, cols, to + b * stride);
         return {to, stride};
     }
 #endif
-    if (type == kInt8x16 || type == kInt4) return prepare_rounded(x, ldx, cols, batch, type == kInt4);
+    if (type == kInt8x16 || type == kInt4) return prepare_rounded(x, ldx, cols, batch, type == kInt4, slot);
     return {x, ldx};
 }
 

@@ -118,61 +118,116 @@ inline ShortVec both(const int16_t* pair) {
 
 inline Vec load_rows(const float* p, int n) { return n < L ? load_part(p, n) : load(p); }
 
-#if defined(__AVX512VNNI__)
+// Store rows [i, i + min(n, L)) of one token's product, whose sums of integers are `totals`.
+inline void finish_rows(const Matrix& m, int i, int n, Vec totals, const int16_t* token, float* y, const float* bias,
+                        Strided addend) {
+    float scale;
+    memcpy(&scale, token, sizeof scale);
+    Doubles sum = Doubles::of(bias ? load_rows(bias + i, n) : Vec{});
+    sum.add(Doubles::of(totals * scale), Doubles::of(load_rows(m.scale + i, n)));  // exact products, like `gemv_of`
+    Vec value = sum.floats();
+    if (addend.data) value = load_rows(addend.data + i, n) + value;
+    if (n < L)
+        store_part(y + i, value, n);
+    else
+        store(y + i, value);
+}
+
+#if defined(NEURONMM_BYTES)
 constexpr int kExactGroups = 64;  // groups whose sums of half bytes times lower bytes, times their steps, fit int32
 static_assert(int64_t{kExactGroups} * kGroup * 15 * 255 * 255 <= INT32_MAX, "");
 
-// The sums over s q - 16 m times the activation, of P L rows from row `part` of a tile on. `vpdpbusd` multiplies bytes
-// without sign by bytes with sign, four neighbours per lane. So the upper bytes of the activations, with sign, and the
-// lower ones, without, have sums of their own.
+// Sums of a group over half bytes times activations. The instructions multiply bytes without sign by bytes with sign. So
+// the upper bytes of the activations, with sign, and the lower ones, without, have sums of their own.
+#if defined(__AVX512VNNI__)
+struct ByteSums {
+    IVec upper = {}, lower = {};
+
+    // Add word i of the group: its even and odd half bytes, times activations as `split_bytes` left them.
+    void add(int, UShortVec even, UShortVec odd, const int16_t* split) {
+        upper = times(upper, even, both(split)), upper = times(upper, odd, both(split + 2));
+        lower = times(lower, both(split + 4), even), lower = times(lower, both(split + 6), odd);
+    }
+    // Add the sums, times the steps, to those of other groups.
+    void scale(IVec steps, IVec& scaled_upper, IVec& scaled_lower) const {
+        scaled_upper += upper * steps, scaled_lower += lower * steps;
+    }
+
+private:
+    template <class A, class B>
+    static IVec times(IVec sums, A unsigned_bytes, B bytes) {
+        return (IVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)unsigned_bytes, (__m512i)bytes);
+    }
+};
+#else
+struct ByteSums {
+    ShortVec upper = {}, lower[2] = {};  // two columns of a row per pair of lanes
+    static_assert(kGroup / 2 * 15 * 128 <= INT16_MAX && kGroup / 4 * 15 * 255 <= INT16_MAX, "a lane holds its sums");
+
+    void add(int i, UShortVec even, UShortVec odd, const int16_t* split) {
+        upper += times(even, both(split)) + times(odd, both(split + 2));
+        lower[i / 2] += times(both(split + 4), even) + times(both(split + 6), odd);
+        asm("" : "+x"(upper), "+x"(lower[i / 2]));  // or the compiler keeps the products of a whole group, in memory
+    }
+    void scale(IVec steps, IVec& scaled_upper, IVec& scaled_lower) const {
+        const ShortVec twice = (ShortVec)(steps | steps << 16);
+        scaled_upper = add_products(scaled_upper, upper, twice);
+        scaled_lower = add_products(add_products(scaled_lower, lower[0], twice), lower[1], twice);
+    }
+
+private:
+    template <class A, class B>
+    static ShortVec times(A unsigned_bytes, B bytes) {
+        return (ShortVec)_mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)bytes);
+    }
+};
+#endif
+
+// The sums over s q - 16 m times the activation, of P L rows from row `part` of a tile on.
 template <int B, int P>
-inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const double* sums, size_t stride,
+inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const float* sums, size_t stride,
                        Doubles (*totals)[B]) {
-    static_assert(P == 1, "a vector holds a tile");
-    const __m512i mask = _mm512_set1_epi8(15);
+    const UShortVec mask = (UShortVec)(0x0f0f0f0f - IVec{});
     for (int from = 0; from < groups; from += kExactGroups) {
         const int to = groups - from < kExactGroups ? groups : from + kExactGroups;
-        IVec scaled_upper[B] = {}, scaled_lower[B] = {};
+        IVec scaled_upper[P][B] = {}, scaled_lower[P][B] = {};
         for (int g = from; g < to; g++) {
-            __m512i upper[B] = {}, lower[B] = {};
+            ByteSums dots[P][B];
 #pragma GCC unroll 4
             for (int i = 0; i < kWords; i++) {
-                const __m512i word = (__m512i)tile.word(g, i, part);
-                const __m512i even = _mm512_and_si512(word, mask);
-                const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(word, 4), mask);
                 __builtin_prefetch(tile.words + kAhead + ((g * kWords + i) * kTile + part) * 4, 0, 2);
+#pragma GCC unroll 2
+                for (int p = 0; p < P; p++) {
+                    const UShortVec word = tile.word(g, i, part + p * L);
 #pragma GCC unroll 8
-                for (int b = 0; b < B; b++) {
-                    const int16_t* split = q + b * stride + g * kGroup + 8 * i;  // as `split_bytes` left them
-                    upper[b] = _mm512_dpbusd_epi32(upper[b], even, (__m512i)both(split));
-                    upper[b] = _mm512_dpbusd_epi32(upper[b], odd, (__m512i)both(split + 2));
-                    lower[b] = _mm512_dpbusd_epi32(lower[b], (__m512i)both(split + 4), even);
-                    lower[b] = _mm512_dpbusd_epi32(lower[b], (__m512i)both(split + 6), odd);
+                    for (int b = 0; b < B; b++)
+                        dots[p][b].add(i, word & mask, word >> 4 & mask, q + b * stride + g * kGroup + 8 * i);
                 }
             }
-            const IVec steps = tile.steps(g, part);
+#pragma GCC unroll 2
+            for (int p = 0; p < P; p++)
+#pragma GCC unroll 8
+                for (int b = 0; b < B; b++)
+                    dots[p][b].scale(tile.steps(g, part + p * L), scaled_upper[p][b], scaled_lower[p][b]);
+        }
+        for (int p = 0; p < P; p++)
 #pragma GCC unroll 8
             for (int b = 0; b < B; b++) {
-                scaled_upper[b] += (IVec)upper[b] * steps;
-                scaled_lower[b] += (IVec)lower[b] * steps;
+                totals[p][b].add(Doubles::of(scaled_upper[p][b]), 256);
+                totals[p][b].add(Doubles::of(scaled_lower[p][b]), 1);
             }
-        }
-#pragma GCC unroll 8
-        for (int b = 0; b < B; b++) {
-            totals[0][b].add(Doubles::of(scaled_upper[b]), 256);
-            totals[0][b].add(Doubles::of(scaled_lower[b]), 1);
-        }
     }
-    for (int g = 0; g < groups; g++) {
-        const Doubles offsets = Doubles::of(tile.offsets(g, part));
+    for (int g = 0; g < groups; g++)
+        for (int p = 0; p < P; p++) {
+            const Doubles offsets = Doubles::of(tile.offsets(g, part + p * L));
 #pragma GCC unroll 8
-        for (int b = 0; b < B; b++) totals[0][b].add(offsets, -sums[g + b * stride * sizeof *q / sizeof *sums]);
-    }
+            for (int b = 0; b < B; b++) totals[p][b].add(offsets, -sums[g + b * stride * sizeof *q / sizeof *sums]);
+        }
 }
 #else
 // The sums over s q - 16 m times the activation, of P L rows from row `part` of a tile on.
 template <int B, int P>
-inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const double* sums, size_t stride,
+inline void tile_times(Int4Tile tile, int groups, int part, const int16_t* q, const float* sums, size_t stride,
                        Doubles (*totals)[B]) {
     for (int g = 0; g < groups; g++) {
         IVec dots[P][B] = {};
@@ -219,23 +274,10 @@ void gemv_int4(const Matrix& m, int begin, int end, Inputs x, float* y, size_t l
         Doubles totals[P][B] = {};
         tile_times<B, P>(tile_of(m, first - part), groups, part, tokens + kHeader, sums_of(tokens, m.cols), x.stride,
                          totals);
-        for (int i = first, p = 0; p < P && i < end; i += L, p++) {
-            const int n = end - i;
-            const Doubles rows = Doubles::of(load_rows(m.scale + i, n));
-            const Doubles offset = Doubles::of(bias ? load_rows(bias + i, n) : Vec{});
-            for (int b = 0; b < B; b++) {
-                float scale;
-                memcpy(&scale, tokens + b * x.stride, sizeof scale);
-                Doubles sum = offset;
-                sum.add(Doubles::of(totals[p][b].floats() * scale), rows);  // exact products, like `gemv_of`
-                Vec value = sum.floats();
-                if (addend.data) value = load_rows(addend.data + b * addend.stride + i, n) + value;
-                if (n < L)
-                    store_part(y + b * ldy + i, value, n);
-                else
-                    store(y + b * ldy + i, value);
-            }
-        }
+        for (int i = first, p = 0; p < P && i < end; i += L, p++)
+            for (int b = 0; b < B; b++)
+                finish_rows(m, i, end - i, totals[p][b].floats(), tokens + b * x.stride, y + b * ldy, bias,
+                            {addend.data ? addend.data + b * addend.stride : nullptr, 0});
     }
 }
 

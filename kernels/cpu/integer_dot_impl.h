@@ -126,29 +126,32 @@ inline void round_activations(const float* x, int n, int16_t* to) {
     }
 }
 
-// Int4: 16 times the sum of the activations of each group follows the activations of a token.
-inline double* sums_of(int16_t* token, int cols) {
-    return reinterpret_cast<double*>(token + kHeader + (cols + kGroup - 1) / kGroup * kGroup);
+// Int4: 16 times the sum of the activations of each group, which fp32 holds exactly, follows the activations of a token.
+inline float* sums_of(int16_t* token, int cols) {
+    return reinterpret_cast<float*>(token + kHeader + (cols + kGroup - 1) / kGroup * kGroup);
 }
-inline const double* sums_of(const int16_t* token, int cols) { return sums_of(const_cast<int16_t*>(token), cols); }
+inline const float* sums_of(const int16_t* token, int cols) { return sums_of(const_cast<int16_t*>(token), cols); }
 
-// Int4 with VNNI, whose instruction multiplies bytes: put the upper bytes of every eight activations before the lower
-// ones, both in the order of a word's columns (`int4_impl.h`).
-#if defined(__AVX512VNNI__)
+// Int4 where an instruction multiplies bytes: put the upper bytes of every eight activations before the lower ones, both
+// in the order of a word's columns (`int4_impl.h`).
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define NEURONMM_BYTES 1
 inline void split_bytes(int16_t* group) {
     const __m128i order = _mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14);
-    const __m512i bytes = _mm512_shuffle_epi8(_mm512_loadu_si512(group), _mm512_broadcast_i32x4(order));
-    _mm512_storeu_si512(group, bytes);
+    for (int j = 0; j < kGroup; j += 8) {
+        __m128i* eight = (__m128i*)(group + j);
+        _mm_storeu_si128(eight, _mm_shuffle_epi8(_mm_loadu_si128(eight), order));
+    }
 }
 #else
 inline void split_bytes(int16_t*) {}
 #endif
 
-Inputs prepare_rounded(const float* x, size_t ldx, int cols, int batch, bool int4) {
-    static thread_local Spare<int16_t> spare;
+Inputs prepare_rounded(const float* x, size_t ldx, int cols, int batch, bool int4, int slot) {
+    static thread_local Spare<int16_t> spares[kSlots];
     const int groups = (cols + kGroup - 1) / kGroup;
-    const size_t stride = kHeader + groups * (kGroup + (int4 ? sizeof(double) / sizeof(int16_t) : 0));
-    int16_t* to = spare.reserve(stride * batch);
+    const size_t stride = kHeader + groups * (kGroup + (int4 ? sizeof(float) / sizeof(int16_t) : 0));
+    int16_t* to = spares[slot].reserve(stride * batch);
     for (int b = 0; b < batch; b++) {
         int16_t* token = to + b * stride;
         memset(token + kHeader + (groups - 1) * kGroup, 0, groups ? kGroup * sizeof *token : 0);
@@ -157,8 +160,8 @@ Inputs prepare_rounded(const float* x, size_t ldx, int cols, int batch, bool int
             int16_t* group = token + kHeader + g * kGroup;
             int sum = 0;
             for (int j = 0; j < kGroup; j++) sum += group[j];
-            sums_of(token, cols)[g] = 16.0 * sum;
-            split_bytes(group);
+            sums_of(token, cols)[g] = 16.0f * sum;
+            if (batch <= kMaxBatch) split_bytes(group);
         }
     }
     return {to, stride};

@@ -144,10 +144,11 @@ void narrow(const float* from, int type, int n, void* to) {
     convert(from, n, static_cast<uint16_t*>(to));
 }
 
-// `gemm_nt` and `gemm_nn` may be null.
-constexpr Kernels table(const char* name, decltype(Kernels::gemm_nt) gemm_nt, decltype(Kernels::gemm_nn) gemm_nn) {
+// The GEMMs may be null.
+constexpr Kernels table(const char* name, decltype(Kernels::gemm_nt) gemm_nt, decltype(Kernels::gemm_nn) gemm_nn,
+                        decltype(Kernels::gemm_integer) gemm_integer = nullptr) {
     return {name,     prepare, gemv,  interleave, swiglu,  softmax, weighted_sum,
-            rms_norm, rotate,  widen, narrow,     gemm_nt, gemm_nn};
+            rms_norm, rotate,  widen, narrow,     gemm_nt, gemm_nn, gemm_integer};
 }
 
 }  // namespace

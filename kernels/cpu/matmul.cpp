@@ -24,23 +24,29 @@ int MatMul::rows_before(int n) const { return row_form ? n - pivots_before(*row_
 void Multiplier::multiply(const MatMul& p, const Matrix& m, int begin, int end, float* y, size_t ldy, const float* bias,
                           Strided addend) {
     if (begin >= end) return;
-    if (p.x.rounded) {
+    const bool integer = kernels_.gemm_integer && (m.type == kInt8x16 || m.type == kInt4);
+    if (p.x.rounded && !integer)
         kernels_.gemm_nt(m, begin, end, p.x.rounded, p.x.stride, batch_, y, ldy, bias, addend);
-        return;
-    }
-    if (batch_ > kMaxBatch) {  // the weights of this call are read again from the cache
+    else if (p.x.rounded)
+        kernels_.gemm_integer(m, begin, end, prepared(p.x, m), batch_, y, ldy, bias, addend);
+    else if (batch_ <= kMaxBatch)
+        kernels_.gemv(m, begin, end, prepared(p.x, m), batch_, y, ldy, bias, addend);
+    else  // the weights of this call are read again from the cache
         for (int b = 0; b < batch_; b += kMaxBatch) {
             const int n = std::min(kMaxBatch, batch_ - b);
-            const Inputs x = kernels_.prepare(p.x.row(b), p.x.stride, m.cols, n, m.type);
+            const Inputs x = kernels_.prepare(p.x.row(b), p.x.stride, m.cols, n, m.type, 0);
             const Strided added{addend.data ? addend.data + b * addend.stride : nullptr, addend.stride};
             kernels_.gemv(m, begin, end, x, n, y + b * ldy, ldy, bias, added);
         }
-        return;
-    }
-    if (!prepared_ || prepared_->x.data != p.x.data || prepared_->m->type != m.type || prepared_->m->cols != m.cols)
-        inputs_ = kernels_.prepare(p.x.data, p.x.stride, m.cols, batch_, m.type);
-    prepared_ = &p;
-    kernels_.gemv(m, begin, end, inputs_, batch_, y, ldy, bias, addend);
+}
+
+Inputs Multiplier::prepared(Rows x, const Matrix& m) {
+    for (const Prepared& p : prepared_)
+        if (p.x == x.data && p.type == m.type && p.cols == m.cols) return p.inputs;
+    Prepared& p = prepared_[next_];
+    p = {x.data, m.type, m.cols, kernels_.prepare(x.data, x.stride, m.cols, batch_, m.type, next_)};
+    next_ = (next_ + 1) % kSlots;
+    return p.inputs;
 }
 
 void Multiplier::rows(const MatMul& p, int begin, int end) {

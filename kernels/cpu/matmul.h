@@ -37,7 +37,8 @@ struct MatMul {
     int rows_before(int n) const;
 };
 
-// Multiplies for one worker. Inputs of a GEMV are prepared once and reused while they stay the same.
+// Multiplies for one worker. Inputs are prepared once and reused while they stay the same: those of two matmuls, because
+// a prefill computes gate and up in turns.
 class Multiplier {
 public:
     Multiplier(const Kernels& kernels, int batch) : kernels_(kernels), batch_(batch) {}
@@ -53,13 +54,19 @@ private:
     // Rows [begin, end) of `m` to y; `m` is p.m or a part of it.
     void multiply(const MatMul& p, const Matrix& m, int begin, int end, float* y, size_t ldy, const float* bias,
                   Strided addend);
+    // The rows of x in the form that `m` needs.
+    Inputs prepared(Rows x, const Matrix& m);
     void rows_around_range(const MatMul& p, int begin, int end);
     void outputs_among_pivots(const MatMul& p, int begin, int end);
 
     const Kernels& kernels_;
     int batch_;
-    const MatMul* prepared_ = nullptr;
-    Inputs inputs_{};
+    int next_ = 0;
+    struct Prepared {
+        const float* x = nullptr;
+        int type = 0, cols = 0;
+        Inputs inputs{};
+    } prepared_[kSlots];
 };
 
 }  // namespace neuronmm

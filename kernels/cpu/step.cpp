@@ -236,7 +236,7 @@ private:
         for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, at);
         const Matrix keys = cached(l.keys, lane, kv_head, start, filled);
         const Matrix values = cached(l.values, lane, kv_head, start, filled);
-        const Inputs queries = worker.kernels.prepare(q, d, d, count, m_.cache_type);
+        const Inputs queries = worker.kernels.prepare(q, d, d, count, m_.cache_type, 0);
         worker.kernels.gemv(keys, 0, filled, queries, count, local.scores.data, local.scores.stride, nullptr, {});
         for (int i = 0; i < count; i++) {
             float* scores = local.scores.row(i);
