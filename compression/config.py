@@ -27,6 +27,9 @@ BARE: dict[str, Any] = {
 }
 """The settings of a published method, SVD-LLM's unless another is given, without what ``compress`` adds by default."""
 
+BITS = {"model": 16, "int8": 8, "fp8": 8, "int4": 4.5}
+"""Bits of a parameter by dtype, that of the model being bf16 or fp16."""
+
 RENAMED = {"share": "share_a", "factors": "factor_dtype"}
 """Old name of a setting -> its name. Recipes, keyword arguments, options and reports may still have the old ones."""
 
@@ -147,6 +150,14 @@ class CompressionConfig(BaseModel):
     def factorises(self) -> bool:
         """Whether linears are factorised; if not, their weights are only rounded."""
         return self.ratio > 0
+
+    @property
+    def dense_cost(self) -> float:
+        """Bits of a parameter of a linear that stays dense, relative to one of a factor.
+
+        It is 1 where factors have more bits: low rank would then save the less, the more linears it replaced.
+        """
+        return max(BITS[self.weight_dtype] / BITS[self.factor_dtype], 1.0)
 
     @property
     def needs_format_3(self) -> bool:

@@ -5,6 +5,7 @@ They need a half and 0.28 of the bytes of bf16, which bound decoding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +17,9 @@ from neuronmm.kernels.int4_layout import GROUP, GROUP_BYTES, TILE
 
 _OFFSET = 16
 """Unit of a group's offset, in units of the row's scale."""
+
+_BLOCK = 1 << 18
+"""Elements that are rounded together on the CPU, so that their float32 copies stay in the cache."""
 
 
 class Int8(NamedTuple):
@@ -86,9 +90,13 @@ def quantise(weight: Tensor) -> Int8:
 
     No element changes by more than half its row's scale, apart from float32 rounding.
     """
-    wide = weight.detach().float()
-    scales = row_scales(wide, 127)
-    return Int8((wide / scales[:, None]).round_().to(torch.int8), scales)
+
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+        wide = rows.float()
+        scales = row_scales(wide, 127)
+        return (wide / scales[:, None]).round_().to(torch.int8), scales
+
+    return Int8(*_by_rows(rounded, weight))
 
 
 def quantise_int4(weight: Tensor) -> Int4:
@@ -97,11 +105,22 @@ def quantise_int4(weight: Tensor) -> Int4:
     The steps of a group reach from its smallest to its largest element, and to zero. A row's scale is its largest step
     / 255. No element changes by more than half a step and 16 scales, apart from float32 rounding.
     """
-    wide = weight.detach().float()
-    groups = pad(wide, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    scales = int4_scales(wide)
-    steps, offsets = int4_levels(groups, scales[:, None, None])
-    return pack_int4(wide, scales, steps[..., 0], offsets[..., 0])
+
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+        wide = rows.float()
+        groups = pad(wide, (0, -wide.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+        scales = int4_scales(wide)
+        steps, offsets = int4_levels(groups, scales[:, None, None])
+        return pack_int4(wide, scales, steps[..., 0], offsets[..., 0])[:2]
+
+    return Int4(*_by_rows(rounded, weight), weight.shape[1])
+
+
+def _by_rows(rounded: Callable[[Tensor], tuple[Tensor, Tensor]], weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the values and scales of ``weight``, rounded in blocks of whole tiles of rows."""
+    rows, columns = weight.shape
+    block = max(_BLOCK // max(columns, 1) // TILE, 1) * TILE if weight.device.type == "cpu" else max(rows, 1)
+    return tuple(torch.cat(parts) for parts in zip(*map(rounded, weight.detach().split(block)), strict=True))
 
 
 def int4_scales(weight: Tensor) -> Tensor:

@@ -235,6 +235,31 @@ def test_a_flat_spectrum_is_dense_or_at_its_floor() -> None:
     assert kept[0] == floor and None in kept and sum(rank not in (None, floor) for rank in kept) <= 1
 
 
+@examples(40)
+@given(
+    costs=st.sampled_from([1.0, 16 / 8, 16 / 4.5]),
+    ratio=st.floats(0.05, 0.6),
+    powers=st.lists(st.floats(0, 4), min_size=8, max_size=8),
+    pivoted=st.booleans(),
+)
+def test_with_factors_in_fewer_bits_the_budget_is_in_bytes(
+    costs: float, ratio: float, powers: list[float], pivoted: bool
+) -> None:
+    targets = [replace(linear, dense_cost=costs) for linear in linears(4, 64, 128, pivoted)]
+    spectra = {linear.name: falling(linear, power) for linear, power in zip(targets, powers, strict=True)}
+    plans = allocate(targets, spectra, alike(targets), ratio, 4), balance(targets, ratio, 4)
+    spent, uniform = (sum(linear.cost(ranks[linear.name]) for linear in targets) for ranks in plans)
+    assert spent <= uniform + 1e-6
+
+
+def test_a_linear_that_would_stay_dense_is_factorised_where_factors_have_fewer_bits() -> None:
+    targets = linears(2, 64, 64, pivoted=True)
+    flat = {linear.name: falling(linear, 0.0) for linear in targets}
+    assert None in allocate(targets, flat, alike(targets), 0.3, 1).values()
+    narrow = [replace(linear, dense_cost=2.0) for linear in targets]
+    assert None not in allocate(narrow, flat, alike(targets), 0.3, 1).values()
+
+
 @pytest.mark.parametrize("ratio", [0.1, 0.2, 0.4, 0.6])
 @pytest.mark.parametrize("shape", [(64, 64), (576, 1536), (3072, 576), (7, 300)])
 def test_pivoted_factors_have_more_rank_at_equal_parameters(shape: tuple[int, int], ratio: float) -> None:

@@ -16,6 +16,8 @@ from draws import examples
 from error_rule import assert_twice_plain
 from neuronmm.kernels import Form, Int8, KernelError, LowRank, low_rank_linear, quantise, quantise_int4
 from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, require
+from neuronmm.kernels.cpu.linears import describe
+from neuronmm.kernels.cpu.step import LinearWeights
 from neuronmm.kernels.low_bits import LowBits, Weight
 from rounded_activations import SMALLEST, round_activations
 
@@ -34,6 +36,12 @@ def multiply(
     at_x, at_y = (ctypes.c_void_p(t.data_ptr()) for t in (x, y))
     require().neuronmm_low_rank_linear(ctypes.byref(linear), at_x, TYPES[x.dtype], len(x), at_y, 2)
     return y
+
+
+def multiply_prompt(weight: LowBits, x: Tensor) -> Tensor:
+    """The core's product of a dense matrix [out, in] and bf16 activations [rows, in], more rows than a GEMV takes."""
+    assert len(x) > 16
+    return torch.ops.neuronmm.linears(x, describe([LinearWeights(weight)], x.dtype), weight.shape[0])
 
 
 def expected(weight: LowBits, x: Tensor) -> Tensor:
@@ -66,10 +74,8 @@ def test_every_instruction_set_gives_the_same_numbers(
     assert torch.equal(multiply(weight, x, bias=bias), biased)
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("rounded", ROUNDINGS)
-@pytest.mark.parametrize("cols", [512, 1024, 1025, 2048, 8192, 8193, 20000])
-def test_the_largest_numbers_do_not_overflow(cols: int, rounded: Rounding) -> None:
+def largest(rounded: Rounding, cols: int) -> LowBits:
+    """A matrix [3, cols] whose rows have the largest numbers of a type, of both signs."""
     weight = rounded(torch.zeros(3, cols))
     if isinstance(weight, Int8):
         weight.values.fill_(-128)[1] = 127
@@ -80,9 +86,34 @@ def test_the_largest_numbers_do_not_overflow(cols: int, rounded: Rounding) -> No
         words[:], steps[:], offsets[:] = 0, 255, 255
         words[:, 1], offsets[:, 1] = 255, 0
         assert weight.integers().unique().tolist() == [-4080, 3825]
-    x = torch.ones(2, cols)
+    return weight
+
+
+@pytest.mark.parametrize("rounded", ROUNDINGS)
+@pytest.mark.parametrize("cols", [512, 1024, 1025, 2048, 8192, 8193, 20000])
+def test_the_largest_numbers_do_not_overflow(cols: int, rounded: Rounding, isa: str) -> None:
+    weight, x = largest(rounded, cols), torch.ones(2, cols)
     x[1] = -1
     assert torch.equal(multiply(weight, x), expected(weight, x))
+    if isa != "portable":
+        prompt = x.repeat(9, 1).bfloat16()
+        torch.testing.assert_close(multiply_prompt(weight, prompt), expected(weight, prompt.float()).bfloat16())
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("isa", ["avx2"], indirect=True)  # the others multiply prompts in bf16 or fp32
+@examples(30)
+@given(st.sampled_from(ROUNDINGS), *(st.integers(*sizes) for sizes in ((1, 70), (1, 1300), (17, 40))))
+def test_prompts_sum_the_same_integers(rounded: Rounding, out: int, cols: int, rows: int) -> None:
+    """Those of int8 exactly, those of int4 within a group of columns; and a row's result is its own."""
+    weight, x = rounded(torch.randn(out, cols)), outliers(rows, cols).bfloat16()
+    y, exact = multiply_prompt(weight, x), expected(weight, x.float())
+    if isinstance(weight, Int8):
+        assert torch.equal(y, exact.bfloat16())
+    else:
+        size = x.double().abs() @ weight.dequantise(torch.float64).abs().T
+        assert ((y.double() - exact.double()).abs() <= exact.double().abs() / 256 + size * 2.0**-18).all()
+    assert torch.equal(y[-17:], multiply_prompt(weight, x[-17:]))
 
 
 @pytest.mark.usefixtures("isa")
