@@ -83,7 +83,8 @@ class Rows:
 class CompressionConfig(BaseModel):
     """The settings of one run; a recipe YAML has these names.
 
-    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. With
+    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. Where
+    factors have fewer bits than other weights, a global allocation has the bytes of uniform ranks at this ratio. With
     ``budget``, the largest KL divergence from the dense model in nats per token or a name of :data:`BUDGETS`, it is
     found by measurement; ``ratio`` is then where the search starts.
     ``factor_dtype`` and ``weight_dtype`` are those in which the factors and all other weights are stored at the end.
@@ -155,7 +156,7 @@ class CompressionConfig(BaseModel):
     def dense_cost(self) -> float:
         """Bits of a parameter of a linear that stays dense, relative to one of a factor.
 
-        It is 1 where factors have more bits: low rank would then save the less, the more linears it replaced.
+        It is 1 where factors have more bits: else the allocation would avoid factors altogether.
         """
         return max(BITS[self.weight_dtype] / BITS[self.factor_dtype], 1.0)
 

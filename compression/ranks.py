@@ -55,7 +55,7 @@ FIRST_MLP = f"{LAYERS}.0.mlp."
 """The prefix of the names of the linears that the global allocation leaves dense."""
 
 FIRST_SHARE = 0.1
-"""The largest share of the parameters that these linears may have, so that the others do not give up too much."""
+"""The largest share of the budget before compression that these linears may take; the others give it up."""
 
 MAX_SCALE = 1e3
 """Largest scale of a linear relative to those that share its A. A linear without energy has no weight in A."""
@@ -111,7 +111,8 @@ class Linear:
     def limit(self) -> float:
         """The rank from which the linear stays dense: it has no fewer parameters, or no pivots, at a higher rank.
 
-        For two factors it is the break-even rank. Pivots of linears that share an A are outputs of the leader.
+        For two factors it is the break-even rank, whatever their bits: low rank has to save multiplications, too. Pivots
+        of linears that share an A are outputs of the leader.
         """
         if self.pivoted:
             return min(self.parts[0].out_features, self.in_features)
@@ -212,7 +213,7 @@ def allocate(
         linears: the targeted linears, in the order of the model's layers.
         losses: by name, the reduction of the relative loss by each rank, largest first.
         fractions: by name, the energy that the linear's block writes, as a fraction of the residual stream's energy.
-        ratio: fraction of their parameters to remove.
+        ratio: fraction of their parameters to remove; with a ``dense_cost`` the ranks cost what uniform ones would.
         align: the tile, in ranks, or ``auto``.
 
     Raises:
@@ -262,7 +263,7 @@ def _least(linears: Sequence[Linear], ratio: float, align: Align, budget: float)
         floors[linear.name] = max(floor, tile) if tile < linear.limit else None
     first = [linear for linear in linears if linear.name.startswith(FIRST_MLP)]
     kept = floors | {linear.name: None for linear in first}
-    small = sum(linear.dense for linear in first) <= FIRST_SHARE * sum(linear.dense for linear in linears)
+    small = sum(linear.cost(None) for linear in first) <= FIRST_SHARE * sum(linear.dense for linear in linears)
     fits = sum(linear.cost(kept[linear.name]) for linear in linears) <= budget
     return kept if small and fits else floors
 
@@ -276,6 +277,7 @@ def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[
         apart: by name, the reduction of each linear's relative loss by each rank of its own A, largest first.
         together: the reduction of the sum of their relative losses by each rank of a shared A.
     """
-    rank = int(joint.rank_with(sum(linear.cost(ranks[linear.name]) for linear in joint.members)))
+    affordable = int(joint.rank_with(sum(linear.cost(ranks[linear.name]) for linear in joint.members)))
+    rank = min(affordable, math.ceil(joint.limit) - 1)
     factorised = [linear.name for linear in joint.members if ranks[linear.name] is not None]
     return float(together[rank:].sum()) < sum(float(apart[name][ranks[name] :].sum()) for name in factorised)

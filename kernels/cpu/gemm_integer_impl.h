@@ -1,5 +1,5 @@
-// GEMMs of int8 and int4 matrices with activations of 16 bits, for processors without a bf16 dot product: an instruction
-// multiplies twice as many pairs of 16-bit integers as of fp32 numbers, and nothing is rounded to bf16.
+// GEMMs of int8 and int4 matrices with activations of 16 bits, for AVX2: an instruction multiplies twice as many pairs of
+// 16-bit integers as of fp32 numbers, and nothing is rounded to bf16.
 //
 // A panel holds kPanel outputs as 16-bit integers, two neighbouring columns per lane: the weights of int8, the half
 // bytes of int4. It serves every row. The sums of int8 are those of `gemv_int8`, bit by bit. The sums of int4 are exact
@@ -13,8 +13,8 @@
 namespace neuronmm {
 namespace {
 
-constexpr int kIntegerRows = 6;   // rows per register block: their sums and one line of the panel fill 16 registers
-constexpr int kExactPairs = 256;  // pairs of columns whose products fit the int32 lanes (`kExact`)
+constexpr int kIntegerRows = 6;  // rows per register block: their sums and one line of the panel fill 16 registers
+constexpr int kExactPairs = kExact / kShorts;  // pairs of columns whose products fit the int32 lanes
 
 // sums[i][half] += the products of `pairs` pairs of columns, for R rows and both vectors of the panel.
 template <int R>
@@ -69,9 +69,9 @@ struct Int8Panel {
 };
 
 struct Int4Panel {
-    static void pack(const Matrix& m, int begin, int n, ShortVec* panel) {
+    static void pack(const Matrix& m, int begin, int, ShortVec* panel) {
         const Int4Tile tile = tile_of(m, begin);
-        for (int half = 0; half * L < n; half++)
+        for (int half = 0; half < 2; half++)
             for (int at = 0; at < groups_of(m) * kWords; at++) {
                 const UShortVec word = tile.word(at / kWords, at % kWords, half * L);
                 for (int k = 0; k < 4; k++) panel[2 * (4 * at + k) + half] = (ShortVec)(word >> 4 * k & 15);
@@ -92,7 +92,7 @@ struct Int4Panel {
                 const Vec steps = __builtin_convertvector(tile.steps(g, half * L), Vec);
                 const Vec offsets = __builtin_convertvector(tile.offsets(g, half * L), Vec);
 #pragma GCC unroll 6
-                for (int i = 0; i < R; i++) {  // one fused operation after the other, for every R
+                for (int i = 0; i < R; i++) {  // the compiler fuses each, in the same way for every R
                     totals[i][half] += __builtin_convertvector(sums[i][half], Vec) * steps;
                     totals[i][half] -= offsets * input_sums[g + i * next];
                 }
@@ -116,11 +116,9 @@ void panel_times(const Matrix& m, int begin, int n, const ShortVec* panel, const
 template <class P>
 void gemm_by_panels(const Matrix& m, int begin, int end, Inputs x, int rows, float* y, size_t ldy, const float* bias,
                     Strided addend) {
-    static_assert(kPanel == kTile || L == 16, "an int4 tile is a panel");
+    static_assert(kPanel == kTile, "an int4 tile is a panel");
     const auto* tokens = static_cast<const int16_t*>(x.data);
-    const int groups = groups_of(m);
-    static thread_local Spare<ShortVec> spare;
-    ShortVec* panel = spare.reserve(static_cast<size_t>(groups) * kGroup);
+    auto* panel = panel_memory<ShortVec>(static_cast<size_t>(groups_of(m)) * kGroup);
     for (int j = begin; j < end; j += kPanel) {
         const int n = end - j < kPanel ? end - j : kPanel;
         P::pack(m, j, n, panel);

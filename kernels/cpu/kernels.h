@@ -7,7 +7,7 @@
 
 namespace neuronmm {
 
-// Input rows in the form that `gemv` needs for one element type of the matrix.
+// Input rows in the form that `gemv`, or `gemm_integer`, needs for one element type of the matrix.
 struct Inputs {
     const void* data;
     size_t stride;
@@ -19,12 +19,13 @@ struct Strided {
     size_t stride;
 };
 
-constexpr int kSlots = 2;
+constexpr int kSlots = 2;  // prepared inputs that a thread keeps at once: a prefill computes gate and up in turns
 
 struct Kernels {
     const char* name;
-    // Convert fp32 rows x[b * ldx] to the form that `gemv`, or `gemm_integer` for more than kMaxBatch rows, needs for
-    // matrices of `type`. The result is valid until the same thread calls this again with this `slot`, below kSlots.
+    // Convert fp32 rows x[b * ldx] to the form that matrices of `type` need: for `gemv`, or for `gemm_integer` if there
+    // are more than kMaxBatch rows. The result is valid until the same thread calls this again with the same slot, which
+    // is below kSlots.
     Inputs (*prepare)(const float* x, size_t ldx, int cols, int batch, int type, int slot);
     // y[b * ldy + i] = m[i] . x[b] + bias[i] + addend[b][i] for begin <= i < end and up to kMaxBatch rows b. bias and
     // addend.data may be null; the addend may be y.
@@ -54,8 +55,8 @@ struct Kernels {
     void (*gemm_nt)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
                     const float* bias, Strided addend);
     void (*gemm_nn)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);
-    // `gemv` for any number of rows, of matrices that multiply activations rounded to 16 bits. Null if `gemm_nt` is
-    // faster.
+    // `gemv` for more than kMaxBatch rows and matrices that multiply activations rounded to 16 bits. Null if `gemm_nt`
+    // is faster.
     void (*gemm_integer)(const Matrix& m, int begin, int end, Inputs x, int batch, float* y, size_t ldy,
                          const float* bias, Strided addend);
 };

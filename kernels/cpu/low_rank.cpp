@@ -47,7 +47,7 @@ Scratch& scratch_of(size_t floats) {
 
 constexpr int kMaxGroup = 3;       // most linears of one input
 constexpr int kLinearsRows = 256;  // most rows that `linears` multiplies at once, so that they stay in the cache
-constexpr int kGemvRows = 16;      // up to so many rows GEMVs of kMaxBatch rows are faster than a GEMM
+constexpr int kGemvRows = 16;      // up to so many rows GEMVs of kMaxBatch rows are faster than a GEMM in bf16 or fp32
 
 // Whether GEMMs can multiply rows of `type` with every matrix of the group.
 bool has_gemm(const Linear* linears, int count, int type) {

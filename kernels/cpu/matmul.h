@@ -6,8 +6,8 @@
 namespace neuronmm {
 
 // fp32 activations [batch, n] that one phase writes and the next one reads; row b begins at data + b * stride. For GEMMs,
-// of more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride. Without it a GEMV takes kMaxBatch rows
-// at a time.
+// of more than kMaxBatch rows, `rounded` holds a bf16 copy with the same stride; the integer GEMM reads `data`. Without
+// the copy a GEMV takes kMaxBatch rows at a time.
 struct Rows {
     float* data;
     size_t stride;
@@ -51,6 +51,12 @@ public:
     void outputs(const MatMul& p, int begin, int end);
 
 private:
+    struct Prepared {
+        const float* x = nullptr;
+        int type = 0, cols = 0;
+        Inputs inputs{};
+    };
+
     // Rows [begin, end) of `m` to y; `m` is p.m or a part of it.
     void multiply(const MatMul& p, const Matrix& m, int begin, int end, float* y, size_t ldy, const float* bias,
                   Strided addend);
@@ -61,12 +67,8 @@ private:
 
     const Kernels& kernels_;
     int batch_;
+    Prepared prepared_[kSlots];
     int next_ = 0;
-    struct Prepared {
-        const float* x = nullptr;
-        int type = 0, cols = 0;
-        Inputs inputs{};
-    } prepared_[kSlots];
 };
 
 }  // namespace neuronmm

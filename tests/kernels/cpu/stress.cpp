@@ -213,6 +213,18 @@ std::vector<char> low_rank(Type type, int batch, bool shared, bool pivoted, int 
     return y;
 }
 
+// The bytes of a prompt's rows, whose number leaves every tail of a GEMM's blocks; they do not depend on the threads.
+std::vector<char> prompt_rows(Type type, int rows, int threads) {
+    random_bits.seed(19);
+    Memory memory;
+    const int in = 67, out = 131;
+    const Linear linear = memory.linear(type, out, in, 0);
+    std::vector<char> y(static_cast<size_t>(rows) * out * 2);
+    const void* x = memory.values(kBFloat16, static_cast<size_t>(rows) * in);
+    neuronmm_linear_group(&linear, 1, x, kBFloat16, rows, in, y.data(), out, threads);
+    return y;
+}
+
 // The first and the last of three linears share one A: the results equal those of separate copies, A x is computed once
 // (the last linear's intermediate does not change), and the order does not matter.
 bool multiplies_shared_a_once(Type type, int batch, int threads) {
@@ -359,6 +371,10 @@ int main() {
                     }
                     if (!multiplies_shared_a_once(type, batch, threads)) {
                         std::printf("%s: shared: type %d batch %d threads %d\n", isa, type, batch, threads);
+                        failures++;
+                    }
+                    if (prompt_rows(type, 16 + batch, threads) != prompt_rows(type, 16 + batch, 1)) {
+                        std::printf("%s: prompt: type %d rows %d threads %d\n", isa, type, 16 + batch, threads);
                         failures++;
                     }
                     for (const bool shared : {false, true})
