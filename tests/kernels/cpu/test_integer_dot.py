@@ -97,7 +97,8 @@ def test_the_largest_numbers_do_not_overflow(cols: int, rounded: Rounding, isa: 
     assert torch.equal(multiply(weight, x), expected(weight, x))
     prompt = x.repeat(10, 1)[1:].bfloat16()
     exact = expected(weight, prompt.float()).bfloat16()
-    torch.testing.assert_close(multiply_prompt(weight, prompt), exact, rtol=0.0 if isa == "avx2" else None, atol=0.0)
+    bf16 = isa.startswith("avx512")  # it has eight bits for the integers of int4
+    torch.testing.assert_close(multiply_prompt(weight, prompt), exact, rtol=2.0**-7 if bf16 else 0.0, atol=0.0)
 
 
 @pytest.mark.usefixtures("isa")
