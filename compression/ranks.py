@@ -111,8 +111,8 @@ class Linear:
     def limit(self) -> float:
         """The rank from which the linear stays dense: it has no fewer parameters, or no pivots, at a higher rank.
 
-        For two factors it is the break-even rank, whatever their bits: low rank has to save multiplications, too. Pivots
-        of linears that share an A are outputs of the leader.
+        For two factors it is the break-even rank, whatever their bits: low rank has to save multiplications, too.
+        Pivots of linears that share an A are outputs of the leader.
         """
         if self.pivoted:
             return min(self.parts[0].out_features, self.in_features)
