@@ -27,9 +27,6 @@ BARE: dict[str, Any] = {
 }
 """The settings of a published method, SVD-LLM's unless another is given, without what ``compress`` adds by default."""
 
-BITS = {"model": 16, "int8": 8, "fp8": 8, "int4": 4.5}
-"""Bits of a parameter by dtype, that of the model being bf16 or fp16."""
-
 RENAMED = {"share": "share_a", "factors": "factor_dtype"}
 """Old name of a setting -> its name. Recipes, keyword arguments, options and reports may still have the old ones."""
 
@@ -83,8 +80,7 @@ class Rows:
 class CompressionConfig(BaseModel):
     """The settings of one run; a recipe YAML has these names.
 
-    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. Where
-    factors have fewer bits than other weights, a global allocation has the bytes of uniform ranks at this ratio. With
+    ``ratio`` is the fraction of the targeted linears' parameters to remove; with 0 no linear is factorised. With
     ``budget``, the largest KL divergence from the dense model in nats per token or a name of :data:`BUDGETS`, it is
     found by measurement; ``ratio`` is then where the search starts.
     ``factor_dtype`` and ``weight_dtype`` are those in which the factors and all other weights are stored at the end.
@@ -151,14 +147,6 @@ class CompressionConfig(BaseModel):
     def factorises(self) -> bool:
         """Whether linears are factorised; if not, their weights are only rounded."""
         return self.ratio > 0
-
-    @property
-    def dense_cost(self) -> float:
-        """Bits of a parameter of a linear that stays dense, relative to one of a factor.
-
-        It is 1 where factors have more bits: else the allocation would avoid factors altogether.
-        """
-        return max(BITS[self.weight_dtype] / BITS[self.factor_dtype], 1.0)
 
     @property
     def needs_format_3(self) -> bool:

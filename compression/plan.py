@@ -78,7 +78,7 @@ class Plan:
 def targeted(reader: Reader, layers: int, config: CompressionConfig) -> list[Linear]:
     """Return the linears that ``config.targets`` names, in the order of the layers."""
     return [
-        Linear(name, out_features, in_features, pivoted=config.form == "pivoted", dense_cost=config.dense_cost)
+        Linear(name, out_features, in_features, pivoted=config.form == "pivoted")
         for index in range(layers)
         for name in (f"{LAYERS}.{index}.{linear}" for linear in TARGETS[config.targets])
         for out_features, in_features in (reader.shape(f"{name}.weight"),)
@@ -94,7 +94,7 @@ def needs_spectra(config: CompressionConfig) -> bool:
 def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[str, Tensor] | None = None) -> Plan:
     """Choose the ranks and the linears that share an A.
 
-    Linears with one input share an A if they lose less with it than with an A each, at equal cost. Queries, keys
+    Linears with one input share an A if they lose less with it than with an A each, at equal parameters. Queries, keys
     and values, for example, lose more with one A where the allocation leaves the small values dense at little cost.
 
     Args:

@@ -6,11 +6,10 @@ therefore lets each matrix take the aligned rank below or above its exact rank, 
 break-even. Matrix by matrix, it makes the choice that keeps the running total nearest to the requested fraction, so low
 and high ranks alternate over the depth.
 
-The global allocation, :func:`allocate`, divides the parameters over all linears, or their bytes if factors are stored
-in fewer bits than the linears that stay dense. It is greedy on the whitened spectra: the next tile of ranks goes to the
-linear whose loss it reduces most per parameter or byte. Each further rank of pivoted factors costs less, so there a
-step may be several tiles, up to dense. A floor keeps every linear at a fraction of its uniform rank, because a spectrum
-measured on one text predicts little about another.
+The global allocation, :func:`allocate`, divides the parameters over all linears. It is greedy on the whitened
+spectra: the next tile of ranks goes to the linear whose loss it reduces most per parameter. Each further rank of
+pivoted factors costs less, so there a step may be several tiles, up to dense. A floor keeps every linear at a fraction
+of its uniform rank, because a spectrum measured on one text predicts little about another.
 
 The MLP of the first layer stays dense, if it is a tenth of the parameters at most and the others keep their floor. Its
 inputs are tokens rather than text, and no calibration text holds the whole vocabulary. From the tokens that begin a
@@ -32,7 +31,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from neuronmm.models.errors import UserError
@@ -55,7 +54,7 @@ FIRST_MLP = f"{LAYERS}.0.mlp."
 """The prefix of the names of the linears that the global allocation leaves dense."""
 
 FIRST_SHARE = 0.1
-"""The largest share of the budget before compression that these linears may take; the others give it up."""
+"""The largest share of the parameters that these linears may have, so that the others do not give up too much."""
 
 MAX_SCALE = 1e3
 """Largest scale of a linear relative to those that share its A. A linear without energy has no weight in A."""
@@ -68,8 +67,7 @@ class Linear:
     With ``members`` it represents several linears with one input and a shared A, the leader first. Its name is the
     leader's name, its weight is the concatenation of their weights, each multiplied by its entry of ``scales``.
 
-    ``pivoted`` factors of rank r have r (in + out - r) parameters, two plain factors r (in + out). ``dense_cost`` is
-    the size of a parameter of the dense weight, relative to one of the factors.
+    ``pivoted`` factors of rank r have r (in + out - r) parameters, two plain factors r (in + out).
     """
 
     name: str
@@ -78,7 +76,6 @@ class Linear:
     members: tuple[Linear, ...] = ()
     scales: tuple[float, ...] = ()
     pivoted: bool = False
-    dense_cost: float = 1.0
 
     @classmethod
     def sharing(cls, members: Sequence[Linear], energies: Sequence[float]) -> Linear:
@@ -90,7 +87,7 @@ class Linear:
         leader, most = members[0], max(energies)
         scales = [(most / max(energy, most / MAX_SCALE**2)) ** 0.5 if most > 0 else 1.0 for energy in energies]
         out_features = sum(member.out_features for member in members)
-        return replace(leader, out_features=out_features, members=tuple(members), scales=tuple(scales))
+        return cls(leader.name, out_features, leader.in_features, tuple(members), tuple(scales), leader.pivoted)
 
     @property
     def parts(self) -> tuple[Linear, ...]:
@@ -111,8 +108,7 @@ class Linear:
     def limit(self) -> float:
         """The rank from which the linear stays dense: it has no fewer parameters, or no pivots, at a higher rank.
 
-        For two factors it is the break-even rank, whatever their bits: low rank has to save multiplications, too.
-        Pivots of linears that share an A are outputs of the leader.
+        For two factors it is the break-even rank. Pivots of linears that share an A are outputs of the leader.
         """
         if self.pivoted:
             return min(self.parts[0].out_features, self.in_features)
@@ -123,10 +119,6 @@ class Linear:
         if rank is None:
             return self.dense
         return rank * (self.out_features + self.in_features - (rank if self.pivoted else 0))
-
-    def cost(self, rank: int | None) -> float:
-        """Return the size at ``rank``, in parameters of factors; None means dense."""
-        return self.parameters(rank) * (self.dense_cost if rank is None else 1)
 
     def tile(self, align: Align) -> int:
         """Return what its ranks are multiples of.
@@ -213,32 +205,32 @@ def allocate(
         linears: the targeted linears, in the order of the model's layers.
         losses: by name, the reduction of the relative loss by each rank, largest first.
         fractions: by name, the energy that the linear's block writes, as a fraction of the residual stream's energy.
-        ratio: fraction of their parameters to remove; with a ``dense_cost`` the ranks cost what uniform ones would.
+        ratio: fraction of their parameters to remove.
         align: the tile, in ranks, or ``auto``.
 
     Raises:
         UserError: as :func:`balance`.
     """
     uniform = balance(linears, ratio, align)
-    budget = sum(linear.cost(uniform[linear.name]) for linear in linears)
+    budget = sum(linear.parameters(uniform[linear.name]) for linear in linears)
     ranks = _least(linears, ratio, align, budget)
-    budget -= sum(linear.cost(ranks[linear.name]) for linear in linears)
+    budget -= sum(linear.parameters(ranks[linear.name]) for linear in linears)
     steps: list[tuple[float, int, int | None]] = []
 
     def offer(number: int) -> None:
-        """Push the linear's best affordable step onto the heap, by gain per cost."""
+        """Push the linear's best affordable step onto the heap, by gain per parameter."""
         linear, rank = linears[number], ranks[linears[number].name]
         if rank is None:
             return
-        loss, size, tile = losses[linear.name], linear.cost(rank), linear.tile(align)
+        loss, size, tile = losses[linear.name], linear.parameters(rank), linear.tile(align)
         further = [*range(rank + tile, math.ceil(linear.limit), tile), None]
         if not linear.pivoted:
             further = further[:1]
-        further = [step for step in further if linear.cost(step) - size <= budget]
+        further = [step for step in further if linear.parameters(step) - size <= budget]
         if not further:
             return
         gains = loss.cumsum(0)[[(step or len(loss)) - 1 for step in further]] - loss[:rank].sum()
-        rates = [float(gain) / (linear.cost(step) - size) for gain, step in zip(gains, further, strict=True)]
+        rates = [float(gain) / (linear.parameters(step) - size) for gain, step in zip(gains, further, strict=True)]
         best = max(range(len(further)), key=rates.__getitem__)
         heapq.heappush(steps, (-fractions[linear.name] * rates[best], number, further[best]))
 
@@ -247,15 +239,17 @@ def allocate(
     while steps:
         _, number, step = heapq.heappop(steps)
         linear = linears[number]
-        cost = linear.cost(step) - linear.cost(ranks[linear.name])
+        cost = linear.parameters(step) - linear.parameters(ranks[linear.name])
         if cost <= budget:  # otherwise a smaller step may still fit
             ranks[linear.name], budget = step, budget - cost
         offer(number)
     return ranks
 
 
-def _least(linears: Sequence[Linear], ratio: float, align: Align, budget: float) -> dict[str, int | None]:
-    """Return the ranks that the allocation begins with: the floors, and the first MLP dense if ``budget`` suffices."""
+def _least(linears: Sequence[Linear], ratio: float, align: Align, budget: int) -> dict[str, int | None]:
+    """Return the ranks that the allocation begins with: the floors, and the first MLP dense if ``budget`` parameters
+    are enough for that.
+    """
     floors: dict[str, int | None] = {}
     for linear in linears:
         tile = linear.tile(align)
@@ -263,13 +257,13 @@ def _least(linears: Sequence[Linear], ratio: float, align: Align, budget: float)
         floors[linear.name] = max(floor, tile) if tile < linear.limit else None
     first = [linear for linear in linears if linear.name.startswith(FIRST_MLP)]
     kept = floors | {linear.name: None for linear in first}
-    small = sum(linear.cost(None) for linear in first) <= FIRST_SHARE * sum(linear.dense for linear in linears)
-    fits = sum(linear.cost(kept[linear.name]) for linear in linears) <= budget
+    small = sum(linear.dense for linear in first) <= FIRST_SHARE * sum(linear.dense for linear in linears)
+    fits = sum(linear.parameters(kept[linear.name]) for linear in linears) <= budget
     return kept if small and fits else floors
 
 
 def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[str, Tensor], together: Tensor) -> bool:
-    """Return whether linears with one input lose less with a shared A than with their own, at equal cost.
+    """Return whether linears with one input lose less with a shared A than with their own, at equal parameters.
 
     Args:
         joint: the linears as one.
@@ -277,7 +271,6 @@ def sharing_pays(joint: Linear, ranks: Mapping[str, int | None], apart: Mapping[
         apart: by name, the reduction of each linear's relative loss by each rank of its own A, largest first.
         together: the reduction of the sum of their relative losses by each rank of a shared A.
     """
-    affordable = int(joint.rank_with(sum(linear.cost(ranks[linear.name]) for linear in joint.members)))
-    rank = min(affordable, math.ceil(joint.limit) - 1)
+    rank = int(joint.rank_with(sum(linear.parameters(ranks[linear.name]) for linear in joint.members)))
     factorised = [linear.name for linear in joint.members if ranks[linear.name] is not None]
     return float(together[rank:].sum()) < sum(float(apart[name][ranks[name] :].sum()) for name in factorised)

@@ -235,61 +235,6 @@ def test_a_flat_spectrum_is_dense_or_at_its_floor() -> None:
     assert kept[0] == floor and None in kept and sum(rank not in (None, floor) for rank in kept) <= 1
 
 
-@examples(40)
-@given(
-    costs=st.sampled_from([1.0, 16 / 8, 16 / 4.5]),
-    ratio=st.floats(0.05, 0.6),
-    powers=st.lists(st.floats(0, 4), min_size=8, max_size=8),
-    pivoted=st.booleans(),
-)
-def test_with_factors_in_fewer_bits_the_budget_is_in_bytes(
-    costs: float, ratio: float, powers: list[float], pivoted: bool
-) -> None:
-    targets = [replace(linear, dense_cost=costs) for linear in linears(4, 64, 128, pivoted)]
-    spectra = {linear.name: falling(linear, power) for linear, power in zip(targets, powers, strict=True)}
-    plans = allocate(targets, spectra, alike(targets), ratio, 4), balance(targets, ratio, 4)
-    spent, uniform = (sum(linear.cost(ranks[linear.name]) for linear in targets) for ranks in plans)
-    assert spent <= uniform + 1e-6
-    steps = [linear.cost(step) - linear.cost(rank) for linear in targets for rank, step in after(linear, plans[0])]
-    assert not steps or uniform - spent < max(steps)
-
-
-def after(linear: Linear, ranks: dict[str, int | None]) -> list[tuple[int, int | None]]:
-    """Return the linear's rank with the next one that it could have, if there is one."""
-    rank = ranks[linear.name]
-    return [] if rank is None else [(rank, rank + 4 if rank + 4 < linear.limit else None)]
-
-
-def test_a_linear_that_would_stay_dense_is_factorised_where_factors_have_fewer_bits() -> None:
-    """A dense step is affordable in both cases, but with factors of half the bits the others gain more per byte."""
-    targets = linears(8, 64, 64, pivoted=True)
-    flat = {linear.name: falling(linear, 0.0) for linear in targets}
-    assert None in allocate(targets, flat, alike(targets), 0.3, 1).values()
-    narrow = [replace(linear, dense_cost=2.0) for linear in targets]
-    assert None not in allocate(narrow, flat, alike(targets), 0.3, 1).values()
-
-
-@pytest.mark.parametrize(("cost", "dense"), [(1.0, True), (2.0, False)])
-def test_the_first_mlp_stays_dense_only_at_a_tenth_of_the_budget(cost: float, dense: bool) -> None:
-    """Of twelve layers it has a twelfth of the parameters, and twice that of the bytes."""
-    targets = [
-        replace(linear, name=f"{LAYERS}.{number // 2}.mlp.{number}", dense_cost=cost)
-        for number, linear in enumerate(linears(12, 64, 128, pivoted=True))
-    ]
-    steep = {linear.name: falling(linear, 4.0) for linear in targets}
-    ranks = allocate(targets, steep, alike(targets), 0.2, 4)
-    assert all((ranks[linear.name] is None) is dense for linear in targets[:2])
-
-
-def test_sharing_costs_no_more_ranks_than_there_are() -> None:
-    """A dense member of factors in int4 has the bytes of more ranks than two factors may have."""
-    members = [Linear(name, 64, 64, dense_cost=16 / 4.5) for name in "ab"]
-    joint = Linear.sharing(members, [1.0, 1.0])
-    apart = {linear.name: falling(linear, 0.0) for linear in members}
-    together = torch.ones(64, dtype=torch.float64)
-    assert not sharing_pays(joint, {"a": None, "b": 31}, apart, 100 * together)
-
-
 @pytest.mark.parametrize("ratio", [0.1, 0.2, 0.4, 0.6])
 @pytest.mark.parametrize("shape", [(64, 64), (576, 1536), (3072, 576), (7, 300)])
 def test_pivoted_factors_have_more_rank_at_equal_parameters(shape: tuple[int, int], ratio: float) -> None:
