@@ -113,14 +113,16 @@ def quantise_int4(weight: Tensor) -> Int4:
         steps, offsets = int4_levels(groups, scales[:, None, None])
         return pack_int4(wide, scales, steps[..., 0], offsets[..., 0])[:2]
 
-    return Int4(*_by_rows(rounded, weight), weight.shape[1])
+    values, scales = _by_rows(rounded, weight)
+    return Int4(values, scales, weight.shape[1])
 
 
-def _by_rows(rounded: Callable[[Tensor], tuple[Tensor, Tensor]], weight: Tensor) -> tuple[Tensor, ...]:
+def _by_rows(rounded: Callable[[Tensor], tuple[Tensor, Tensor]], weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values and scales of ``weight``, rounded in blocks of whole tiles of rows."""
     rows, columns = weight.shape
     block = max(_BLOCK // max(columns, 1) // TILE, 1) * TILE if weight.device.type == "cpu" else max(rows, 1)
-    return tuple(torch.cat(parts) for parts in zip(*map(rounded, weight.detach().split(block)), strict=True))
+    values, scales = zip(*map(rounded, weight.detach().split(block)), strict=True)
+    return torch.cat(values), torch.cat(scales)
 
 
 def int4_scales(weight: Tensor) -> Tensor:
