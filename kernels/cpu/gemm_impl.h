@@ -77,7 +77,7 @@ void panels_times(const typename S::Cell* panels, size_t cells, int depth, const
             for (const size_t stop = fetched + step; fetched < stop && fetched < next; fetched += 64)
                 __builtin_prefetch(ahead + fetched, 0, 2);
             const auto inputs = S::inputs(x + i * ldx, ldx, r, depth);
-            const float* more = addend.data ? addend.data + i * addend.stride : nullptr;
+            const float* more = addend.row(i);
             for (int j = 0; j < n; j += kPanel) {
                 const int width = n - j < kPanel ? n - j : kPanel;
                 const auto multiply = width <= L ? one_vector : two_vectors;

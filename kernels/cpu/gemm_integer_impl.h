@@ -110,7 +110,7 @@ void panel_times(const Matrix& m, int begin, int n, const ShortVec* panel, const
     for (int half = 0; half * L < n; half++)
         for (int i = 0; i < R; i++)
             finish_rows(m, begin + half * L, n - half * L, totals[i][half], tokens + i * stride, y + i * ldy, bias,
-                        {addend.data ? addend.data + i * addend.stride : nullptr, 0});
+                        addend.row(i));
 }
 
 template <class P>
@@ -124,7 +124,7 @@ void gemm_by_panels(const Matrix& m, int begin, int end, Inputs x, int rows, flo
         P::pack(m, j, n, panel);
         const auto take = [&](auto multiply, int i) {
             multiply(m, j, n, panel, tokens + i * x.stride, x.stride, y + i * ldy, ldy, bias,
-                     Strided{addend.data ? addend.data + i * addend.stride : nullptr, addend.stride});
+                     Strided{addend.row(i), addend.stride});
         };
         int i = 0;
         for (; i + kIntegerRows <= rows; i += kIntegerRows) take(panel_times<P, kIntegerRows>, i);

@@ -120,13 +120,13 @@ inline Vec load_rows(const float* p, int n) { return n < L ? load_part(p, n) : l
 
 // Store rows [i, i + min(n, L)) of one token's product, whose sums of integers are `totals`.
 inline void finish_rows(const Matrix& m, int i, int n, Vec totals, const int16_t* token, float* y, const float* bias,
-                        Strided addend) {
+                        const float* addend) {
     float scale;
     memcpy(&scale, token, sizeof scale);
     Doubles sum = Doubles::of(bias ? load_rows(bias + i, n) : Vec{});
     sum.add(Doubles::of(totals * scale), Doubles::of(load_rows(m.scale + i, n)));  // exact products, like `gemv_of`
     Vec value = sum.floats();
-    if (addend.data) value = load_rows(addend.data + i, n) + value;
+    if (addend) value = load_rows(addend + i, n) + value;
     if (n < L)
         store_part(y + i, value, n);
     else
@@ -277,7 +277,7 @@ void gemv_int4(const Matrix& m, int begin, int end, Inputs x, float* y, size_t l
         for (int i = first, p = 0; p < P && i < end; i += L, p++)
             for (int b = 0; b < B; b++)
                 finish_rows(m, i, end - i, totals[p][b].floats(), tokens + b * x.stride, y + b * ldy, bias,
-                            {addend.data ? addend.data + b * addend.stride : nullptr, 0});
+                            addend.row(b));
     }
 }
 

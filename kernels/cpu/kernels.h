@@ -13,10 +13,12 @@ struct Inputs {
     size_t stride;
 };
 
-// fp32 rows; row b begins at data + b * stride.
+// fp32 rows, or none where `data` is null; row b begins at data + b * stride.
 struct Strided {
     const float* data;
     size_t stride;
+
+    const float* row(int b) const { return data ? data + b * stride : nullptr; }
 };
 
 constexpr int kSlots = 2;  // prepared inputs that a thread keeps at once: a prefill computes gate and up in turns

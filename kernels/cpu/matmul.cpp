@@ -35,7 +35,7 @@ void Multiplier::multiply(const MatMul& p, const Matrix& m, int begin, int end, 
         for (int b = 0; b < batch_; b += kMaxBatch) {
             const int n = std::min(kMaxBatch, batch_ - b);
             const Inputs x = kernels_.prepare(p.x.row(b), p.x.stride, m.cols, n, m.type, 0);
-            const Strided added{addend.data ? addend.data + b * addend.stride : nullptr, addend.stride};
+            const Strided added{addend.row(b), addend.stride};
             kernels_.gemv(m, begin, end, x, n, y + b * ldy, ldy, bias, added);
         }
 }
