@@ -45,11 +45,11 @@ constexpr int kAccumulators = 16;
 constexpr int kAccumulators = 12;
 #endif
 
-// sums[b] = w . x[b]. Several accumulators along the row hide the latency of the additions. Their number is the same for
+// w . x[b] as parts[b], a sum per lane. Several accumulators along the row hide the latency of the additions. Their number is the same for
 // every B, so that a row's result does not depend on the other rows: a step of several tokens equals as many steps of
 // one, bit by bit.
 template <class P, int B>
-inline void row_times(const typename P::Weight* w, int cols, const typename P::Input* x, size_t ldx, float* sums) {
+inline void row_parts(const typename P::Weight* w, int cols, const typename P::Input* x, size_t ldx, Vec* parts) {
     constexpr int U = P::kSums, W = P::kWidth;
     Vec acc[B][U] = {};
     int j = 0;
@@ -74,11 +74,19 @@ inline void row_times(const typename P::Weight* w, int cols, const typename P::I
     }
 #pragma GCC unroll 8
     for (int b = 0; b < B; b++) {
-        Vec total = acc[b][0];
+        parts[b] = acc[b][0];
 #pragma GCC unroll 4
-        for (int u = 1; u < U; u++) total += acc[b][u];
-        sums[b] = sum(total);
+        for (int u = 1; u < U; u++) parts[b] += acc[b][u];
     }
+}
+
+// sums[b] = w . x[b]
+template <class P, int B>
+inline void row_times(const typename P::Weight* w, int cols, const typename P::Input* x, size_t ldx, float* sums) {
+    Vec parts[B];
+    row_parts<P, B>(w, cols, x, ldx, parts);
+#pragma GCC unroll 8
+    for (int b = 0; b < B; b++) sums[b] = sum(parts[b]);
 }
 
 // Multiply one weight row at a time, in address order, which the hardware prefetchers follow.

@@ -40,10 +40,12 @@ struct Kernels {
                        float* y, size_t ldy);
     // gate[i] = silu(gate[i]) * up[i]
     void (*swiglu)(float* gate, const float* up, int n);
+    // out[b] = softmax(keys . q[b] * scale) . values for `count` queries, which follow each other, as the outputs do;
+    // scores[b * lds ...] gets the probabilities. `scale` is positive.
+    void (*attend)(const Matrix& keys, const Matrix& values, const float* q, int count, float scale, float* scores,
+                   size_t lds, float* out);
     // scores[i] = softmax(scores * scale)[i]
     void (*softmax)(float* scores, int n, float scale);
-    // out[j] = sum over i of weights[i] * m[i][j]
-    void (*weighted_sum)(const Matrix& m, const float* weights, float* out);
     // out[i] = x[i] * weight[i] / rms(x)
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
     // RoPE in place of one head; head, cos and sin have 2 * half elements.

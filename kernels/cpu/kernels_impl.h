@@ -1,9 +1,7 @@
 // The kernels, written once with the compiler's vector types and compiled once for each instruction set.
 #pragma once
 
-#include <math.h>
-
-#include "gemv_impl.h"
+#include "attention_impl.h"
 
 namespace neuronmm {
 namespace {
@@ -56,56 +54,6 @@ void swiglu(float* gate, const float* up, int n) {
     }
 }
 
-void softmax(float* scores, int n, float scale) {
-    float best = scores[0];
-    int i = 0;
-    if (n >= L) {
-        Vec top = load(scores);
-        for (i = L; i + L <= n; i += L) {
-            const Vec v = load(scores + i);
-            top = v > top ? v : top;
-        }
-        best = max_lane(top);
-    }
-    for (; i < n; i++) best = scores[i] > best ? scores[i] : best;
-    Vec total = {};
-    for (i = 0; i + L <= n; i += L) {
-        const Vec e = exp((load(scores + i) - best) * scale);
-        store(scores + i, e);
-        total += e;
-    }
-    float rest = 0.0f;
-    if (i < n) {
-        store_part(scores + i, exp((load_part(scores + i, n - i) - best) * scale), n - i);
-        for (int j = i; j < n; j++) rest += scores[j];
-    }
-    const float inverse = 1.0f / (sum(total) + rest);
-    for (i = 0; i < n; i++) scores[i] *= inverse;
-}
-
-template <class T>
-void weighted_sum_of(const Matrix& m, const float* weights, float* out) {
-    const T* data = static_cast<const T*>(m.data);
-    int j = 0;
-    for (; j + 4 * L <= m.cols; j += 4 * L) {
-        Vec acc[4] = {};
-        for (int i = 0; i < m.rows; i++)
-            for (int u = 0; u < 4; u++) acc[u] += load(data + static_cast<size_t>(i) * m.cols + j + u * L) * weights[i];
-        for (int u = 0; u < 4; u++) store(out + j + u * L, acc[u]);
-    }
-    for (; j < m.cols; j += L) {
-        const int n = m.cols - j < L ? m.cols - j : L;
-        Vec acc = {};
-        for (int i = 0; i < m.rows; i++) acc += load_part(data + static_cast<size_t>(i) * m.cols + j, n) * weights[i];
-        store_part(out + j, acc, n);
-    }
-}
-
-void weighted_sum(const Matrix& m, const float* weights, float* out) {
-    if (m.type == kFloat32) return weighted_sum_of<float>(m, weights, out);
-    weighted_sum_of<uint16_t>(m, weights, out);
-}
-
 void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
     Vec squares = {};
     int i = 0;
@@ -147,7 +95,7 @@ void narrow(const float* from, int type, int n, void* to) {
 // The GEMMs may be null.
 constexpr Kernels table(const char* name, decltype(Kernels::gemm_nt) gemm_nt, decltype(Kernels::gemm_nn) gemm_nn,
                         decltype(Kernels::gemm_integer) gemm_integer = nullptr) {
-    return {name,     prepare, gemv,  interleave, swiglu,  softmax, weighted_sum,
+    return {name,     prepare, gemv,  interleave, swiglu,  attend,  softmax,
             rms_norm, rotate,  widen, narrow,     gemm_nt, gemm_nn, gemm_integer};
 }
 

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int kDecodeHeads = kMaxBatch;  // query heads that one pass over the keys of their KV head serves
 constexpr int kPrefillQueries = 120;     // most query rows that prefill attention scores together
+constexpr int64_t kFetched = 4096;       // bytes of keys, and of values, that decode attention fetches beforehand
 constexpr int kPrefillRows = 512;        // rows of one prefill step; a longer prompt takes several steps
 
 // Activations of one step, shared by all workers.
@@ -130,6 +131,7 @@ private:
         const Buffers& s = buffers_;
         const Rows normed = norm(worker, l.input_norm, local);
         project(worker, {{l.q, s.ax[0], s.q}, {l.k, s.ax[1], s.k}, {l.v, s.ax[2], s.v}}, normed, rows());
+        if (decode_) fetch_cache(worker, l);
         worker.sync();
         write_cache(worker, l);
         worker.sync();
@@ -216,6 +218,17 @@ private:
         }
     }
 
+    // Fetch the keys and values that this worker's decode attention reads first, while other workers finish their phase.
+    void fetch_cache(const Worker& worker, const Layer& l) const {
+        const int head = worker.begin(rows() * m_.heads), row = head / m_.heads;
+        const int kv_head = head % m_.heads / (m_.heads / m_.kv_heads);
+        for (void* cache : {l.keys, l.values}) {
+            const Matrix m = cached(cache, sequence(row).lane, kv_head, sequence(row).start, position(row) + 1);
+            for (int64_t at = 0; at < std::min(kFetched, m.rows * m.row_bytes()); at += 64)
+                __builtin_prefetch(static_cast<const char*>(m.data) + at, 0, 2);
+        }
+    }
+
     // Attention of this worker's query heads. One pass over the keys of a KV head scores up to kDecodeHeads consecutive
     // query heads of one token together, one row per head.
     void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
@@ -236,13 +249,8 @@ private:
         for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, at);
         const Matrix keys = cached(l.keys, lane, kv_head, start, filled);
         const Matrix values = cached(l.values, lane, kv_head, start, filled);
-        const Inputs queries = worker.kernels.prepare(q, d, d, count, m_.cache_type, 0);
-        worker.kernels.gemv(keys, 0, filled, queries, count, local.scores.data, local.scores.stride, nullptr, {});
-        for (int i = 0; i < count; i++) {
-            float* scores = local.scores.row(i);
-            worker.kernels.softmax(scores, filled, m_.scale);
-            worker.kernels.weighted_sum(values, scores, buffers_.attended.row(row) + (head + i) * d);
-        }
+        worker.kernels.attend(keys, values, q, count, m_.scale, local.scores.data, local.scores.stride,
+                              buffers_.attended.row(row) + head * d);
     }
 
     // Causal attention of a prefill. An item is a block of positions with all query heads of one KV head. Items are
