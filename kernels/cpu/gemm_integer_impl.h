@@ -82,7 +82,7 @@ struct Int4Panel {
     static void multiply(const Matrix& m, int begin, const ShortVec* panel, const int16_t* token, size_t stride,
                          Vec (*totals)[2]) {
         const Int4Tile tile = tile_of(m, begin);
-        const float* input_sums = sums_of(token, m.cols);
+        const auto* input_sums = reinterpret_cast<const float*>(sums_of(token, m.cols));
         const size_t next = stride * sizeof *token / sizeof *input_sums;
         for (int i = 0; i < R; i++) totals[i][0] = totals[i][1] = Vec{};
         for (int g = 0; g < groups_of(m); g++) {

@@ -126,11 +126,12 @@ inline void round_activations(const float* x, int n, int16_t* to) {
     }
 }
 
-// Int4: 16 times the sum of the activations of each group, which fp32 holds exactly, follows the activations of a token.
-inline float* sums_of(int16_t* token, int cols) {
-    return reinterpret_cast<float*>(token + kHeader + (cols + kGroup - 1) / kGroup * kGroup);
-}
-inline const float* sums_of(const int16_t* token, int cols) { return sums_of(const_cast<int16_t*>(token), cols); }
+// Int4: the sums of the activations of each group follow the activations of a token. A GEMM reads 16 times the sum, which
+// fp32 holds exactly. A GEMV reads integers of 16 bits, of two groups at a time: the lower kLowerBits bits of both sums,
+// then the bits above them.
+constexpr int kLowerBits = 15;
+inline int16_t* sums_of(int16_t* token, int cols) { return token + kHeader + (cols + kGroup - 1) / kGroup * kGroup; }
+inline const int16_t* sums_of(const int16_t* token, int cols) { return sums_of(const_cast<int16_t*>(token), cols); }
 
 // Int4 where an instruction multiplies bytes: put the upper bytes of every eight activations before the lower ones, both
 // in the order of a word's columns (`int4_impl.h`).
@@ -150,18 +151,26 @@ inline void split_bytes(int16_t*) {}
 Inputs prepare_rounded(const float* x, size_t ldx, int cols, int batch, bool int4, int slot) {
     static thread_local Spare<int16_t> spares[kSlots];
     const int groups = (cols + kGroup - 1) / kGroup;
-    const size_t stride = kHeader + groups * (kGroup + (int4 ? sizeof(float) / sizeof(int16_t) : 0));
+    const size_t stride = kHeader + groups * kGroup + (int4 ? (groups + 1) / 2 * 4 : 0);
     int16_t* to = spares[slot].reserve(stride * batch);
     for (int b = 0; b < batch; b++) {
         int16_t* token = to + b * stride;
         memset(token + kHeader + (groups - 1) * kGroup, 0, groups ? kGroup * sizeof *token : 0);
         round_activations(x + b * ldx, cols, token);
-        for (int g = 0; int4 && g < groups; g++) {
+        if (!int4) continue;
+        int16_t* sums = sums_of(token, cols);
+        memset(sums + groups / 2 * 4, 0, groups % 2 * 4 * sizeof *sums);
+        for (int g = 0; g < groups; g++) {
             int16_t* group = token + kHeader + g * kGroup;
             int sum = 0;
             for (int j = 0; j < kGroup; j++) sum += group[j];
-            sums_of(token, cols)[g] = 16.0f * sum;
-            if (batch <= kMaxBatch) split_bytes(group);
+            if (batch > kMaxBatch) {
+                reinterpret_cast<float*>(sums)[g] = 16.0f * sum;
+                continue;
+            }
+            int16_t* pair = sums + g / 2 * 4 + g % 2;
+            pair[0] = sum & ((1 << kLowerBits) - 1), pair[2] = sum >> kLowerBits;
+            split_bytes(group);
         }
     }
     return {to, stride};
