@@ -1,8 +1,6 @@
-// Attention of the query heads of one token that share a KV head. Each row of the cache is read once for all of them,
-// or once for as many as the registers take.
+// Attention of the query heads of one token that share a KV head. Each key is read from memory once, and each value
+// once for as many heads as the registers take.
 #pragma once
-
-#include <math.h>
 
 #include "gemv_impl.h"
 
@@ -15,7 +13,8 @@ constexpr int kSummed = 6;  // heads whose sums over four vectors of values fit 
 constexpr int kSummed = 3;
 #endif
 
-// The sums of the lanes of L vectors. All are added up in the same order.
+// The sums of the lanes of L vectors. All are added up in the same order, so that a score does not depend on the place
+// of its key among them.
 #if defined(__AVX512F__)
 inline Vec lane_sums(const Vec* v) {
     Vec pairs[L / 2], fours[L / 4], eights[2];
@@ -27,7 +26,9 @@ inline Vec lane_sums(const Vec* v) {
         const __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
         fours[i] = (Vec)_mm512_unpacklo_pd(a, b) + (Vec)_mm512_unpackhi_pd(a, b);
     }
-    const auto halves = [](Vec a, Vec b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+    const auto halves = [](Vec a, Vec b) {
+        return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+    };
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) eights[i] = halves(fours[2 * i], fours[2 * i + 1]);
     return halves(eights[0], eights[1]);
@@ -49,48 +50,55 @@ inline Vec lane_sums(const Vec* v) {
 inline Vec lane_sums(const Vec* v) { return Vec{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])}; }
 #endif
 
-// Fetch a row of keys shortly before its turn, and the same row of values for the sums that follow.
+constexpr int kFetchedValues = 256 << 10;  // bytes that stay in a second-level cache until all keys are scored
+
+// Prefetch of a key shortly before its turn, where `row_parts` does not do it, and of the value of the same position,
+// if there is one, so that its way from memory overlaps the arithmetic of the scores.
 template <class T>
 inline void fetch_rows(const T* key, const T* value, int cols) {
-    constexpr int soon = 1024;  // bytes
     for (int j = 0; j < cols; j += kCacheLine / sizeof(T)) {
-        __builtin_prefetch(reinterpret_cast<const char*>(key + j) + soon, 0, 3);
-        __builtin_prefetch(value + j, 0, 2);
+        if (L == 16) __builtin_prefetch(reinterpret_cast<const char*>(key + j) + 1024, 0, 3);
+        if (value) __builtin_prefetch(value + j, 0, 2);
     }
 }
 
-// out[b * ldo + i] = keys[i] . queries[b]
-template <class P, int B>
-void scores_of(const Matrix& keys, const Matrix& values, Inputs queries, float* out, size_t ldo) {
-    const auto* x = static_cast<const typename P::Input*>(queries.data);
-    const auto* row = static_cast<const typename P::Weight*>(keys.data);
-    const auto* value = static_cast<const typename P::Weight*>(values.data);
-    for (int i = 0; i < keys.rows; i += L) {
-        const int n = keys.rows - i < L ? keys.rows - i : L;
-        Vec parts[B][L] = {};
-        for (int r = 0; r < n; r++, row += keys.cols, value += keys.cols) {
-            fetch_rows(row, value, keys.cols);
-            Vec of_row[B];
-            row_parts<P, B>(row, keys.cols, x, queries.stride, of_row);
+// out[b * ldo + i] = keys[i] . queries[b] for n <= L keys, which the heads beyond the first B find in the cache.
+template <class P, int B = kAccumulators / P::kSums>
+void block_scores(const typename P::Weight* keys, const typename P::Weight* values, int n, int cols, Inputs queries,
+                  int count, float* out, size_t ldo) {
+    for (; count >= B; count -= B, out += B * ldo) {
+        const auto* x = static_cast<const typename P::Input*>(queries.data);
+        Vec parts[B][L];
+        for (int r = 0; r < L; r++) {
+            Vec of_row[B] = {};
+            if (r < n) {
+                fetch_rows(keys + r * cols, values ? values + r * cols : nullptr, cols);
+                row_parts<P, B>(keys + r * cols, cols, x, queries.stride, of_row);
+            }
 #pragma GCC unroll 8
             for (int b = 0; b < B; b++) parts[b][r] = of_row[b];
         }
         for (int b = 0; b < B; b++) {
             if (n < L)
-                store_part(out + b * ldo + i, lane_sums(parts[b]), n);
+                store_part(out + b * ldo, lane_sums(parts[b]), n);
             else
-                store(out + b * ldo + i, lane_sums(parts[b]));
+                store(out + b * ldo, lane_sums(parts[b]));
         }
+        queries.data = x + B * queries.stride;
     }
+    if constexpr (B > 1) block_scores<P, B - 1>(keys, values, n, cols, queries, count, out, ldo);
 }
 
-template <class P, int B = kAccumulators / P::kSums>
-void all_scores(const Matrix& keys, const Matrix& values, Inputs queries, int count, float* out, size_t ldo) {
-    for (; count >= B; count -= B, out += B * ldo) {
-        scores_of<P, B>(keys, values, queries, out, ldo);
-        queries.data = static_cast<const typename P::Input*>(queries.data) + B * queries.stride;
+template <class P>
+void scores_of(const Matrix& keys, const Matrix& values, Inputs queries, int count, float* out, size_t ldo) {
+    typedef const typename P::Weight* Row;
+    const int fetched = kFetchedValues / static_cast<int>(keys.cols * sizeof *Row{});
+    for (int i = 0; i < keys.rows; i += L) {
+        const size_t at = static_cast<size_t>(i) * keys.cols;
+        const Row value = i < fetched ? static_cast<Row>(values.data) + at : nullptr;
+        block_scores<P>(static_cast<Row>(keys.data) + at, value, keys.rows - i < L ? keys.rows - i : L, keys.cols,
+                        queries, count, out + i, ldo);
     }
-    if constexpr (B > 1) all_scores<P, B - 1>(keys, values, queries, count, out, ldo);
 }
 
 void softmax(float* scores, int n, float scale) {
@@ -152,9 +160,19 @@ void sums_of_rows(const Matrix& m, const float* weights, size_t ldw, float* out,
 }
 
 template <class T, int B = kSummed>
-void all_sums(const Matrix& m, const float* weights, size_t ldw, int count, float* out, size_t ldo) {
-    for (; count >= B; count -= B, weights += B * ldw, out += B * ldo) sums_of_rows<T, B>(m, weights, ldw, out, ldo);
-    if constexpr (B > 1) all_sums<T, B - 1>(m, weights, ldw, count, out, ldo);
+void sums_of_heads(const Matrix& m, const float* weights, size_t ldw, int count, float* out, size_t ldo) {
+    if (count == B) return sums_of_rows<T, B>(m, weights, ldw, out, ldo);
+    if constexpr (B > 1) sums_of_heads<T, B - 1>(m, weights, ldw, count, out, ldo);
+}
+
+// The same for any number of heads. Passes of equal numbers: one head alone would wait for its own additions.
+template <class T>
+void sums_of(const Matrix& m, const float* weights, size_t ldw, int count, float* out, size_t ldo) {
+    for (int passes = (count + kSummed - 1) / kSummed, n; passes; passes--) {
+        n = (count + passes - 1) / passes;
+        sums_of_heads<T>(m, weights, ldw, n, out, ldo);
+        weights += n * ldw, out += n * ldo, count -= n;
+    }
 }
 
 void attend(const Matrix& keys, const Matrix& values, const float* q, int count, float scale, float* scores, size_t lds,
@@ -162,14 +180,14 @@ void attend(const Matrix& keys, const Matrix& values, const float* q, int count,
     const int d = keys.cols;
     const Inputs queries = prepare(q, d, d, count, keys.type, 0);
     if (keys.type == kFloat32)
-        all_scores<WidenedDot<float>>(keys, values, queries, count, scores, lds);
+        scores_of<WidenedDot<float>>(keys, values, queries, count, scores, lds);
     else
-        all_scores<Bf16Dot>(keys, values, queries, count, scores, lds);
+        scores_of<Bf16Dot>(keys, values, queries, count, scores, lds);
     for (int b = 0; b < count; b++) softmax(scores + b * lds, keys.rows, scale);
     if (values.type == kFloat32)
-        all_sums<float>(values, scores, lds, count, out, d);
+        sums_of<float>(values, scores, lds, count, out, d);
     else
-        all_sums<uint16_t>(values, scores, lds, count, out, d);
+        sums_of<uint16_t>(values, scores, lds, count, out, d);
 }
 
 }  // namespace

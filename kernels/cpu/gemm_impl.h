@@ -17,10 +17,27 @@ namespace {
 
 constexpr int kPanel = 2 * L;  // outputs of one panel: two vectors
 
-// Multiply R rows of x with the first V vectors of one panel and store the first n output columns to y.
+// The weights that the next panels are packed from. They are fetched while these are multiplied, a few lines at a time:
+// the core drops prefetches when it has no room for another request.
+struct Ahead {
+    static constexpr int kEvery = 64;  // inputs between two calls
+    const char* at;
+    size_t left;
+
+    void fetch(size_t bytes) {
+        for (size_t done = 0; done < bytes && left; done += kCacheLine) {
+            __builtin_prefetch(at, 0, 2);
+            at += kCacheLine;
+            left -= left < kCacheLine ? left : kCacheLine;
+        }
+    }
+};
+
+// Multiply R rows of x with the first V vectors of one panel and store the first n output columns to y. Every kEvery
+// inputs, fetch `share` bytes of what comes next.
 template <class S, int R, int V>
 void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, float* y, size_t ldy, int n,
-                const float* scale, const float* bias, Strided addend) {
+                const float* scale, const float* bias, Strided addend, Ahead& ahead, size_t share) {
     Vec acc[R][V];
 #pragma GCC unroll 12
     for (int i = 0; i < R; i++)
@@ -29,16 +46,19 @@ void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, fl
             acc[i][half] = Vec{};
             __builtin_prefetch(y + i * ldy + half * L, 1);
         }
-    for (int k = 0; k < depth; k += S::kInputs) {
-        Vec cells[V];
+    for (int k = 0; k < depth;) {
+        ahead.fetch(share);
+        for (const int end = depth - k < Ahead::kEvery ? depth : k + Ahead::kEvery; k < end; k += S::kInputs) {
+            Vec cells[V];
 #pragma GCC unroll 2
-        for (int half = 0; half < V; half++)
-            cells[half] = load(reinterpret_cast<const float*>(panel + k / S::kInputs * kPanel + half * L));
+            for (int half = 0; half < V; half++)
+                cells[half] = load(reinterpret_cast<const float*>(panel + k / S::kInputs * kPanel + half * L));
 #pragma GCC unroll 12
-        for (int i = 0; i < R; i++) {
-            const Vec both = S::everywhere(x.row(i) + k);
+            for (int i = 0; i < R; i++) {
+                const Vec both = S::everywhere(x.row(i) + k);
 #pragma GCC unroll 2
-            for (int half = 0; half < V; half++) acc[i][half] = S::add(acc[i][half], both, cells[half]);
+                for (int half = 0; half < V; half++) acc[i][half] = S::add(acc[i][half], both, cells[half]);
+            }
         }
     }
 #pragma GCC unroll 2
@@ -63,19 +83,16 @@ void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, fl
     }
 }
 
-// Multiply all rows of x with panels of `cells` cells each, which hold n outputs together, and prefetch the `next` bytes
-// from `ahead` on, which the next panels are packed from. A block of rows is made once for all panels.
+// Multiply all rows of x with panels of `cells` cells each, which hold n outputs together. A block of rows is made once
+// for all panels.
 template <class S>
 void panels_times(const typename S::Cell* panels, size_t cells, int depth, const uint16_t* x, size_t ldx, int rows,
-                  float* y, size_t ldy, int n, const float* scale, const float* bias, Strided addend, const char* ahead,
-                  size_t next) {
-    const size_t step = next * S::kRows / rows / 64 * 64 + 64;
-    size_t fetched = 0;
+                  float* y, size_t ldy, int n, const float* scale, const float* bias, Strided addend, Ahead ahead) {
+    const size_t calls = static_cast<size_t>((depth + Ahead::kEvery - 1) / Ahead::kEvery) * ((n + kPanel - 1) / kPanel);
     int i = 0;
     const auto take = [&](auto one_vector, auto two_vectors, int r) {
+        const size_t share = calls && i < rows ? ahead.left * r / (rows - i) / calls : 0;
         for (; i + r <= rows; i += r) {
-            for (const size_t stop = fetched + step; fetched < stop && fetched < next; fetched += 64)
-                __builtin_prefetch(ahead + fetched, 0, 2);
             const auto inputs = S::inputs(x + i * ldx, ldx, r, depth);
             const float* more = addend.row(i);
             for (int j = 0; j < n; j += kPanel) {
@@ -83,7 +100,7 @@ void panels_times(const typename S::Cell* panels, size_t cells, int depth, const
                 const auto multiply = width <= L ? one_vector : two_vectors;
                 multiply(panels + j / kPanel * cells, depth, inputs, y + i * ldy + j, ldy, width,
                          scale ? scale + j : nullptr, bias ? bias + j : nullptr,
-                         {more ? more + j : nullptr, addend.stride});
+                         {more ? more + j : nullptr, addend.stride}, ahead, share);
             }
         }
     };
@@ -128,7 +145,7 @@ void gemm_nt_by(const Matrix& m, int begin, int end, const uint16_t* x, size_t l
             const Strided base = k ? Strided{y, ldy} : addend;
             panels_times<S>(panels, cells, depth, x + k, ldx, rows, y + j, ldy, n, m.scale ? m.scale + j : nullptr,
                             bias && !k ? bias + j : nullptr, {base.data ? base.data + j : nullptr, base.stride},
-                            ahead + from, to - from);
+                            {ahead + from, to - from});
         } while ((k += most) < m.cols);
     }
 }
@@ -144,7 +161,7 @@ void gemm_nn_by(const Matrix& m, const uint16_t* x, size_t ldx, int rows, float*
             const int depth = m.rows - k < most ? m.rows - k : most;
             S::pack_columns(m, j, n, k, depth, panel);
             panels_times<S>(panel, 0, depth, x + k, ldx, rows, y + j, ldy, n, nullptr, nullptr,
-                            {k ? y + j : nullptr, ldy}, nullptr, 0);
+                            {k ? y + j : nullptr, ldy}, {nullptr, 0});
         } while ((k += most) < m.rows);
     }
 }

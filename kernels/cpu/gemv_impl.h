@@ -45,9 +45,9 @@ constexpr int kAccumulators = 16;
 constexpr int kAccumulators = 12;
 #endif
 
-// w . x[b] as parts[b], a sum per lane. Several accumulators along the row hide the latency of the additions. Their number is the same for
-// every B, so that a row's result does not depend on the other rows: a step of several tokens equals as many steps of
-// one, bit by bit.
+// w . x[b] as parts[b], a sum per lane. Several accumulators along the row hide the latency of the additions. Their
+// number is the same for every B, so that a row's result does not depend on the other rows: a step of several tokens
+// equals as many steps of one, bit by bit.
 template <class P, int B>
 inline void row_parts(const typename P::Weight* w, int cols, const typename P::Input* x, size_t ldx, Vec* parts) {
     constexpr int U = P::kSums, W = P::kWidth;

@@ -32,13 +32,13 @@ struct Int4Tile {
     }
     IVec steps(int group, int part) const { return bytes(groups + group * 2 * kTile + part); }
     IVec offsets(int group, int part) const { return bytes(groups + (group * 2 + 1) * kTile + part); }
-    // Prefetch a quarter of as many bytes as a group has, one tile ahead or kAhead, whichever is further. The order is
-    // that of memory: fetching the words and the steps of the next tile in turns halved the speed of AMD's Zen 5.
+    // Prefetch as many lines as a group has, with its last word one more, from one tile ahead on, or kAhead if that is
+    // further. The order is that of memory: the words and the steps of the next tile in turns halve the speed of Zen 5.
     void fetch(int count, int group, int word) const {
         const int ahead = count * kGroupBytes > kAhead ? count * kGroupBytes : kAhead;
-        const uint8_t* at = words + ahead + group * kGroupBytes;
-        __builtin_prefetch(at + word * kCacheLine, 0, 2);
-        if (!word) __builtin_prefetch(at + kWords * kCacheLine, 0, 2);
+        const uint8_t* at = words + ahead + group * kGroupBytes + word * kCacheLine;
+        __builtin_prefetch(at, 0, 2);
+        if (word == kWords - 1) __builtin_prefetch(at + kCacheLine, 0, 2);
     }
 
 private:
@@ -203,7 +203,7 @@ inline void add_steps(Int4Tile tile, int groups, int part, const int16_t* q, siz
             ByteSums dots[P][B];
 #pragma GCC unroll 4
             for (int i = 0; i < kWords; i++) {
-                tile.fetch(groups, g, i);
+                if (!part) tile.fetch(groups, g, i);
 #pragma GCC unroll 2
                 for (int p = 0; p < P; p++) {
                     const UShortVec word = tile.word(g, i, part + p * L);
@@ -237,7 +237,7 @@ inline void add_steps(Int4Tile tile, int groups, int part, const int16_t* q, siz
             const int16_t* pairs = q + g * kGroup + 8 * i;
             UShortVec words[P];
             for (int p = 0; p < P; p++) words[p] = tile.word(g, i, part + p * L);
-            tile.fetch(groups, g, i);
+            if (!part) tile.fetch(groups, g, i);
 #pragma GCC unroll 4
             for (int k = 0; k < 4; k++) {
                 ShortVec halves[P];
@@ -298,7 +298,7 @@ void gemv_int4(const Matrix& m, int begin, int end, Inputs x, float* y, size_t l
     const auto* tokens = static_cast<const int16_t*>(x.data);
     const int groups = groups_of(m);
     for (int first = begin; first < end; first += P * L) {
-        const int part = first % kTile;
+        const int part = P * L < kTile ? first % kTile : 0;
         Doubles totals[P][B] = {};
         const Int4Tile tile = tile_of(m, first - part);
         add_steps<B, P>(tile, groups, part, tokens + kHeader, x.stride, totals);

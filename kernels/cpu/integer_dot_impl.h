@@ -126,9 +126,9 @@ inline void round_activations(const float* x, int n, int16_t* to) {
     }
 }
 
-// Int4: the sums of the activations of each group follow the activations of a token. A GEMM reads 16 times the sum, which
-// fp32 holds exactly. A GEMV reads integers of 16 bits, of two groups at a time: the lower kLowerBits bits of both sums,
-// then the bits above them.
+// Int4: the sums of the activations of each group follow the activations of a token. A GEMM reads 16 times the sum,
+// which fp32 holds exactly. A GEMV reads integers of 16 bits, of two groups at a time: the lower kLowerBits bits of both
+// sums, then the bits above them.
 constexpr int kLowerBits = 15;
 inline int16_t* sums_of(int16_t* token, int cols) { return token + kHeader + (cols + kGroup - 1) / kGroup * kGroup; }
 inline const int16_t* sums_of(const int16_t* token, int cols) { return sums_of(const_cast<int16_t*>(token), cols); }

@@ -41,10 +41,10 @@ struct Kernels {
     // gate[i] = silu(gate[i]) * up[i]
     void (*swiglu)(float* gate, const float* up, int n);
     // out[b] = softmax(keys . q[b] * scale) . values for `count` queries, which follow each other, as the outputs do;
-    // scores[b * lds ...] gets the probabilities. `scale` is positive.
+    // scores[b * lds ...] gets the probabilities. The scale is positive.
     void (*attend)(const Matrix& keys, const Matrix& values, const float* q, int count, float scale, float* scores,
                    size_t lds, float* out);
-    // scores[i] = softmax(scores * scale)[i]
+    // scores[i] = softmax(scores * scale)[i], with a positive scale
     void (*softmax)(float* scores, int n, float scale);
     // out[i] = x[i] * weight[i] / rms(x)
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);

@@ -1,6 +1,8 @@
 // The kernels, written once with the compiler's vector types and compiled once for each instruction set.
 #pragma once
 
+#include <math.h>
+
 #include "attention_impl.h"
 
 namespace neuronmm {

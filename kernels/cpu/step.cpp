@@ -16,9 +16,10 @@
 namespace neuronmm {
 namespace {
 
-constexpr int kDecodeHeads = kMaxBatch;  // query heads that one pass over the keys of their KV head serves
+constexpr int kDecodeHeads = kMaxBatch;  // query heads of a KV head that are computed together
 constexpr int kPrefillQueries = 120;     // most query rows that prefill attention scores together
 constexpr int64_t kFetched = 4096;       // bytes of keys, and of values, that decode attention fetches beforehand
+constexpr int kLine = 64;                // bytes of a cache line
 constexpr int kPrefillRows = 512;        // rows of one prefill step; a longer prompt takes several steps
 
 // Activations of one step, shared by all workers.
@@ -218,19 +219,18 @@ private:
         }
     }
 
-    // Fetch the keys and values that this worker's decode attention reads first, while other workers finish their phase.
+    // Prefetch the keys and values that this worker's decode attention reads first, while others finish their phase.
     void fetch_cache(const Worker& worker, const Layer& l) const {
         const int head = worker.begin(rows() * m_.heads), row = head / m_.heads;
         const int kv_head = head % m_.heads / (m_.heads / m_.kv_heads);
         for (void* cache : {l.keys, l.values}) {
             const Matrix m = cached(cache, sequence(row).lane, kv_head, sequence(row).start, position(row) + 1);
-            for (int64_t at = 0; at < std::min(kFetched, m.rows * m.row_bytes()); at += 64)
+            for (int64_t at = 0; at < std::min(kFetched, m.rows * m.row_bytes()); at += kLine)
                 __builtin_prefetch(static_cast<const char*>(m.data) + at, 0, 2);
         }
     }
 
-    // Attention of this worker's query heads. One pass over the keys of a KV head scores up to kDecodeHeads consecutive
-    // query heads of one token together, one row per head.
+    // Attention of this worker's query heads: those of one token and KV head together, up to kDecodeHeads.
     void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local) const {
         const int group = m_.heads / m_.kv_heads, items = rows() * m_.heads, end = worker.end(items);
         for (int item = worker.begin(items); item < end;) {

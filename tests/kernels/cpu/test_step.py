@@ -82,6 +82,17 @@ def test_every_instruction_set() -> None:
     assert_equals_transformers(make_model("llama", "mlp"), 2)
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("heads", [1, 4, 5, 7, 8, 9])
+def test_any_number_of_heads_shares_a_kv_head(heads: int, threads: int) -> None:
+    """Heads that the registers take together and apart, of whole vectors and a tail."""
+    shape = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 134}
+    wide, model = make_tiny("qwen2", **shape), make_tiny("qwen2", **shape).to(torch.bfloat16)
+    assert_equals_transformers(wide, batch=2)
+    wide.load_state_dict(model.state_dict())
+    assert_decodes_within_the_rule(model, wide)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_bf16_keeps_the_rule(model_type: str, kind: str) -> None:

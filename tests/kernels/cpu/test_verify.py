@@ -74,6 +74,14 @@ def test_a_whole_model_of_few_bits(kind: str, dtype: torch.dtype, of_linears: Ca
     assert_equals_single_steps(make_model("qwen2", kind, dtype, **WIDE), [8, 1, 3, 2, 5], of_linears)
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("heads", [4, 5, 7, 8, 9])
+def test_any_number_of_heads_shares_a_kv_head(heads: int, dtype: torch.dtype, threads: int) -> None:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 134}
+    assert_equals_single_steps(make_model("qwen2", "dense", dtype, **shape), [8, 1, 3, 2, 5])
+
+
 @examples(20)
 @given(st.data())
 def test_any_width(data: st.DataObject) -> None:
