@@ -92,7 +92,7 @@ void block_scores(const typename P::Weight* keys, const typename P::Weight* valu
 template <class P>
 void scores_of(const Matrix& keys, const Matrix& values, Inputs queries, int count, float* out, size_t ldo) {
     typedef const typename P::Weight* Row;
-    const int fetched = kFetchedValues / static_cast<int>(keys.cols * sizeof *Row{});
+    const int fetched = kFetchedValues / static_cast<int>(keys.cols * sizeof(typename P::Weight));
     for (int i = 0; i < keys.rows; i += L) {
         const size_t at = static_cast<size_t>(i) * keys.cols;
         const Row value = i < fetched ? static_cast<Row>(values.data) + at : nullptr;

@@ -108,7 +108,7 @@ bool close(const std::vector<float>& a, const std::vector<float>& b) {
 std::vector<float> decode(Type type, Type cache, int batch, int rank, bool shared, bool pivoted, int threads) {
     random_bits.seed(11);
     Memory memory;
-    const int hidden = 37, heads = 6, kv_heads = 2, head_dim = 10, intermediate = 275, vocab = 53, max_len = 21;
+    const int hidden = 37, heads = 14, kv_heads = 2, head_dim = 70, intermediate = 275, vocab = 53, max_len = 21;
     const int q_size = heads * head_dim, kv_size = kv_heads * head_dim;
     std::vector<Layer> layers;
     for (int i = 0; i < 2; i++) {
