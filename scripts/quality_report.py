@@ -35,6 +35,8 @@ PICTURED = (
     "whitened+share+global+pivoted",
     "fisher+share+global+pivoted",
     "fisher+share+global+pivoted+fast",
+    "fisher+share+global+pivoted+int8",
+    "fisher+share+global+int4",
 )
 """The methods in the picture; with all of them it would be unreadable."""
 
