@@ -57,7 +57,7 @@ constexpr int kFetchedValues = 256 << 10;  // bytes that stay in a second-level 
 template <class T>
 inline void fetch_rows(const T* key, const T* value, int cols) {
     for (int j = 0; j < cols; j += kCacheLine / sizeof(T)) {
-        if (L == 16) __builtin_prefetch(reinterpret_cast<const char*>(key + j) + 1024, 0, 3);
+        if (L == 16) __builtin_prefetch(reinterpret_cast<const char*>(key + j) + kSoon, 0, 3);
         if (value) __builtin_prefetch(value + j, 0, 2);
     }
 }
@@ -130,7 +130,7 @@ void softmax(float* scores, int n, float scale) {
 
 // out[b * ldo + j] = sum over i of weights[b * ldw + i] * m[i][j]
 template <class T, int B>
-void sums_of_rows(const Matrix& m, const float* weights, size_t ldw, float* out, size_t ldo) {
+void weighted_sums_of(const Matrix& m, const float* weights, size_t ldw, float* out, size_t ldo) {
     constexpr int U = 4;
     const T* data = static_cast<const T*>(m.data);
     int j = 0;
@@ -160,17 +160,17 @@ void sums_of_rows(const Matrix& m, const float* weights, size_t ldw, float* out,
 }
 
 template <class T, int B = kSummed>
-void sums_of_heads(const Matrix& m, const float* weights, size_t ldw, int count, float* out, size_t ldo) {
-    if (count == B) return sums_of_rows<T, B>(m, weights, ldw, out, ldo);
-    if constexpr (B > 1) sums_of_heads<T, B - 1>(m, weights, ldw, count, out, ldo);
+void weighted_sums_of_count(const Matrix& m, const float* weights, size_t ldw, int count, float* out, size_t ldo) {
+    if (count == B) return weighted_sums_of<T, B>(m, weights, ldw, out, ldo);
+    if constexpr (B > 1) weighted_sums_of_count<T, B - 1>(m, weights, ldw, count, out, ldo);
 }
 
 // The same for any number of heads. Passes of equal numbers: one head alone would wait for its own additions.
 template <class T>
-void sums_of(const Matrix& m, const float* weights, size_t ldw, int count, float* out, size_t ldo) {
+void weighted_sums(const Matrix& m, const float* weights, size_t ldw, int count, float* out, size_t ldo) {
     for (int passes = (count + kSummed - 1) / kSummed, n; passes; passes--) {
         n = (count + passes - 1) / passes;
-        sums_of_heads<T>(m, weights, ldw, n, out, ldo);
+        weighted_sums_of_count<T>(m, weights, ldw, n, out, ldo);
         weights += n * ldw, out += n * ldo, count -= n;
     }
 }
@@ -185,9 +185,9 @@ void attend(const Matrix& keys, const Matrix& values, const float* q, int count,
         scores_of<Bf16Dot>(keys, values, queries, count, scores, lds);
     for (int b = 0; b < count; b++) softmax(scores + b * lds, keys.rows, scale);
     if (values.type == kFloat32)
-        sums_of<float>(values, scores, lds, count, out, d);
+        weighted_sums<float>(values, scores, lds, count, out, d);
     else
-        sums_of<uint16_t>(values, scores, lds, count, out, d);
+        weighted_sums<uint16_t>(values, scores, lds, count, out, d);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ struct Strided {
     const float* row(int b) const { return data ? data + b * stride : nullptr; }
 };
 
+constexpr int kCacheLine = 64;  // bytes
 constexpr int kSlots = 2;  // prepared inputs that a thread keeps at once: a prefill computes gate and up in turns
 
 struct Kernels {

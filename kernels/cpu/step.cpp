@@ -19,7 +19,6 @@ namespace {
 constexpr int kDecodeHeads = kMaxBatch;  // query heads of a KV head that are computed together
 constexpr int kPrefillQueries = 120;     // most query rows that prefill attention scores together
 constexpr int64_t kFetched = 4096;       // bytes of keys, and of values, that decode attention fetches beforehand
-constexpr int kLine = 64;                // bytes of a cache line
 constexpr int kPrefillRows = 512;        // rows of one prefill step; a longer prompt takes several steps
 
 // Activations of one step, shared by all workers.
@@ -203,6 +202,11 @@ private:
         return {static_cast<char*>(cache) + first * m_.head_dim * bytes, nullptr, count, m_.head_dim, m_.cache_type};
     }
 
+    // The positions that the token in activation row `row` attends to, up to its own.
+    Matrix attended_by(int row, void* cache, int kv_head) const {
+        return cached(cache, sequence(row).lane, kv_head, sequence(row).start, position(row) + 1);
+    }
+
     // Write the tokens' keys and values to the cache. Padding gets keys and values too; no query reads them.
     void write_cache(const Worker& worker, const Layer& l) const {
         const int items = rows() * m_.kv_heads;
@@ -224,8 +228,8 @@ private:
         const int head = worker.begin(rows() * m_.heads), row = head / m_.heads;
         const int kv_head = head % m_.heads / (m_.heads / m_.kv_heads);
         for (void* cache : {l.keys, l.values}) {
-            const Matrix m = cached(cache, sequence(row).lane, kv_head, sequence(row).start, position(row) + 1);
-            for (int64_t at = 0; at < std::min(kFetched, m.rows * m.row_bytes()); at += kLine)
+            const Matrix m = attended_by(row, cache, kv_head);
+            for (int64_t at = 0; at < std::min(kFetched, m.rows * m.row_bytes()); at += kCacheLine)
                 __builtin_prefetch(static_cast<const char*>(m.data) + at, 0, 2);
         }
     }
@@ -243,13 +247,11 @@ private:
 
     void decode_attention(const Worker& worker, const Layer& l, const WorkerBuffers& local, int row, int head,
                           int kv_head, int count) const {
-        const int d = m_.head_dim, lane = sequence(row).lane, start = sequence(row).start, at = position(row);
-        const int filled = at + 1;
+        const int d = m_.head_dim;
         float* q = buffers_.q.row(row) + head * d;
-        for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, at);
-        const Matrix keys = cached(l.keys, lane, kv_head, start, filled);
-        const Matrix values = cached(l.values, lane, kv_head, start, filled);
-        worker.kernels.attend(keys, values, q, count, m_.scale, local.scores.data, local.scores.stride,
+        for (int i = 0; i < count; i++) rotate(worker, q + i * d, l.q_norm, position(row));
+        worker.kernels.attend(attended_by(row, l.keys, kv_head), attended_by(row, l.values, kv_head), q, count,
+                              m_.scale, local.scores.data, local.scores.stride,
                               buffers_.attended.row(row) + head * d);
     }
 

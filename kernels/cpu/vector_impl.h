@@ -131,7 +131,7 @@ inline Vec exp(Vec x) {
 
 // Prefetch of weights, which stream from memory once per step. The integer kernels gain from lines kAhead bytes ahead on
 // every processor that was measured. With floats it depends on the processor (docs/log.md):
-constexpr int kAhead = 8192, kCacheLine = 64;
+constexpr int kAhead = 8192, kSoon = 1024;
 #if defined(__AVX512F__)
 // Zen 5: one line in four, far ahead, makes the hardware prefetcher look further. Every line displaces the hardware's own
 // requests and is slower than no prefetch.
@@ -143,7 +143,6 @@ template <int Bytes>
 inline void fetch_next(const void*) {}
 #else
 // Zen 3: that halves the speed. Every line, shortly before its turn, gains a tenth.
-constexpr int kSoon = 1024;
 inline void fetch_row(const void*, size_t) {}
 template <int Bytes>
 inline void fetch_next(const void* at) {
