@@ -13,7 +13,6 @@ from neuronmm.engine.kv_cache import KVCache
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu.library import FP8_FACTORS, MAX_BATCH, NOT_BUILT, core
 from neuronmm.kernels.cpu.step import DecodeStep, LayerWeights, LinearWeights, ModelWeights
-from neuronmm.kernels.widened_linears import has_amx
 from neuronmm.models.fp8 import Fp8Linear
 from neuronmm.models.low_bits import Int4Linear, Int8Linear, LowBitsModule, matrix_of
 from neuronmm.models.lowrank import LowRankLinear
@@ -24,7 +23,7 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class CpuDecoder(TorchDecoder):
-    """The torch decoder with its steps in C++. Prefill runs in C++ only in bf16 and if torch has no faster GEMM.
+    """The torch decoder with its steps in C++. Prefill runs in C++ only in bf16.
 
     The logits of ``decode`` are float32.
 
@@ -47,16 +46,12 @@ class CpuDecoder(TorchDecoder):
         if batch > MAX_BATCH:
             raise KernelError(f"the core takes batch 1 to {MAX_BATCH}, not batch {batch}")
         self._core_step = DecodeStep(weights or describe(model, max_len), self.cache.keys, self.cache.values)
-        self._low_bits = isinstance(model.get_input_embeddings(), LowBitsModule)
         self._starts = torch.zeros(batch, dtype=torch.int32)
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether prefill runs in the core.
-
-        With AMX it runs in torch, whose GEMMs use AMX, unless torch would convert weights of few bits for every prompt.
-        """
-        return self._core_step.reads_prompts and (self._low_bits or not has_amx())
+        """Whether prefill runs in the core."""
+        return self._core_step.reads_prompts
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -47,11 +47,6 @@ def multiplies_bf16(device: torch.device) -> bool:
     return bool(capabilities.get("avx512_bf16")) and "Intel" not in str(capabilities.get("cpu_name"))
 
 
-def has_amx() -> bool:
-    """Return whether the CPU has Intel's matrix unit for bf16, which torch's GEMMs use and the C++ core does not."""
-    return bool(_capabilities().get("amx_bf16"))
-
-
 def widened_linears(device: torch.device, *, in_core: bool = False) -> AbstractContextManager[object]:
     """Return a context in which 16-bit linears on an x86 CPU run in float32 where that is faster.
 

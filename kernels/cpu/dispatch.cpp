@@ -6,16 +6,38 @@
 
 #include "kernels.h"
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <asm/prctl.h>
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace neuronmm {
 namespace {
+
+// Whether the processor has AMX for bf16 and the system lets this process use it. Linux wants to be asked, because the
+// tiles add 8 KiB to what it saves of a thread (Documentation/arch/x86/xstate.rst of Linux).
+bool amx() {
+#if defined(__x86_64__) && defined(__linux__) && defined(ARCH_REQ_XCOMP_PERM)
+    constexpr unsigned kTiles = 1u << 24, kBf16 = 1u << 22;
+    constexpr int kTileData = 18;  // the number of the state component
+    unsigned a, b, c, d;
+    const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) && (d & kBf16);
+    return has && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, kTileData);
+#else
+    return false;
+#endif
+}
 
 bool runs(const Kernels* kernels) {
     if (!kernels) return false;
 #if defined(__x86_64__)
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (kernels == kernels_avx512bf16() || kernels == kernels_avx512bf16_fp32())
-        return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (kernels == kernels_avx512bf16_amx()) return bf16 && amx();
+    if (kernels == kernels_avx512bf16() || kernels == kernels_avx512bf16_fp32()) return bf16;
     if (kernels == kernels_avx512()) return avx512;
     if (kernels == kernels_avx2()) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
@@ -36,7 +58,8 @@ bool slow_dot_product() {
 const Kernels* find(const char* name) {
     const Kernels *dot = kernels_avx512bf16(), *fp32 = kernels_avx512bf16_fp32();
     if (slow_dot_product()) std::swap(dot, fp32);
-    for (const Kernels* kernels : {dot, fp32, kernels_avx512(), kernels_avx2(), kernels_portable()})
+    for (const Kernels* kernels :
+         {kernels_avx512bf16_amx(), dot, fp32, kernels_avx512(), kernels_avx2(), kernels_portable()})
         if (runs(kernels) && (!name || !std::strcmp(name, kernels->name))) return kernels;
     return nullptr;
 }

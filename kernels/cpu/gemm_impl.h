@@ -33,6 +33,33 @@ struct Ahead {
     }
 };
 
+// Scales the sums of outputs [at, at + L) of n and adds the bias and the addend.
+struct Finish {
+    Finish(int at, int n, const float* scale, const float* bias, Strided addend)
+        : at(at), count(n - at < L ? n - at : L), addend(addend) {
+        const bool whole = count == L;
+        factor = !scale ? splat(1.0f) : whole ? load(scale + at) : load_part(scale + at, count);
+        offset = !bias ? Vec{} : whole ? load(bias + at) : load_part(bias + at, count);
+    }
+
+    // Store the outputs of row i to y.
+    void operator()(Vec sums, int i, float* y) const {
+        Vec value = sums * factor + offset;
+        if (addend.data) {
+            const float* more = addend.row(i) + at;
+            value += count == L ? load(more) : load_part(more, count);
+        }
+        if (count == L)
+            store(y + at, value);
+        else
+            store_part(y + at, value, count);
+    }
+
+    const int at, count;
+    const Strided addend;
+    Vec factor, offset;
+};
+
 // Multiply R rows of x with the first V vectors of one panel and store the first n output columns to y. Every kEvery
 // inputs, fetch `share` bytes of what comes next.
 template <class S, int R, int V>
@@ -63,23 +90,9 @@ void panel_rows(const typename S::Cell* panel, int depth, typename S::Rows x, fl
     }
 #pragma GCC unroll 2
     for (int half = 0; half < V; half++) {
-        const int at = half * L, count = n - at < L ? n - at : L;
-        const bool whole = count == L;
-        const Vec factor = !scale ? splat(1.0f) : whole ? load(scale + at) : load_part(scale + at, count);
-        const Vec offset = !bias ? Vec{} : whole ? load(bias + at) : load_part(bias + at, count);
+        const Finish finish(half * L, n, scale, bias, addend);
 #pragma GCC unroll 12
-        for (int i = 0; i < R; i++) {
-            float* to = y + i * ldy + at;
-            Vec value = acc[i][half] * factor + offset;
-            if (addend.data) {
-                const float* more = addend.data + i * addend.stride + at;
-                value += whole ? load(more) : load_part(more, count);
-            }
-            if (whole)
-                store(to, value);
-            else
-                store_part(to, value, count);
-        }
+        for (int i = 0; i < R; i++) finish(acc[i][half], i, y + i * ldy);
     }
 }
 

@@ -69,6 +69,7 @@ struct Kernels {
 // One function per translation unit; it returns null if this build lacks the instruction set.
 const Kernels* kernels_avx512bf16();
 const Kernels* kernels_avx512bf16_fp32();  // the same with `gemm_nt` and `gemm_nn` in fp32
+const Kernels* kernels_avx512bf16_amx();   // and with both in Intel's matrix unit
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_portable();

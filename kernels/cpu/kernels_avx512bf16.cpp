@@ -3,8 +3,17 @@
 
 #if defined(__x86_64__)
 #define NEURONMM_LANES 16
-#include "gemm_dot_impl.h"
+#include "gemm_amx_impl.h"
 #include "gemm_float_impl.h"
+
+#if defined(NEURONMM_AMX)
+const neuronmm::Kernels* neuronmm::kernels_avx512bf16_amx() {
+    static constexpr Kernels kernels = table("avx512bf16+amx", gemm_nt_by<AmxScheme>, gemm_nn_by<AmxScheme>);
+    return &kernels;
+}
+#else
+const neuronmm::Kernels* neuronmm::kernels_avx512bf16_amx() { return nullptr; }
+#endif
 
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16() {
     static constexpr Kernels kernels = table("avx512bf16", gemm_nt_by<Bf16DotScheme>, gemm_nn_by<Bf16DotScheme>);
@@ -16,6 +25,7 @@ const neuronmm::Kernels* neuronmm::kernels_avx512bf16_fp32() {
     return &kernels;
 }
 #else
+const neuronmm::Kernels* neuronmm::kernels_avx512bf16_amx() { return nullptr; }
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16() { return nullptr; }
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16_fp32() { return nullptr; }
 #endif

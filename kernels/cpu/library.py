@@ -186,7 +186,8 @@ def require() -> ctypes.CDLL:
 def isa() -> str | None:
     """Return the instruction set in use: ``avx512bf16``, ``avx512``, ``avx2`` or ``portable``; None without the core.
 
-    ``avx512bf16+fp32`` is the first with prompts in fp32, which Intel's cores multiply faster.
+    On Intel's cores the first is ``avx512bf16+amx``, with prompts in the matrix unit, or, where there is none,
+    ``avx512bf16+fp32``, with prompts in fp32.
     """
     library = core()
     return None if library is None else library.neuronmm_isa().decode()

@@ -14,7 +14,7 @@ from error_rule import assert_twice_plain, draws_to_pool
 from neuronmm.kernels import widened_linears as widening
 from neuronmm.kernels.cpu import isa
 from neuronmm.kernels.cpu.linears import describe
-from neuronmm.kernels.widened_linears import has_amx, multiplies_bf16, widened_linears
+from neuronmm.kernels.widened_linears import multiplies_bf16, widened_linears
 from neuronmm.measure.scoring import hidden_states
 from tiny_models import LAYER_COUNT, make_tiny, make_tokens
 
@@ -172,7 +172,6 @@ def test_nothing_is_widened_where_bf16_is_fast_or_the_cpu_is_unknown(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setattr(torch.Tensor, "float", lambda _: pytest.fail("it was widened"))
-    assert has_amx() is bool(capabilities.get("amx_bf16"))
     with widened_linears(CPU):
         linear(torch.randn(30, 24, dtype=torch.bfloat16), torch.randn(40, 24, dtype=torch.bfloat16))
 

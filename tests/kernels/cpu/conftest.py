@@ -10,7 +10,7 @@ import torch
 from neuronmm.kernels.cpu.library import core, set_isa
 
 
-@pytest.fixture(params=["avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable"])
+@pytest.fixture(params=["avx512bf16+amx", "avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of the one that is in use during the test; without the core, or the instructions, there is none."""
     if core() is None or not set_isa(request.param):

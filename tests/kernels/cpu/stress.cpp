@@ -345,7 +345,7 @@ int main() {
         std::printf("hostile pivots\n");
         failures++;
     }
-    for (const char* isa : {"avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable"}) {
+    for (const char* isa : {"avx512bf16+amx", "avx512bf16", "avx512bf16+fp32", "avx512", "avx2", "portable"}) {
         if (neuronmm_set_isa(isa)) {
             std::printf("%s: not on this processor\n", isa);
             continue;

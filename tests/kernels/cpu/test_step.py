@@ -22,7 +22,6 @@ from error_rule import draws_to_pool
 from neuronmm.engine.cpu_decoder import CpuDecoder, refuses
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.cpu import arena
-from neuronmm.kernels.cpu.library import isa as isa_in_use
 from neuronmm.models.families import FAMILIES, TARGETS
 from tiny_models import fill_tiny, layer_ranks, make_spec, make_tiny, shared_spec
 
@@ -159,13 +158,6 @@ def test_no_step_of_a_long_prompt_is_so_short_that_it_rounds_otherwise(more: int
 
 def test_a_prompt_in_fp32_is_read_by_torch() -> None:
     assert not CpuDecoder(make_model("llama", "dense"), 1, 16).reads_prompts
-
-
-def test_a_prompt_is_read_by_torch_where_it_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = CpuDecoder(make_model("llama", "dense", dtype=torch.bfloat16), 1, 16)
-    for amx in (False, True):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx}, raising=False)
-        assert decoder.reads_prompts is (not amx and isa_in_use() != "portable")
 
 
 def test_a_decoder_is_reusable_and_full_at_the_end() -> None:
