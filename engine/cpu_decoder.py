@@ -23,7 +23,7 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class CpuDecoder(TorchDecoder):
-    """The torch decoder with its steps in C++. Prefill runs in C++ only in bf16.
+    """The torch decoder with its steps in C++. Prefill runs in C++ only in bf16 and with AVX2 or more.
 
     The logits of ``decode`` are float32.
 

@@ -7,7 +7,6 @@
 #include "kernels.h"
 
 #if defined(__x86_64__) && defined(__linux__)
-#include <asm/prctl.h>
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,22 +15,22 @@
 namespace neuronmm {
 namespace {
 
-// Whether the processor has AMX for bf16 and the system lets this process use it. Linux wants to be asked, because the
-// tiles add 8 KiB to what it saves of a thread (Documentation/arch/x86/xstate.rst of Linux).
+// Whether the processor has AMX for bf16 and the system lets this process use it. Linux must be asked first: the tiles
+// add 8 KiB to the state that it saves per thread (Documentation/arch/x86/xstate.rst of Linux).
 bool amx() {
-#if defined(__x86_64__) && defined(__linux__) && defined(ARCH_REQ_XCOMP_PERM)
+#if defined(__x86_64__) && defined(__linux__)
     constexpr unsigned kTiles = 1u << 24, kBf16 = 1u << 22;
-    constexpr int kTileData = 18;  // the number of the state component
+    constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM, which headers before Linux 5.16 lack
+    constexpr int kTileData = 18;               // the number of the state component
     unsigned a, b, c, d;
     const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) && (d & kBf16);
-    return has && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, kTileData);
+    return has && !syscall(SYS_arch_prctl, kRequestPermission, kTileData);
 #else
     return false;
 #endif
 }
 
 bool runs(const Kernels* kernels) {
-    if (!kernels) return false;
 #if defined(__x86_64__)
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -60,7 +59,7 @@ const Kernels* find(const char* name) {
     if (slow_dot_product()) std::swap(dot, fp32);
     for (const Kernels* kernels :
          {kernels_avx512bf16_amx(), dot, fp32, kernels_avx512(), kernels_avx2(), kernels_portable()})
-        if (runs(kernels) && (!name || !std::strcmp(name, kernels->name))) return kernels;
+        if (kernels && (!name || !std::strcmp(name, kernels->name)) && runs(kernels)) return kernels;
     return nullptr;
 }
 

@@ -1,23 +1,26 @@
 // GEMM scheme for Intel's matrix unit (AMX): bf16 operands, fp32 sums.
 //
-// The unit has eight tiles of 16 rows of 64 bytes. Four hold the sums of 32 input rows and one panel, two the input rows,
-// two the panel: 16 pairs of inputs of 16 outputs each, as the dot product instruction reads them, too.
+// The unit has eight tiles of 16 rows of 64 bytes. Four hold the sums of 32 input rows and one panel, two the input
+// rows, two the panel. The panel's tiles hold 16 pairs of inputs of 16 outputs each: the layout of the dot product
+// instruction.
 #pragma once
 
 #include "gemm_dot_impl.h"
 
-// The functions have the flag for AMX, not the file: older compilers build the rest.
-#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+// Functions, not the file, have the flag for AMX, so that older compilers can build the rest.
+#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define NEURONMM_AMX __attribute__((target("amx-tile,amx-bf16")))
 
 namespace neuronmm {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kTileInputs = 32;
+constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileInputs = kTileBytes / sizeof(uint16_t);
 constexpr int kBlockRows = 2 * kTileRows;
 
-// What ldtilecfg reads: the shapes of the tiles (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2A).
+// What ldtilecfg reads: the shapes of the tiles (Intel 64 and IA-32 Architectures Software Developer's Manual, volume
+// 2A).
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -27,15 +30,18 @@ struct alignas(64) TileShapes {
     explicit TileShapes(int count) {
         const int upper = count < kTileRows ? count : kTileRows, lower = count - upper;
         const int all[] = {upper, upper, lower, lower, upper, lower, kTileRows, kTileRows};
-        for (int tile = 0; tile < 8; tile++) rows[tile] = all[tile], row_bytes[tile] = all[tile] ? 64 : 0;
+        for (int tile = 0; tile < 8; tile++) {
+            rows[tile] = all[tile];
+            row_bytes[tile] = all[tile] ? kTileBytes : 0;
+        }
     }
 };
 
 // Make the compiler finish its stores to what `address` leads to: GCC's intrinsics do not say which memory they read.
 inline void settle(const void* address) { asm volatile("" : : "r"(address) : "memory"); }
 
-// sums[32][32] = x panel, for up to 16 rows, or up to 32 if Lower. `tail` has the inputs behind the last whole 32 of each
-// row, filled up with zeros.
+// sums[32][32] = x panel, for up to 16 rows, or up to 32 if Lower. `tail` has the inputs of each row after the last
+// whole 32, padded with zeros.
 template <bool Lower>
 NEURONMM_AMX void multiply_tiles(const uint32_t* panel, int depth, const uint16_t* x, size_t ldx, const uint16_t* tail,
                                  float* sums, Ahead& ahead, size_t share) {
@@ -80,6 +86,8 @@ NEURONMM_AMX void use_tiles(const TileShapes& shapes) {
 
 NEURONMM_AMX void release_tiles() { _tile_release(); }
 
+// Packs as the dot product does; what multiplies is `panels_times` below. Sums pass through memory once per panel, so
+// panels are deep, but deeper ones would leave the cache (docs/log.md).
 struct AmxScheme : Bf16DotScheme {
     static constexpr int kPanels = 4;
     static constexpr int kDepth = 2048;
@@ -107,8 +115,8 @@ void panels_times<AmxScheme>(const uint32_t* panels, size_t cells, int depth, co
     alignas(64) float sums[kBlockRows * kPanel];
     alignas(64) uint16_t tail[kBlockRows * kTileInputs] = {};
     const int rest = depth % kTileInputs;
-    const size_t calls = static_cast<size_t>((depth + Ahead::kEvery - 1) / Ahead::kEvery) * ((n + kPanel - 1) / kPanel) *
-                         ((rows + kBlockRows - 1) / kBlockRows);
+    const size_t blocks = static_cast<size_t>((n + kPanel - 1) / kPanel) * ((rows + kBlockRows - 1) / kBlockRows);
+    const size_t calls = blocks * ((depth + Ahead::kEvery - 1) / Ahead::kEvery);
     const size_t share = calls ? ahead.left / calls : 0;
     for (int i = 0, shaped = 0; i < rows; i += kBlockRows) {
         const int count = rows - i < kBlockRows ? rows - i : kBlockRows;
@@ -119,8 +127,8 @@ void panels_times<AmxScheme>(const uint32_t* panels, size_t cells, int depth, co
                 memcpy(tail + r * kTileInputs, inputs + r * ldx + depth - rest, rest * sizeof *tail);
         const Strided more{addend.row(i), addend.stride};
         for (int j = 0; j < n; j += kPanel) {
-            (count > kTileRows ? multiply_tiles<true> : multiply_tiles<false>)(panels + j / kPanel * cells, depth, inputs,
-                                                                              ldx, tail, sums, ahead, share);
+            const auto multiply = count > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
+            multiply(panels + j / kPanel * cells, depth, inputs, ldx, tail, sums, ahead, share);
             for (int at = j; at < n && at < j + kPanel; at += L) {
                 const Finish finish(at, n, scale, bias, more);
                 for (int r = 0; r < count; r++) finish(load(sums + r * kPanel + at - j), r, y + (i + r) * ldy);

@@ -33,7 +33,7 @@ struct Ahead {
     }
 };
 
-// Scales the sums of outputs [at, at + L) of n and adds the bias and the addend.
+// What turns the sums of outputs [at, at + L) of n into results: the scale, the bias and the addend.
 struct Finish {
     Finish(int at, int n, const float* scale, const float* bias, Strided addend)
         : at(at), count(n - at < L ? n - at : L), addend(addend) {
@@ -129,7 +129,8 @@ T* panel_memory(size_t cells) {
     return spare.reserve(cells);
 }
 
-// Inputs per panel: `all` inputs are split into about equal parts of at most kDepth, rounded up to the widest vector.
+// Inputs per panel: `all` inputs are split into about equal parts of at most kDepth, rounded up to the widest vector and
+// to a row of a tile.
 template <class S>
 int depth_of(int all) {
     const int parts = all > S::kDepth ? (all + S::kDepth - 1) / S::kDepth : 1;

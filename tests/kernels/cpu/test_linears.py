@@ -94,6 +94,14 @@ class TestRule:
             cases = [(torch.randn(rows, 129).to(dtype), group) for _ in range(4)]
             assert_twice_plain(cases, lambda c: run(*c), lambda c: linears(*c), lambda c: exact(*c))
 
+    @torch.inference_mode()
+    def test_more_inputs_than_a_panel_takes_at_once(self, isa: str, dtype: torch.dtype) -> None:
+        """Of any instruction set: three panels, of which the last has a tail, an odd one."""
+        torch.manual_seed(0)
+        group = make_group(4301, [(45, 0, "dense"), (33, 21, "two")], dtype, False, False)
+        cases = [(torch.randn(40, 4301).to(dtype), group) for _ in range(4)]
+        assert_twice_plain(cases, lambda c: run(*c), lambda c: linears(*c), lambda c: exact(*c))
+
 
 @torch.inference_mode()
 def test_a_bias_is_added_to_every_form() -> None:
