@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 from neuronmm.version import VERSION
 
-FEATURES = tuple("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni amx_tile amx_bf16".split())
+FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "amx_bf16")
 """The instruction sets that the C++ core can use, as Linux names them."""
 
 
