@@ -6,15 +6,6 @@
 #include "gemm_amx_impl.h"
 #include "gemm_float_impl.h"
 
-#if defined(NEURONMM_AMX)
-const neuronmm::Kernels* neuronmm::kernels_avx512bf16_amx() {
-    static constexpr Kernels kernels = table("avx512bf16+amx", gemm_nt_by<AmxScheme>, gemm_nn_by<AmxScheme>);
-    return &kernels;
-}
-#else
-const neuronmm::Kernels* neuronmm::kernels_avx512bf16_amx() { return nullptr; }
-#endif
-
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16() {
     static constexpr Kernels kernels = table("avx512bf16", gemm_nt_by<Bf16DotScheme>, gemm_nn_by<Bf16DotScheme>);
     return &kernels;
@@ -25,7 +16,15 @@ const neuronmm::Kernels* neuronmm::kernels_avx512bf16_fp32() {
     return &kernels;
 }
 #else
-const neuronmm::Kernels* neuronmm::kernels_avx512bf16_amx() { return nullptr; }
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16() { return nullptr; }
 const neuronmm::Kernels* neuronmm::kernels_avx512bf16_fp32() { return nullptr; }
+#endif
+
+#if defined(NEURONMM_AMX)
+const neuronmm::Kernels* neuronmm::kernels_avx512bf16_amx() {
+    static constexpr Kernels kernels = table("avx512bf16+amx", gemm_nt_by<AmxScheme>, gemm_nn_by<AmxScheme>);
+    return &kernels;
+}
+#else
+const neuronmm::Kernels* neuronmm::kernels_avx512bf16_amx() { return nullptr; }
 #endif
