@@ -22,8 +22,13 @@ from neuronmm.models.lowrank import LowRankLinear
 
 _EPOCHS = {"fast": 3, "full": 8}
 
-_LEARNING_RATES = {"two": 1e-3, "pivoted": 3e-4}
-"""By form. The ranks of pivoted factors are higher, and 1e-3 would raise the smaller loss from which they start."""
+_LEARNING_RATE = 0.015
+"""Of the root mean square of a parameter and the root of the initial loss.
+
+AdamW moves each weight by about its rate in each step, so the rate has to follow the size of the weights (Adafactor,
+arXiv 1804.04235), which differs by a factor of ten between models. What such steps add to the relative error of the
+block's output is of the order of their relative size; a small error therefore needs small ones.
+"""
 
 STEP_TOKENS = 512
 """Calibration tokens per step. The number of steps limits a fast course more than the number of tokens."""
@@ -31,7 +36,7 @@ STEP_TOKENS = 512
 
 def course_of(config: CompressionConfig) -> Course:
     """Return the schedule of the refinement that ``config`` asks for."""
-    return Course(_EPOCHS[config.refine], _LEARNING_RATES[config.form], 0.05, (0.9, 0.95))
+    return Course(_EPOCHS[config.refine], _LEARNING_RATE, 0.05, (0.9, 0.95))
 
 
 @torch.enable_grad()
@@ -98,7 +103,9 @@ def refine(
         if len(mine):
             (loss_of(mine) * (len(mine) / len(rows))).backward()
 
-    objective = Objective(trained, training, backward, validate)
+    root = math.sqrt(validate())
+    scales = [root * float(parameter.detach().square().mean().sqrt()) for parameter in trained]
+    objective = Objective(trained, training, backward, validate, scales)
     losses = train(objective, course, rows_per_step, generator, advance, keep=keep).losses
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -41,13 +41,15 @@ class Objective:
     """What :func:`train` needs: the parameters, the indices of the training rows, and the loss.
 
     ``backward`` adds the gradients of the loss on the rows with the given indices; of several processes, each on those
-    that it has. ``validate`` returns the held-out loss, the same in all.
+    that it has. ``validate`` returns the held-out loss, the same in all. ``scales``, one per parameter, multiply the
+    learning rate; without them it is the same for all.
     """
 
     parameters: list[nn.Parameter]
     rows: Tensor
     backward: Callable[[Tensor], None]
     validate: Callable[[], float]
+    scales: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,10 @@ def train(
     """
     parameters, rows, validate = objective.parameters, objective.rows, objective.validate
     began = time.perf_counter()
-    optimizer = torch.optim.AdamW(
-        [{"params": parameters, "initial_lr": course.learning_rate}],
-        lr=course.learning_rate,
-        betas=course.betas,
-        weight_decay=0.0,
-    )
+    scales = [1.0] * len(parameters) if objective.scales is None else objective.scales
+    rates = [course.learning_rate * scale for scale in scales]
+    groups = [{"params": [p], "lr": rate, "initial_lr": rate} for p, rate in zip(parameters, rates, strict=True)]
+    optimizer = torch.optim.AdamW(groups, betas=course.betas, weight_decay=0.0)
     state = None if file is None else _load(file, parameters, optimizer, generator)
     if state is None:
         state = State([validate()], [keep(parameter.detach()) for parameter in parameters])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,11 @@ from neuronmm.models.families import TARGETS
 from tiny_models import make_tiny
 
 INSIDE = "layer."
+
+READERS = {
+    "input_layernorm": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"],
+}
 
 
 @pytest.fixture
@@ -71,6 +78,26 @@ def test_refinement_reduces_the_error_on_unseen_tokens(case) -> None:
     assert isinstance(compressed.get_submodule("mlp.gate_proj"), LowRankLinear)
     assert not torch.equal(compressed.input_layernorm.weight, dense.input_layernorm.weight)
     assert compressed.get_submodule("mlp.down_proj").weight is dense.get_submodule("mlp.down_proj").weight
+
+
+def test_the_gain_does_not_depend_on_the_size_of_the_weights(case) -> None:
+    """Weights divided by 1024 behind norms times 1024 are the same layer."""
+    dense, compressed, hidden, ours, rotary = case
+    targets = advance(dense, hidden, rotary)
+    smaller = copy.deepcopy(compressed)
+    with torch.no_grad():
+        for norm, linears in READERS.items():
+            smaller.get_submodule(norm).weight.mul_(1024)
+            for name in linears:
+                smaller.get_submodule(name).B.weight.div_(1024)
+    plain, scaled = (
+        refine(layer, Streams(hidden, ours, rotary), targets, course(8, 0.03), 0, torch.float32, ignore)
+        for layer in (compressed, smaller)
+    )
+    assert scaled["loss_before"] == pytest.approx(plain["loss_before"], rel=1e-4)
+    gains = [1 - report["loss_after"] / report["loss_before"] for report in (plain, scaled)]
+    assert gains[0] > 0.02
+    assert gains[1] == pytest.approx(gains[0], rel=0.3)
 
 
 def test_training_that_does_not_help_leaves_the_layer_unchanged(case) -> None:
