@@ -23,11 +23,12 @@ from neuronmm.models.lowrank import LowRankLinear
 _EPOCHS = {"fast": 3, "full": 8}
 
 _LEARNING_RATE = 0.015
-"""Of the root mean square of a parameter and the root of the initial loss.
+"""A parameter's peak rate is this number times its root mean square times the root of the initial held-out loss.
 
 AdamW moves each weight by about its rate in each step, so the rate has to follow the size of the weights (Adafactor,
-arXiv 1804.04235), which differs by a factor of ten between models. What such steps add to the relative error of the
-block's output is of the order of their relative size; a small error therefore needs small ones.
+arXiv 1804.04235): norms and factors of one model differ by a factor of 100, factors of two models by ten. What a step
+adds to the relative error of the block's output is of the order of its relative size; that error is the root of the
+loss, and where it is small, steps have to be small. A parameter of zeros stays as it is.
 """
 
 STEP_TOKENS = 512
@@ -103,8 +104,8 @@ def refine(
         if len(mine):
             (loss_of(mine) * (len(mine) / len(rows))).backward()
 
-    root = math.sqrt(validate())
-    scales = [root * float(parameter.detach().square().mean().sqrt()) for parameter in trained]
+    error = min(1.0, math.sqrt(validate()))
+    scales = [error * float(parameter.detach().square().mean().sqrt()) for parameter in trained]
     objective = Objective(trained, training, backward, validate, scales)
     losses = train(objective, course, rows_per_step, generator, advance, keep=keep).losses
     for parameter in trained:

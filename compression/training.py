@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ _CLIP = 1.0  # maximum norm of the gradient
 class Course:
     """A training schedule: epochs, peak learning rate, and the fraction of the steps for warm-up.
 
+    The peak rate of a parameter is ``learning_rate`` times its :attr:`Objective.scales`.
     ``betas`` are AdamW's. The usual second one, 0.999, does not settle in the few steps of a refinement.
     """
 
@@ -117,10 +119,7 @@ def train(
     """
     parameters, rows, validate = objective.parameters, objective.rows, objective.validate
     began = time.perf_counter()
-    scales = [1.0] * len(parameters) if objective.scales is None else objective.scales
-    rates = [course.learning_rate * scale for scale in scales]
-    groups = [{"params": [p], "lr": rate, "initial_lr": rate} for p, rate in zip(parameters, rates, strict=True)]
-    optimizer = torch.optim.AdamW(groups, betas=course.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(_groups(objective, course.learning_rate), betas=course.betas, weight_decay=0.0)
     state = None if file is None else _load(file, parameters, optimizer, generator)
     if state is None:
         state = State([validate()], [keep(parameter.detach()) for parameter in parameters])
@@ -155,6 +154,14 @@ def train(
         for parameter, value in zip(parameters, state.best, strict=True):
             parameter.copy_(value)
     return Trained(state.losses, earlier + time.perf_counter() - began, earlier)
+
+
+def _groups(objective: Objective, rate: float) -> list[dict[str, Any]]:
+    """Return the optimizer's groups of parameters, as few as possible: a GPU updates a group at once."""
+    if objective.scales is None:
+        return [{"params": objective.parameters, "lr": rate, "initial_lr": rate}]
+    rates = [rate * scale for scale in objective.scales]
+    return [{"params": [p], "lr": own, "initial_lr": own} for p, own in zip(objective.parameters, rates, strict=True)]
 
 
 def _add_up_gradients(parameters: list[nn.Parameter]) -> None:

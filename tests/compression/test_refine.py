@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from neuronmm.compression import refine as refine_module
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.layer_pair import LayerPair
 from neuronmm.compression.moments import moments_of
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.refine import refine
 from neuronmm.compression.streaming import Streams, advance
-from neuronmm.compression.training import Course
+from neuronmm.compression.training import Course, Objective, Trained, train
 from neuronmm.models import LowRankLinear
 from neuronmm.models.families import TARGETS
 from tiny_models import make_tiny
@@ -97,7 +99,40 @@ def test_the_gain_does_not_depend_on_the_size_of_the_weights(case) -> None:
     assert scaled["loss_before"] == pytest.approx(plain["loss_before"], rel=1e-4)
     gains = [1 - report["loss_after"] / report["loss_before"] for report in (plain, scaled)]
     assert gains[0] > 0.02
-    assert gains[1] == pytest.approx(gains[0], rel=0.3)
+    assert gains[1] == pytest.approx(gains[0], rel=0.3)  # the common limit of the gradient weighs them differently
+
+
+def test_rates_follow_the_size_of_the_parameters_and_the_loss(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, compressed, hidden, ours, rotary = case
+    seen: list[Objective] = []
+
+    def record(objective: Objective, *_: object, **__: object) -> Trained:
+        seen.append(objective)
+        return Trained([objective.validate()], 0.0, 0.0)
+
+    monkeypatch.setattr(refine_module, "train", record)
+    targets = advance(dense, hidden, rotary)
+    for inputs in (ours, hidden + 0.3 * torch.randn_like(hidden), 100 * hidden):
+        report = refine(compressed, Streams(hidden, inputs, rotary), targets, course(1, 1.0), 0, torch.float32, ignore)
+        error = min(1.0, math.sqrt(report["loss_before"]))
+        sizes = [float(parameter.square().mean().sqrt()) for parameter in seen[-1].parameters]
+        assert seen[-1].scales == pytest.approx([error * size for size in sizes])
+    assert report["loss_before"] > 1
+
+
+def test_a_scale_multiplies_the_rate_of_its_parameter() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    losses = iter([1.0, 0.5])
+    objective = Objective(
+        parameters,
+        torch.arange(1),
+        lambda _: sum(parameter.sum() for parameter in parameters).backward(),
+        lambda: next(losses),
+        [1.0, 0.01],
+    )
+    train(objective, Course(1, 0.1, 0.0, (0.9, 0.95)), 1, torch.Generator(), ignore)
+    # the first step of AdamW is the rate, against the gradient's sign
+    assert torch.allclose(parameters[0], torch.full((3,), -0.1)) and torch.allclose(parameters[1], torch.tensor(-1e-3))
 
 
 def test_training_that_does_not_help_leaves_the_layer_unchanged(case) -> None:
