@@ -51,7 +51,8 @@ class EvaluationResult:
 
     Attributes:
         models: the models by name, ``model`` and ``baseline``.
-        text: the file of the perplexity and the sizes of its windows.
+        text: the file of the perplexity, the sizes of its windows, and the log loss of each window by model, from which
+            runs can be paired afterwards.
         tasks: the number of questions of each task.
         guessing: the expected accuracy of random choices for each task.
         results: the measures.
@@ -120,14 +121,16 @@ def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -
         )
         for name, path in names.items()
     }
-    results, notes = [], []
+    results, notes, text = [], [], None
     windows = scores["model"].windows
     if windows is not None:
         if any(entry.windows is None or not windows.same_as(entry.windows) for entry in scores.values()):
             raise UserError(
                 f"{config.model} and {config.baseline} tokenise the text differently; their perplexities do not compare"
             )
-        results += _perplexities({name: entry.nlls for name, entry in scores.items()})
+        nlls = {name: entry.nlls for name, entry in scores.items()}
+        results += _perplexities(nlls)
+        text = {"file": str(config.text), **windows.to_json(), "nats_per_token_by_window": nlls}
         notes.append(windows.describe())
     for label in scores["model"].correct:
         results.append(_measure(label, {name: entry.correct[label] for name, entry in scores.items()}))
@@ -137,7 +140,7 @@ def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -
         notes.append("guessing gives " + ", ".join(f"{name} {share:.1%}" for name, share in chance.items()))
     return EvaluationResult(
         models={name: entry.facts for name, entry in scores.items()},
-        text=None if windows is None else {"file": str(config.text), **windows.to_json()},
+        text=text,
         tasks={name: len(rows) for name, rows in questions.items()},
         guessing=chance,
         results=results,

@@ -51,6 +51,7 @@ def test_perplexity(
         window = nats(model, ids[start : start + context], first)
         means.append(math.fsum(window) / len(window))
     assert len(means) == windows == result["text"]["windows"]
+    assert result["text"]["nats_per_token_by_window"]["model"] == pytest.approx(means, rel=1e-4)
     expected = math.exp(sum(means) / windows)
     entry = value(result, "perplexity")
     assert entry["value"] == pytest.approx(expected, rel=1e-4)
@@ -74,6 +75,7 @@ def test_default_window_is_the_models_maximum_and_short_texts_are_one_window(
         "windows": 1,
         "scored_tokens": 3,
         "text_tokens": 4,
+        "nats_per_token_by_window": {"model": [value(result, "nats per token")["value"]]},
     }
     assert value(result, "perplexity")["standard_error"] is None
 
@@ -88,6 +90,8 @@ def test_paired_difference(checkpoint: Callable[..., Path], tmp_path: Path) -> N
     ours, theirs = (
         [math.fsum(nats(m, window, 1)) / 15 for window in windows] for m in (load_plain(model), load_plain(baseline))
     )
+    by_window = result["text"]["nats_per_token_by_window"]
+    assert by_window == {"model": pytest.approx(ours, rel=1e-4), "baseline": pytest.approx(theirs, rel=1e-4)}
     expected = estimate([a - b for a, b in zip(ours, theirs, strict=True)])
     entry = value(result, "nats per token", "difference")
     assert entry["value"] == pytest.approx(expected.value, rel=1e-3, abs=1e-5)
