@@ -62,7 +62,10 @@ MODELS = ("baseline", "model")
 EVALUATION = {
     **leaves("kind what"),
     "models": dict.fromkeys(MODELS, leaves("path dtype")),
-    "text": leaves("file context stride windows scored_tokens text_tokens"),
+    "text": {
+        **leaves("file context stride windows scored_tokens text_tokens"),
+        "nats_per_token_by_window": dict.fromkeys(MODELS, [None]),
+    },
     "tasks": {"task": None},
     "guessing": {"task": None},
     "results": [{"measure": None, "models": dict.fromkeys(MODELS, ESTIMATE), "difference": ESTIMATE}],
