@@ -64,7 +64,7 @@ EVALUATION = {
     "models": dict.fromkeys(MODELS, leaves("path dtype")),
     "text": {
         **leaves("file context stride windows scored_tokens text_tokens"),
-        "nats_per_token_by_window": dict.fromkeys(MODELS, [None]),
+        "nats_per_token_by_window": {key: [None] for key in MODELS},
     },
     "tasks": {"task": None},
     "guessing": {"task": None},
