@@ -104,9 +104,10 @@ def refine(
         if len(mine):
             (loss_of(mine) * (len(mine) / len(rows))).backward()
 
-    error = min(1.0, math.sqrt(validate()))
+    initial = validate()
+    error = min(1.0, math.sqrt(initial))
     scales = [error * float(parameter.detach().square().mean().sqrt()) for parameter in trained]
-    objective = Objective(trained, training, backward, validate, scales)
+    objective = Objective(trained, training, backward, validate, scales, initial)
     losses = train(objective, course, rows_per_step, generator, advance, keep=keep).losses
     for parameter in trained:
         parameter.requires_grad_(False)

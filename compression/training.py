@@ -44,7 +44,8 @@ class Objective:
 
     ``backward`` adds the gradients of the loss on the rows with the given indices; of several processes, each on those
     that it has. ``validate`` returns the held-out loss, the same in all. ``scales``, one per parameter, multiply the
-    learning rate; without them it is the same for all.
+    learning rate; without them it is the same for all. ``initial`` is the held-out loss of the untrained parameters, if
+    it is known already.
     """
 
     parameters: list[nn.Parameter]
@@ -52,6 +53,7 @@ class Objective:
     backward: Callable[[Tensor], None]
     validate: Callable[[], float]
     scales: list[float] | None = None
+    initial: float | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def train(
     optimizer = torch.optim.AdamW(_groups(objective, course.learning_rate), betas=course.betas, weight_decay=0.0)
     state = None if file is None else _load(file, parameters, optimizer, generator)
     if state is None:
-        state = State([validate()], [keep(parameter.detach()) for parameter in parameters])
+        initial = validate() if objective.initial is None else objective.initial
+        state = State([initial], [keep(parameter.detach()) for parameter in parameters])
         if not math.isfinite(state.losses[0]):
             raise ValueError("the training's loss is not a number")
     earlier = state.seconds
