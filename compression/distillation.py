@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from neuronmm.models import processes
 from neuronmm.models.load import load_pretrained
+from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress
 
 PASS_TOKENS = 1024  # tokens per forward pass, at least one row
@@ -27,6 +28,18 @@ _CHUNK = 128
 def rows_per_pass(length: int) -> int:
     """Return how many rows of this length one forward pass takes."""
     return max(1, PASS_TOKENS // length)
+
+
+def working_memory(config: ModelConfig, rows: int, length: int) -> int:
+    """Return about what a training holds in memory besides the model and the training's state, in bytes.
+
+    That is the dense model's final states for all rows, and in one pass the inputs of all layers, the activations and
+    gradients of one, and the head: its weights in bf16, once for each model, and seven tensors of a chunk's logits.
+    """
+    tokens, hidden, vocabulary = rows_per_pass(length) * length, config.hidden_size, config.vocab_size
+    states = rows * length * hidden
+    layers = tokens * (config.num_hidden_layers * hidden + 16 * hidden + 10 * config.intermediate_size)
+    return 4 * (states + layers + vocabulary * (hidden + 7 * _CHUNK))
 
 
 @dataclass(frozen=True)

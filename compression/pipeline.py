@@ -18,12 +18,13 @@ from neuronmm.compression.calibration import calibration_tokens
 from neuronmm.compression.calibration_store import STORE, CalibrationStore, SharedStore, stored_bytes
 from neuronmm.compression.checkpoint import assemble
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.distillation import working_memory
 from neuronmm.compression.fidelity import compare
 from neuronmm.compression.fisher import measure_gradients, working_bytes
 from neuronmm.compression.identity import of_model, of_run, of_texts
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.member import check_processes, check_rows, workspace_of
-from neuronmm.compression.memory import check_disk, check_room, forget_peak, peak_rss
+from neuronmm.compression.memory import check_disk, check_room, forget_peak, freed_memory_kept, peak_rss
 from neuronmm.compression.plan import Plan, has_spectra, make_plan, measure_spectra, needs_spectra, targeted
 from neuronmm.compression.ranks import Linear, realised
 from neuronmm.compression.reader import Reader
@@ -36,6 +37,7 @@ from neuronmm.models.contents import Contents, inspect
 from neuronmm.models.documents import read_own
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
+from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
@@ -84,10 +86,13 @@ def compress(
     check_device(device)
     config = config or CompressionConfig()
     check_processes(config)
-    with workspace_of(out, (model, *config.text_files, store), resume=resume, force=force) as workspace:
+    with (
+        freed_memory_kept(),
+        workspace_of(out, (model, *config.text_files, store), resume=resume, force=force) as workspace,
+    ):
         dense, contents = processes.in_turn(lambda: _open(model, workspace, progress))
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
-        processes.in_turn(lambda: _begin(config, workspace, dense, device, plan, store))
+        processes.in_turn(lambda: _begin(config, workspace, dense, contents.config, device, plan, store))
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows, held_out = calibration_tokens(run)
@@ -149,7 +154,13 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
 
 
 def _begin(
-    config: CompressionConfig, workspace: Workspace, dense: Reader, device: str, plan: Plan, store: Path | None
+    config: CompressionConfig,
+    workspace: Workspace,
+    dense: Reader,
+    sizes: ModelConfig,
+    device: str,
+    plan: Plan,
+    store: Path | None,
 ) -> None:
     """Check disk, memory and weights, and start or resume the run in ``workspace``.
 
@@ -160,7 +171,9 @@ def _begin(
     # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
     first = processes.rank() == 0
     if first:
-        check_room(workspace.out, size + max(size, moments), size, dense.total_parameters(), plan.parameters, config)
+        working = working_memory(sizes, config.calibration_rows, config.calibration_length)
+        before, parameters = size + max(size, moments), dense.total_parameters()
+        check_room(workspace.out, before, size, parameters, plan.parameters, working, config)
     workspace.begin({**of_model(dense), **of_run(device), **config.model_dump(), **of_texts(config)})
     if first:
         dense.check_finite()

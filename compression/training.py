@@ -21,6 +21,7 @@ from neuronmm.compression.tensor_files import read_tensors, write_tensors
 from neuronmm.models import processes
 
 _PATIENCE = 2  # training ends after this many epochs in a row without a better held-out loss
+_SLOWER = 0.5  # an epoch that raises the held-out loss is undone, and multiplies the learning rate by this
 _CLIP = 1.0  # maximum norm of the gradient
 
 
@@ -90,6 +91,11 @@ class State:
         """Number of epochs since the best one."""
         return self.epochs - self.losses.index(min(self.losses))
 
+    @property
+    def undone(self) -> int:
+        """Number of epochs that raised the held-out loss above the best."""
+        return sum(loss > min(self.losses[:epoch]) for epoch, loss in enumerate(self.losses) if epoch)
+
 
 def train(
     objective: Objective,
@@ -103,7 +109,8 @@ def train(
 ) -> Trained:
     """Train the objective's parameters in place, and stop early when the held-out loss no longer falls.
 
-    At the end the parameters have the values of the best held-out loss, the initial one included.
+    An epoch that raises the held-out loss is undone, and the next one goes on from the best values at half the rate. At
+    the end the parameters have the values of the best held-out loss, the initial one included.
 
     Args:
         objective: the parameters, rows and loss.
@@ -121,7 +128,8 @@ def train(
     """
     parameters, rows, validate = objective.parameters, objective.rows, objective.validate
     began = time.perf_counter()
-    optimizer = torch.optim.AdamW(_groups(objective, course.learning_rate), betas=course.betas, weight_decay=0.0)
+    groups = _groups(objective, course.learning_rate)
+    optimizer = torch.optim.AdamW(groups, betas=course.betas, weight_decay=0.0, fused=True)
     state = None if file is None else _load(file, parameters, optimizer, generator)
     if state is None:
         initial = validate() if objective.initial is None else objective.initial
@@ -132,6 +140,8 @@ def train(
     steps = math.ceil(len(rows) / batch)
     total = course.epochs * steps
     warm_up = math.ceil(course.warm_up * total)
+    for group in optimizer.param_groups:
+        group["initial_lr"] *= _SLOWER**state.undone
     rate = get_cosine_schedule_with_warmup(optimizer, warm_up, total, last_epoch=state.epochs * steps - 1)
     advance(state.epochs / course.epochs)
     while state.epochs < course.epochs and state.waited < _PATIENCE:
@@ -146,6 +156,11 @@ def train(
         state.losses.append(validate())
         if state.waited == 0:
             state.best = [keep(parameter.detach()) for parameter in parameters]
+        elif state.losses[-1] > min(state.losses):
+            _set(parameters, state.best)
+            rate.base_lrs = [_SLOWER * peak for peak in rate.base_lrs]
+            for group in optimizer.param_groups:  # the next step's rate is set already
+                group["lr"] *= _SLOWER
         state.seconds = earlier + time.perf_counter() - began
         if file is not None:
             if processes.rank() == 0:
@@ -153,10 +168,15 @@ def train(
             processes.meet()
     optimizer.zero_grad()
     advance(1 - state.epochs / course.epochs)
-    with torch.no_grad():
-        for parameter, value in zip(parameters, state.best, strict=True):
-            parameter.copy_(value)
+    _set(parameters, state.best)
     return Trained(state.losses, earlier + time.perf_counter() - began, earlier)
+
+
+@torch.no_grad()
+def _set(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    """Give the parameters these values, in place."""
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def _groups(objective: Objective, rate: float) -> list[dict[str, Any]]:
@@ -216,6 +236,5 @@ def _load(path: Path, parameters: list[nn.Parameter], optimizer: Optimizer, gene
         values = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         parameter.copy_(values.pop("value"))
         best.append(values.pop("best").to(parameter.device))
-        # AdamW keeps its step counter on the CPU.
-        optimizer.state[parameter] = {n: t if n == "step" else t.to(parameter.device) for n, t in values.items()}
+        optimizer.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in values.items()}
     return State(tensors["losses"].tolist(), best, tensors["seconds"].item())

@@ -139,6 +139,29 @@ def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
     assert again == pytest.approx(done["loss_after"], rel=1e-6)
 
 
+@pytest.mark.parametrize("distil", [True, False])
+def test_no_layer_keeps_its_activations(low: Callable[..., tuple[Path, Path]], distil: bool) -> None:
+    source, folder = low()
+    lesson = Lesson(ROWS, dense_states(source, ROWS, "cpu", silent) if distil else None)
+    kept, gradients = [], []
+    for recomputed in (False, True):
+        model = load_pretrained(folder, torch.float32)
+        if recomputed:
+            factor_training.recompute_layers(model)
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss_sum(model, lesson, 1.0)
+        kept.append(sum(sizes))
+        gradients.append({name: p.grad for name, p in model.named_parameters() if name.endswith("weight")})
+    assert kept[1] < 0.5 * kept[0]
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
 def test_the_same_run_gives_the_same_bytes(low: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
     source, folder = low()
     results = []

@@ -256,6 +256,10 @@ def test_recovery_that_would_not_fit_in_memory_or_on_the_disk_is_refused_at_once
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(UserError, match="of memory free"):
         compress(source, tmp_path / "out", config(recover="factors"))
+    weights = SimpleNamespace(available=4 * Reader(source).total_parameters())  # and nothing for the activations
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: weights)
+    with pytest.raises(UserError, match="of memory free"):
+        compress(source, tmp_path / "out", config(recover="lora"))
     free = 3 * Reader(source).total_bytes()  # enough for LoRA: the state of the factors' training comes on top
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=free))
     for recover, missing in (("factors", "of disk free"), ("lora", "of memory free")):

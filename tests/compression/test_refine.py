@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +135,31 @@ def test_a_scale_multiplies_the_rate_of_its_parameter() -> None:
     train(objective, Course(1, 0.1, 0.0, (0.9, 0.95)), 1, torch.Generator(), ignore)
     # the first step of AdamW is the rate, against the gradient's sign
     assert torch.allclose(parameters[0], torch.full((3,), -0.1)) and torch.allclose(parameters[1], torch.tensor(-1e-3))
+
+
+def straight(losses: Sequence[float]) -> tuple[nn.Parameter, Objective]:
+    """Return a parameter whose gradient is always the same, and an objective with these held-out losses."""
+    parameter, values = nn.Parameter(torch.zeros(1)), iter(losses)
+    objective = Objective([parameter], torch.arange(1), lambda _: parameter.sum().backward(), lambda: next(values))
+    return parameter, objective
+
+
+@pytest.mark.parametrize(("losses", "end"), [((1.0, 0.9, 0.8, 0.7), -0.2), ((1.0, 2.0, 0.8, 0.7), -0.05)])
+def test_an_epoch_that_raises_the_loss_is_undone_and_halves_the_rate(
+    tmp_path: Path, losses: Sequence[float], end: float
+) -> None:
+    schedule = Course(3, 0.1, 0.0, (0.9, 0.95))  # one step per epoch, at 1, 3/4 and 1/4 of the rate
+    parameter, objective = straight(losses)
+    train(objective, schedule, 1, torch.Generator(), ignore)
+    assert parameter.item() == pytest.approx(end)
+
+    file, again = tmp_path / "state.safetensors", torch.Generator()
+    _, interrupted = straight(losses[:2])
+    with pytest.raises(StopIteration):
+        train(interrupted, schedule, 1, again, ignore, file=file)
+    resumed, objective = straight(losses[2:])
+    done = train(objective, schedule, 1, again, ignore, file=file)
+    assert torch.equal(resumed, parameter) and done.losses == list(losses)
 
 
 def test_training_that_does_not_help_leaves_the_layer_unchanged(case) -> None:
