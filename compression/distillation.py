@@ -31,10 +31,10 @@ def rows_per_pass(length: int) -> int:
 
 
 def working_memory(config: ModelConfig, rows: int, length: int) -> int:
-    """Return about what a training holds in memory besides the model and the training's state, in bytes.
+    """Return about how many bytes a training holds in memory besides the model and the training's state.
 
-    That is the dense model's final states for all rows, and in one pass the inputs of all layers, the activations and
-    gradients of one, and the head: its weights in bf16, once for each model, and seven tensors of a chunk's logits.
+    These are the dense model's final states for all rows, and in one pass the inputs of all layers, the activations and
+    gradients of one layer, and for the head two copies of its weights in bf16 and seven tensors of a chunk's logits.
     """
     tokens, hidden, vocabulary = rows_per_pass(length) * length, config.hidden_size, config.vocab_size
     states = rows * length * hidden

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,9 +14,6 @@ from rich.filesize import decimal
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.models import processes
 from neuronmm.models.errors import UserError
-
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # the parameters of glibc's mallopt, from malloc.h
-_USUAL_TRIM_THRESHOLD, _USUAL_MMAP_MAX = 128 * 1024, 65536  # mallopt(3)
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -44,28 +37,6 @@ def forget_peak() -> bool:
     return True
 
 
-@contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Let the allocator reuse the memory of freed tensors in the ``with`` block; afterwards it goes to the system.
-
-    By default glibc asks the system for the memory of each large tensor and returns it when the tensor is freed. In a
-    training step of a decoder layer the system then spends a quarter of the time on clearing pages. Other allocators
-    are left alone.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        yield
-        return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_MMAP_MAX, 0)
-    libc.mallopt(_TRIM_THRESHOLD, -1)
-    try:
-        yield
-    finally:
-        libc.mallopt(_MMAP_MAX, _USUAL_MMAP_MAX)
-        libc.mallopt(_TRIM_THRESHOLD, _USUAL_TRIM_THRESHOLD)
-        libc.malloc_trim(0)
-
-
 def free_memory(device: str | torch.device) -> int:
     """Return the bytes that are free in the memory of ``device``."""
     cuda = torch.device(device).type == "cuda"
@@ -87,7 +58,7 @@ def check_room(
         parameters: the parameters of the model that recovery holds, in float32.
         factors: how many of these belong to factors. If they are trained themselves, they have gradients, moments and a
             best state. LoRA's adapters are negligible.
-        working: bytes that recovery holds in memory besides.
+        working: the other bytes that recovery holds in memory.
 
     Raises:
         UserError: there is too little of either.

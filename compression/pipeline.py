@@ -24,7 +24,7 @@ from neuronmm.compression.fisher import measure_gradients, working_bytes
 from neuronmm.compression.identity import of_model, of_run, of_texts
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.member import check_processes, check_rows, workspace_of
-from neuronmm.compression.memory import check_disk, check_room, forget_peak, freed_memory_kept, peak_rss
+from neuronmm.compression.memory import check_disk, check_room, forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, has_spectra, make_plan, measure_spectra, needs_spectra, targeted
 from neuronmm.compression.ranks import Linear, realised
 from neuronmm.compression.reader import Reader
@@ -86,10 +86,7 @@ def compress(
     check_device(device)
     config = config or CompressionConfig()
     check_processes(config)
-    with (
-        freed_memory_kept(),
-        workspace_of(out, (model, *config.text_files, store), resume=resume, force=force) as workspace,
-    ):
+    with workspace_of(out, (model, *config.text_files, store), resume=resume, force=force) as workspace:
         dense, contents = processes.in_turn(lambda: _open(model, workspace, progress))
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
         processes.in_turn(lambda: _begin(config, workspace, dense, contents.config, device, plan, store))

@@ -24,7 +24,7 @@ from neuronmm.compression.fidelity import compare
 from neuronmm.compression.identity import of_model, of_run, of_texts
 from neuronmm.compression.low_bits import store_low_bits
 from neuronmm.compression.member import check_rows, workspace_of
-from neuronmm.compression.memory import check_room, forget_peak, freed_memory_kept, peak_rss
+from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run, check_device
 from neuronmm.compression.workspace import Workspace
@@ -97,10 +97,7 @@ def recover(
         "calibration_length": calibration_length,
     }
     named = [calibration] if isinstance(calibration, str) else calibration or []
-    with (
-        freed_memory_kept(),
-        workspace_of(out, (model, dense, *named, store), resume=resume, force=force) as workspace,
-    ):
+    with workspace_of(out, (model, dense, *named, store), resume=resume, force=force) as workspace:
         folder = processes.in_turn(lambda: resolve(model))
         spec, result = _open(folder)
         config = _config(spec, settings)
@@ -210,7 +207,8 @@ def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: 
     if processes.rank() == 0:
         sizes = inspect(low.folder).config
         working = working_memory(sizes, config.calibration_rows, config.calibration_length)
-        check_room(workspace.out, size, size, low.total_parameters(), trained, working, config)
+        parameters = max(low.total_parameters(), dense.total_parameters())  # the dense model runs first
+        check_room(workspace.out, size, size, parameters, trained, working, config)
     origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), **of_run(device)}
     workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
 

@@ -21,7 +21,7 @@ from neuronmm.compression.tensor_files import read_tensors, write_tensors
 from neuronmm.models import processes
 
 _PATIENCE = 2  # training ends after this many epochs in a row without a better held-out loss
-_SLOWER = 0.5  # an epoch that raises the held-out loss is undone, and multiplies the learning rate by this
+_SLOWER = 0.5  # factor of the learning rate after an epoch that is undone
 _CLIP = 1.0  # maximum norm of the gradient
 
 
@@ -109,8 +109,9 @@ def train(
 ) -> Trained:
     """Train the objective's parameters in place, and stop early when the held-out loss no longer falls.
 
-    An epoch that raises the held-out loss is undone, and the next one goes on from the best values at half the rate. At
-    the end the parameters have the values of the best held-out loss, the initial one included.
+    An epoch that raises the held-out loss above the best one is undone: the parameters get the best values, as ``keep``
+    stores them, and the rate is halved from then on. AdamW's moments stay. A loss that is not finite ends the training.
+    At the end the parameters have the values of the best held-out loss, the initial one included.
 
     Args:
         objective: the parameters, rows and loss.
@@ -144,7 +145,7 @@ def train(
         group["initial_lr"] *= _SLOWER**state.undone
     rate = get_cosine_schedule_with_warmup(optimizer, warm_up, total, last_epoch=state.epochs * steps - 1)
     advance(state.epochs / course.epochs)
-    while state.epochs < course.epochs and state.waited < _PATIENCE:
+    while state.epochs < course.epochs and state.waited < _PATIENCE and math.isfinite(state.losses[-1]):
         for step_rows in rows[torch.randperm(len(rows), generator=generator)].split(batch):
             optimizer.zero_grad()
             objective.backward(step_rows)

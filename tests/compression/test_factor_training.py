@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -144,22 +145,30 @@ def test_no_layer_keeps_its_activations(low: Callable[..., tuple[Path, Path]], d
     source, folder = low()
     lesson = Lesson(ROWS, dense_states(source, ROWS, "cpu", silent) if distil else None)
     kept, gradients = [], []
-    for recomputed in (False, True):
-        model = load_pretrained(folder, torch.float32)
-        if recomputed:
-            factor_training.recompute_layers(model)
-        sizes: list[int] = []
+    for block in (nullcontext, factor_training.recomputed_layers):
+        model, sizes = load_pretrained(folder, torch.float32), list[int]()
 
         def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
             sizes.append(tensor.numel())
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with block(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss_sum(model, lesson, 1.0)
         kept.append(sum(sizes))
         gradients.append({name: p.grad for name, p in model.named_parameters() if name.endswith("weight")})
     assert kept[1] < 0.5 * kept[0]
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_training_recomputes_the_layers(
+    low: Callable[..., tuple[Path, Path]], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = low()
+    again = Mock(wraps=factor_training.checkpoint)
+    monkeypatch.setattr(factor_training, "checkpoint", again)
+    train_factors(folder, ROWS, Recovery(**QUICK, rank=rank), silent, dense=source)
+    assert again.call_count > 0
 
 
 def test_the_same_run_gives_the_same_bytes(low: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:

@@ -144,7 +144,15 @@ def straight(losses: Sequence[float]) -> tuple[nn.Parameter, Objective]:
     return parameter, objective
 
 
-@pytest.mark.parametrize(("losses", "end"), [((1.0, 0.9, 0.8, 0.7), -0.2), ((1.0, 2.0, 0.8, 0.7), -0.05)])
+@pytest.mark.parametrize(
+    ("losses", "end"),
+    [
+        ((1.0, 0.9, 0.8, 0.7), -0.2),
+        ((1.0, 1.0, 0.8, 0.7), -0.2),  # no worse, so it goes on
+        ((1.0, 2.0, 0.8, 0.7), -0.05),
+        ((1.0, 0.9, 0.95, 0.7), -0.1125),
+    ],
+)
 def test_an_epoch_that_raises_the_loss_is_undone_and_halves_the_rate(
     tmp_path: Path, losses: Sequence[float], end: float
 ) -> None:
@@ -160,6 +168,12 @@ def test_an_epoch_that_raises_the_loss_is_undone_and_halves_the_rate(
     resumed, objective = straight(losses[2:])
     done = train(objective, schedule, 1, again, ignore, file=file)
     assert torch.equal(resumed, parameter) and done.losses == list(losses)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_training_at_the_best_values() -> None:
+    parameter, objective = straight((1.0, 0.9, math.nan))
+    done = train(objective, Course(3, 0.1, 0.0, (0.9, 0.95)), 1, torch.Generator(), ignore)
+    assert parameter.item() == pytest.approx(-0.1) and done.losses[:2] == [1.0, 0.9] and len(done.losses) == 3
 
 
 def test_training_that_does_not_help_leaves_the_layer_unchanged(case) -> None:
