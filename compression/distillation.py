@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.models import processes
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.model_config import ModelConfig
@@ -30,16 +31,17 @@ def rows_per_pass(length: int) -> int:
     return max(1, PASS_TOKENS // length)
 
 
-def working_memory(config: ModelConfig, rows: int, length: int) -> int:
-    """Return about how many bytes a training holds in memory besides the model and the training's state.
+def working_memory(sizes: ModelConfig, config: CompressionConfig) -> int:
+    """Return about how many bytes a recovery holds in memory besides the model and the training's state.
 
     These are the dense model's final states for all rows, and in one pass the inputs of all layers, the activations and
     gradients of one layer, and for the head two copies of its weights in bf16 and seven tensors of a chunk's logits.
     """
-    tokens, hidden, vocabulary = rows_per_pass(length) * length, config.hidden_size, config.vocab_size
-    states = rows * length * hidden
-    layers = tokens * (config.num_hidden_layers * hidden + 16 * hidden + 10 * config.intermediate_size)
-    return 4 * (states + layers + vocabulary * (hidden + 7 * _CHUNK))
+    length, hidden = config.calibration_length, sizes.hidden_size
+    states = config.calibration_rows * length * hidden
+    per_token = sizes.num_hidden_layers * hidden + 16 * hidden + 10 * sizes.intermediate_size
+    layers = rows_per_pass(length) * length * per_token
+    return 4 * (states + layers + sizes.vocab_size * (hidden + 7 * _CHUNK))
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,8 @@ def recomputed_layers(model: Any) -> Iterator[None]:
     """Compute each layer's activations again in the pass backwards, instead of keeping them, during the ``with`` block.
 
     The gradients are the same, and a step takes longer by one pass forwards at most. Otherwise the activations of 1024
-    tokens take nearly as much memory as the weights in float32.
+    tokens take nearly as much memory as the weights in float32. The switch of transformers for this works in train mode
+    only.
     """
     for layer in model.model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

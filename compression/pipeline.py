@@ -168,8 +168,8 @@ def _begin(
     # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
     first = processes.rank() == 0
     if first:
-        working = working_memory(sizes, config.calibration_rows, config.calibration_length)
         before, parameters = size + max(size, moments), dense.total_parameters()
+        working = working_memory(sizes, config)
         check_room(workspace.out, before, size, parameters, plan.parameters, working, config)
     workspace.begin({**of_model(dense), **of_run(device), **config.model_dump(), **of_texts(config)})
     if first:

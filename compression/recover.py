@@ -33,6 +33,7 @@ from neuronmm.models import processes
 from neuronmm.models.contents import inspect
 from neuronmm.models.errors import UserError
 from neuronmm.models.lowrank import FACTORS
+from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.spec import CompressionSpec
@@ -99,12 +100,12 @@ def recover(
     named = [calibration] if isinstance(calibration, str) else calibration or []
     with workspace_of(out, (model, dense, *named, store), resume=resume, force=force) as workspace:
         folder = processes.in_turn(lambda: resolve(model))
-        spec, result = _open(folder)
+        spec, sizes, result = _open(folder)
         config = _config(spec, settings)
         workspace.protect(folder, *config.text_files, result["model"] if dense is None else None)
         source = Reader(processes.in_turn(lambda: _dense_folder(folder, result["model"], dense, progress)))
         workspace.protect(source.folder)
-        processes.in_turn(lambda: _begin(config, workspace, Reader(folder), source, device))
+        processes.in_turn(lambda: _begin(config, workspace, Reader(folder), source, sizes, device))
         shared = SharedStore(store, source, device, config) if store is not None else None
         run = Run(config, workspace, source, device, shared or CalibrationStore(), progress)
 
@@ -164,15 +165,17 @@ def recovery_of(config: CompressionConfig, device: str) -> Recovery:
     return Recovery(rank=0, two_stage=False, learning_rate=1e-4, epochs=2, batch=batch, **shared)
 
 
-def _open(folder: Path) -> tuple[CompressionSpec, dict[str, Any]]:
-    """Return the spec and the report of a checkpoint whose factors can be trained.
+def _open(folder: Path) -> tuple[CompressionSpec, ModelConfig, dict[str, Any]]:
+    """Return the spec, the config and the report of a checkpoint whose factors can be trained.
 
     Raises:
         UserError: it is not compressed, or its factors have few bits or were recovered already.
     """
-    spec = inspect(folder).spec if "quantization_config" in read_config(folder) else None
-    if spec is None:
+    if "quantization_config" not in read_config(folder):
         raise UserError(f"{folder}: is not compressed, so it has no factors to train; use compress --recover")
+    contents = inspect(folder)
+    spec = contents.spec
+    assert spec is not None
     if not spec.ranks:
         raise UserError(f"{folder}: its weights are rounded only, so it has no factors to train; use compress --ratio")
     for option, stored in (("factor", spec.factors), ("weight", spec.weights)):
@@ -184,7 +187,7 @@ def _open(folder: Path) -> tuple[CompressionSpec, dict[str, Any]]:
     result = report.read(folder)
     if result["recovery"] and result["recovery"]["kept"]:
         raise UserError(f"{folder}: its factors were recovered already; start from the checkpoint before its recovery")
-    return spec, result
+    return spec, contents.config, result
 
 
 def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfig:
@@ -196,7 +199,9 @@ def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfi
     return CompressionConfig.build(**{**fitted, **asked})
 
 
-def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: Reader, device: str) -> None:
+def _begin(
+    config: CompressionConfig, workspace: Workspace, low: Reader, dense: Reader, sizes: ModelConfig, device: str
+) -> None:
     """Check disk and memory, and start or resume the run in ``workspace``; ``low`` reads the compressed checkpoint.
 
     Raises:
@@ -205,10 +210,8 @@ def _begin(config: CompressionConfig, workspace: Workspace, low: Reader, dense: 
     size = low.total_bytes()
     trained = sum(low.parameters(name) for name in low.names if name.endswith(FACTORS))
     if processes.rank() == 0:
-        sizes = inspect(low.folder).config
-        working = working_memory(sizes, config.calibration_rows, config.calibration_length)
         parameters = max(low.total_parameters(), dense.total_parameters())  # the dense model runs first
-        check_room(workspace.out, size, size, parameters, trained, working, config)
+        check_room(workspace.out, size, size, parameters, trained, working_memory(sizes, config), config)
     origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), **of_run(device)}
     workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
 

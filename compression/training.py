@@ -141,11 +141,12 @@ def train(
     steps = math.ceil(len(rows) / batch)
     total = course.epochs * steps
     warm_up = math.ceil(course.warm_up * total)
-    for group in optimizer.param_groups:
-        group["initial_lr"] *= _SLOWER**state.undone
-    rate = get_cosine_schedule_with_warmup(optimizer, warm_up, total, last_epoch=state.epochs * steps - 1)
+    peaks = [group["initial_lr"] for group in optimizer.param_groups]
     advance(state.epochs / course.epochs)
     while state.epochs < course.epochs and state.waited < _PATIENCE and math.isfinite(state.losses[-1]):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["initial_lr"] = peak * _SLOWER**state.undone
+        rate = get_cosine_schedule_with_warmup(optimizer, warm_up, total, last_epoch=state.epochs * steps - 1)
         for step_rows in rows[torch.randperm(len(rows), generator=generator)].split(batch):
             optimizer.zero_grad()
             objective.backward(step_rows)
@@ -159,9 +160,6 @@ def train(
             state.best = [keep(parameter.detach()) for parameter in parameters]
         elif state.losses[-1] > min(state.losses):
             _set(parameters, state.best)
-            rate.base_lrs = [_SLOWER * peak for peak in rate.base_lrs]
-            for group in optimizer.param_groups:  # the next step's rate is set already
-                group["lr"] *= _SLOWER
         state.seconds = earlier + time.perf_counter() - began
         if file is not None:
             if processes.rank() == 0:

@@ -267,7 +267,7 @@ def test_recovery_that_would_not_fit_in_memory_or_on_the_disk_is_refused_at_once
     with pytest.raises(UserError, match="of disk free"):
         compress(source, tmp_path / "out", config(recover="factors"))
     assert not (tmp_path / "out.partial").exists()
-    weights.available += working_memory(inspect(source).config, config().calibration_rows, config().calibration_length)
+    weights.available += working_memory(inspect(source).config, config())
     assert compress(source, tmp_path / "out", config(recover="lora"))["recovery"]
 
 
