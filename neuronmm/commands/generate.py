@@ -14,8 +14,9 @@ examples:
 The text goes to stdout. The backend, the kernels, TTFT (time to the first token) and decode tokens/s (without prompt
 tokens and the first token) go to stderr. A batch file has one prompt per line or, if its name ends in .jsonl, one
 object with a "prompt" per line; the results are JSON lines in the same order. Decoding is greedy unless --temperature
-is above 0. --draft guesses the next tokens, from repetitions in the text or with a smaller model, and the model
-verifies several in one step: the text stays the same. Drafts turn themselves off where they do not pay.
+is above 0. --draft guesses the next tokens, from repetitions in the text, with the model itself in fewer bits
+or with a smaller model, and the model verifies several in one step: the text stays the same. Drafts turn themselves
+off where they do not pay.
 """
 
 from __future__ import annotations
