@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.layer_pair import LayerPair
 from neuronmm.compression.moments import BETWEEN
 from neuronmm.compression.ranks import Linear
-from neuronmm.compression.streaming import Streams, batches, run_layer
+from neuronmm.compression.streaming import Streams, batches, of_batches, run_layer
 from neuronmm.models import processes
 from neuronmm.models.families import STAGES
 
@@ -57,7 +56,7 @@ def anchored_factors(
             anchors = _gather(pair, hidden, forward, stage, damping, writes=group is half[-1])
             for linear, sums in zip(stage, anchors, strict=True):
                 compress_linear(linear, sums)
-    return torch.cat([_mlp_half(pair.dense, batch) for batch in batches(hidden[0])])
+    return of_batches(partial(_mlp_half, pair.dense), hidden[0])
 
 
 def _gather(
@@ -94,8 +93,7 @@ def _mlp_half(layer: nn.Module, between: Tensor) -> Tensor:
 
 def _between(layer: nn.Module, hidden: Tensor, forward: Forward) -> Tensor:
     """Return the residual stream between attention and MLP for a layer's inputs, both [rows, length, hidden]."""
-    parts = [_input_of(layer, BETWEEN, partial(forward, layer, batch)) for batch in batches(hidden)]
-    return torch.cat(parts).view_as(hidden)
+    return of_batches(lambda batch: _input_of(layer, BETWEEN, partial(forward, layer, batch)), hidden)
 
 
 class _Reached(Exception):

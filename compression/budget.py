@@ -70,7 +70,8 @@ def find_ratio(
                 f"{trials[MIN_RATIO]['kl']:.3g} nats per token on held-out text; give a larger budget"
             )
         trials |= measure(_near(trials, limit))
-        search = {"trials": [trials[ratio] for ratio in sorted(trials)], "rounding": 0.0}
+        finite = [trials[ratio] for ratio in sorted(trials) if math.isfinite(trials[ratio]["kl"])]  # as JSON's numbers
+        search = {"trials": finite, "rounding": 0.0}
         found = _largest(search, limit)
         rounded = measure([found] if run.config.form == "pivoted" else [], pivot=True)
         for ratio, trial in rounded.items():

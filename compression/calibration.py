@@ -73,7 +73,7 @@ def make_rows(run: Run) -> Tensor:
     context = load_config(folder).max_position_embeddings
     if rows.length > context:
         longest = f"the model's context is {context} tokens"
-        raise UserError(f"calibration_length {rows.length}: {longest}; set a lower one in a recipe")
+        raise UserError(f"calibration_length {rows.length}: {longest}; give a lower one")
     tokenizer = load_tokenizer(folder)
     texts = run.config.texts
     if rows.count < len(texts):
@@ -89,7 +89,8 @@ def make_rows(run: Run) -> Tensor:
     for part in parts.values():
         check_tokens(part, config.vocab_size)
     to_sample = counts.get(SELF, 0)
-    check_row_memory(sum(map(len, parts.values())) + to_sample, rows.length, config.hidden_size, run.device)
+    found = sum(map(len, parts.values())) + to_sample
+    check_row_memory(found, rows.length, config.hidden_size, run.config, run.device)
     if to_sample:
         model, sampling = StreamedModel(folder, None, run.device), partial(run.progress, "sampling text")
         parts[SELF] = from_model(model, prefixes(tokenizer), replace(rows, count=to_sample), sampling)

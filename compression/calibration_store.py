@@ -30,6 +30,7 @@ from neuronmm.models.documents import read_own, write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.output import stranger_in
+from neuronmm.models.source import expanded
 from neuronmm.version import VERSION
 
 STORE = "run.json"
@@ -125,18 +126,21 @@ class SharedStore(CalibrationStore):
             share the tokens only.
 
     Raises:
-        UserError: the folder belongs to another model, text or device, or is not a store.
+        UserError: the folder belongs to another model, text or device, is not a store, or cannot be created.
     """
 
-    def __init__(self, folder: Path, dense: Reader, device: str, config: CompressionConfig) -> None:
-        self._folder, self._targets, self._known = folder, config.targets, set[str]()
+    def __init__(self, folder: str | Path, dense: Reader, device: str, config: CompressionConfig) -> None:
+        self._folder, self._targets, self._known = expanded(folder), config.targets, set[str]()
         run = {**of_model(dense), "version": VERSION, "device": device}
         run |= of_texts(config) | config.model_dump(include=_TEXT)
         processes.in_turn(lambda: self._open(run))
 
     def _open(self, run: dict[str, Any]) -> None:
         folder = self._folder
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be created ({error.strerror}); give another folder") from None
         before = read_own(folder / STORE)
         if before is None:
             if stranger_in(folder, [f"*{WRITING}"]) is not None:

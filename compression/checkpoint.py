@@ -107,7 +107,8 @@ def _copy_beside(source: Path, final: Path) -> None:
     """Copy the tokenizer and generation files, in a form that old and new transformers read."""
     for pattern in _BESIDE:
         for file in source.glob(pattern):
-            shutil.copyfile(file, final / file.name)
+            if file.is_file():
+                shutil.copyfile(file, final / file.name)
     make_portable(final)
 
 

@@ -201,7 +201,7 @@ class CompressionConfig(BaseModel):
             field, problem, value = first_problem(error)
             where = f"{recipe}: " if recipe is not None else ""
             what = f"{field.partition('.')[0].removesuffix(': ')} = {value}: " if field else ""
-            raise UserError(f"{where}{what}{problem.lower()}") from None
+            raise UserError(f"{where}{what}{problem[:1].lower()}{problem[1:]}") from None
 
 
 def _nats(budget: Any) -> Any:

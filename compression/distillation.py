@@ -31,17 +31,18 @@ def rows_per_pass(length: int) -> int:
     return max(1, PASS_TOKENS // length)
 
 
-def working_memory(sizes: ModelConfig, config: CompressionConfig) -> int:
-    """Return about how many bytes a recovery holds in memory besides the model and the training's state.
+def working_memory(sizes: ModelConfig, config: CompressionConfig) -> tuple[int, int]:
+    """Return about how many bytes a recovery holds besides the model and the training's state.
 
-    These are the dense model's final states for all rows, and in one pass the inputs of all layers, the activations and
-    gradients of one layer, and for the head two copies of its weights in bf16 and seven tensors of a chunk's logits.
+    The first number is in main memory: the dense model's final states for all rows. The second is on the device, in one
+    pass: the inputs of all layers, the activations and gradients of one layer, and for the head two copies of its
+    weights in bf16 and seven tensors of a chunk's logits.
     """
     length, hidden = config.calibration_length, sizes.hidden_size
     states = config.calibration_rows * length * hidden
     per_token = sizes.num_hidden_layers * hidden + 16 * hidden + 10 * sizes.intermediate_size
     layers = rows_per_pass(length) * length * per_token
-    return 4 * (states + layers + sizes.vocab_size * (hidden + 7 * _CHUNK))
+    return 4 * states, 4 * (layers + sizes.vocab_size * (hidden + 7 * _CHUNK))
 
 
 @dataclass(frozen=True)

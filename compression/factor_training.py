@@ -114,10 +114,13 @@ def train_factors(
     reports = []
     with torch.random.fork_rng(devices=[]), recomputed_layers(model):
         torch.manual_seed(settings.seed)  # for the initial values of the adapters
+        initial: float | None = before
         for stage in stages:
             file = None if work is None else work / f"recovery-{stage}.safetensors"
             advance = _advance(progress, "recovering", len(stages))
-            reports.append(_train_stage(model, stage, (training, held_out), settings, generator, advance, file))
+            lessons = training, held_out
+            reports.append(_train_stage(model, stage, lessons, settings, generator, advance, file, initial))
+            initial = None  # merging the adapters rounds
     factors = _round_factors(model, folder, settings.seed)
     after = evaluate(model, held_out)
     improved = after < before
@@ -164,10 +167,12 @@ def _train_stage(
     generator: torch.Generator,
     advance: Callable[[float], None],
     file: Path | None,
+    initial: float | None,
 ) -> dict[str, Any]:
     """Train the factors named by the letters of ``stage``, merge the best state, and return facts for the report.
 
-    ``lessons`` are the training rows and the held-out rows.
+    ``lessons`` are the training rows and the held-out rows. ``initial`` is the held-out loss before the stage, if it is
+    known. A loss that is not finite, which ends a stage, is None in the report: JSON has no such number.
     """
     training, held_out = lessons
     adapted: Any = None
@@ -191,7 +196,7 @@ def _train_stage(
     def validate() -> float:
         return evaluate(model, held_out)
 
-    objective = Objective(parameters, rows, backward, validate)
+    objective = Objective(parameters, rows, backward, validate, initial=initial)
     done = train(objective, course, settings.batch, generator, advance, file=file)
     if adapted is not None:
         adapted.merge_and_unload()
@@ -199,7 +204,7 @@ def _train_stage(
     return {
         "factors": stage,
         "trained_parameters": sum(p.numel() for p in parameters),
-        "losses": done.losses,
+        "losses": [loss if math.isfinite(loss) else None for loss in done.losses],
         "steps": (len(done.losses) - 1) * math.ceil(len(rows) / settings.batch),
         "seconds": done.seconds,
         "resumed_seconds": done.resumed_seconds,

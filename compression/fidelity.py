@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import PreTrainedTokenizerBase
 
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.continuation import around_user, continue_rows, first_token, greedy
 from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel, advance
@@ -45,11 +47,14 @@ def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
 
     Returns:
         Plain values for the report. ``kl`` is the KL divergence of the next-token distributions from the dense ones in
-        nats per token, ``agreement`` the fraction of positions at which both models' most probable token is the same.
+        nats per token, None if it is not finite; ``agreement`` the fraction of positions at which both models' most
+        probable token is the same.
     """
     measured = _distance(run, folder, rows) if rows.numel() else None
     samples = _samples(run, folder) if processes.rank() == 0 else []
-    warnings = _warnings(run.config.budget, measured, samples)
+    warnings = _warnings(run.config, measured, samples)
+    if measured is not None and not math.isfinite(measured["kl"]):
+        measured |= {"kl": None, "kl_standard_error": None}  # JSON has no such number
     return {"kind": "measured", "distance": measured, "samples": samples, "warnings": warnings}
 
 
@@ -181,13 +186,16 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: set[Any]) ->
     return str(tokenizer.decode(ids[:stop], skip_special_tokens=True)), loops(ids[:stop])
 
 
-def _warnings(budget: float | None, distance: dict[str, Any] | None, samples: list[dict[str, Any]]) -> list[str]:
+def _warnings(config: CompressionConfig, distance: dict[str, Any] | None, samples: list[dict[str, Any]]) -> list[str]:
     """Return a sentence for each sign that the compressed model is no substitute for the dense one."""
-    warnings, lower = [], "lower --ratio or give a --budget" if budget is None else "lower --budget"
+    warnings, budget = list[str](), config.budget
+    lower = "compress with a lower --ratio or a --budget" if budget is None else "compress with a lower --budget"
+    if not config.factorises:
+        lower = "keep more bits"
     if budget is not None and distance is not None and not distance["kl"] <= budget:
         warnings.append(
             f"the finished model is {distance['kl']:.3f} nats per token from the dense one, more than the budget of "
-            f"{budget:g}; lower --budget"
+            f"{budget:g}; {lower}"
         )
     if distance is not None and not distance["kl"] <= LARGEST_KL:
         warnings.append(

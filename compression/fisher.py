@@ -74,7 +74,8 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
     rotary, chosen = model.streams(rows, ()).rotary, _chosen(len(rows), run.config.seed)
     end, gradients = left[-1] + 1, run.workspace.load(_gradient(left[-1] + 1), ["gradient"])
     kept = gradients is not None and run.workspace.complete([_inputs(index) for index in range(end)], ["hidden"])
-    if gradients is not None and all(processes.of_all(kept)):
+    if all(processes.of_all(kept)):
+        assert gradients is not None
         gradient = gradients["gradient"].to(model.device)
         run.progress(_STAGE, 1 - (1 - _FORWARDS) * end / len(model))
     else:

@@ -85,6 +85,7 @@ def compress_layer(
                 for linear, factors in found.items():
                     replace(linear, factors)
                 del known, moments, found  # the refinement is the peak of a layer's memory
+            streams.dense = outputs  # the inputs' memory is free for the refinement
             for part in (part for linear in ranks for part in linear.parts):
                 model.release(dense.get_submodule(pair.inside(part)))
             if config.refine != "off" and ranks:
@@ -103,7 +104,6 @@ def compress_layer(
         if len(streams.compressed):
             pair.load(tensors)
             streams.compressed = advance(pair.compressed, streams.compressed, streams.rotary)
-        streams.dense = outputs
     facts["forms"] = pair.forms()
     facts["matrices"] = [
         _matrix(linear, ranks.get(linear), losses.get(linear.name), conditions.get(linear.name), config.ratio)

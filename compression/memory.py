@@ -12,6 +12,7 @@ import torch
 from rich.filesize import decimal
 
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.workspace import work_folder
 from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 
@@ -44,9 +45,16 @@ def free_memory(device: str | torch.device) -> int:
 
 
 def check_room(
-    out: Path, before: int, size: int, parameters: int, factors: int, working: int, config: CompressionConfig
+    out: Path,
+    before: int,
+    size: int,
+    parameters: int,
+    factors: int,
+    working: tuple[int, int],
+    config: CompressionConfig,
+    device: str,
 ) -> None:
-    """Check that the disk has room for a run into ``out``, and that its recovery fits in memory.
+    """Check that the disk has room for a run into ``out``, and that its recovery fits in the memory of ``device``.
 
     Recovery and weights of few bits are written beside what they replace: the training state after each epoch, and the
     shards at the end.
@@ -58,7 +66,9 @@ def check_room(
         parameters: the parameters of the model that recovery holds, in float32.
         factors: how many of these belong to factors. If they are trained themselves, they have gradients, moments and a
             best state. LoRA's adapters are negligible.
-        working: the other bytes that recovery holds in memory.
+        working: the other bytes that recovery holds, in main memory and on ``device``.
+        config: the settings.
+        device: torch's name of the device on which recovery trains.
 
     Raises:
         UserError: there is too little of either.
@@ -70,31 +80,49 @@ def check_room(
     check_disk(out, needed)
     if config.recover == "off":
         return
-    needed, free = (4 * parameters + state + working) * processes.on_this_machine(), free_memory("cpu")
+    states, passes = working
+    training = 4 * parameters + state + passes
+    if torch.device(device).type == "cpu":
+        _check_memory("memory", "cpu", (training + states) * processes.on_this_machine())
+    else:  # each process has a GPU of its own
+        _check_memory("memory", "cpu", states * processes.on_this_machine())
+        _check_memory("GPU memory", device, training)
+
+
+def _check_memory(what: str, device: str, needed: int) -> None:
+    """Check that ``device`` has the memory that recovery needs."""
+    free = free_memory(device)
     if free < needed:
-        fewer = "start fewer processes, or " if processes.size() > 1 else ""
+        fewer = "start fewer processes, or " if processes.size() > 1 and device == "cpu" else ""
         advice = f"{fewer}leave recovery out: refine trains block by block"
-        raise UserError(f"recover: {_missing('memory', free, needed)}; {advice}")
+        raise UserError(f"recover: {_missing(what, free, needed)}; {advice}")
 
 
 def check_disk(out: Path, needed: int) -> None:
     """Check that the disk of the folder ``out``, whose parent exists, has ``needed`` bytes free.
 
+    What an interrupted run left in the work folder counts as there already: it is used again, or removed first.
+
     Raises:
         UserError: it has not.
     """
+    needed -= sum(file.stat().st_size for file in work_folder(out).rglob("*.safetensors"))
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise UserError(f"{out.parent}: {_missing('disk', free, needed)}; free that much, or give another -o")
 
 
-def check_row_memory(count: int, length: int, hidden: int, device: str) -> None:
-    """Check that ``device`` has memory for the rows' hidden states, before and after a layer, in float32.
+def check_row_memory(count: int, length: int, hidden: int, config: CompressionConfig, device: str) -> None:
+    """Check that ``device`` has memory for the rows' hidden states in float32, as many as one layer has at once.
+
+    These are the dense model's before and after the layer, with refinement also the compressed model's before it, and
+    with ``anchored`` those of both models before the layer and before its MLP.
 
     Raises:
         UserError: it has not.
     """
-    needed = 2 * 4 * count * length * hidden
+    copies = 5 if config.method == "anchored" else 3 if config.refine != "off" else 2
+    needed = copies * 4 * count * length * hidden
     free = free_memory(device)
     if free < needed:
         raise UserError(

@@ -75,7 +75,7 @@ def _content(report: dict[str, Any], warnings: list[str]) -> str:
 def _distance(report: dict[str, Any]) -> list[str]:
     """Return the sentence about the measured distance from the dense model, if there is one."""
     distance = (report.get("fidelity") or {}).get("distance")
-    if not distance:
+    if not distance or distance["kl"] is None:
         return []
     error = "" if distance["kl_standard_error"] is None else f" ± {distance['kl_standard_error']:.3f}"
     return [

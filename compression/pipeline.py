@@ -52,7 +52,7 @@ def compress(
     resume: bool = False,
     force: bool = False,
     device: str = "cpu",
-    store: Path | None = None,
+    store: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Write a low-rank version of ``model`` to the folder ``out`` and return the report.
@@ -157,7 +157,7 @@ def _begin(
     sizes: ModelConfig,
     device: str,
     plan: Plan,
-    store: Path | None,
+    store: str | Path | None,
 ) -> None:
     """Check disk, memory and weights, and start or resume the run in ``workspace``.
 
@@ -170,7 +170,7 @@ def _begin(
     if first:
         before, parameters = size + max(size, moments), dense.total_parameters()
         working = working_memory(sizes, config)
-        check_room(workspace.out, before, size, parameters, plan.parameters, working, config)
+        check_room(workspace.out, before, size, parameters, plan.parameters, working, config, device)
     workspace.begin({**of_model(dense), **of_run(device), **config.model_dump(), **of_texts(config)})
     if first:
         dense.check_finite()
@@ -182,7 +182,7 @@ def _factorised(run: Run, linears: list[Linear], layers: int) -> bool:
     return planned and run.workspace.layers_done(layers, ()) == layers
 
 
-def _moment_bytes(config: CompressionConfig, plan: Plan, store: Path | None) -> int:
+def _moment_bytes(config: CompressionConfig, plan: Plan, store: str | Path | None) -> int:
     """Return the size of the moments that the run keeps on the disk itself, because it has no store in a folder."""
     if store is not None or not _reads_moments_twice(config):
         return 0
@@ -190,7 +190,7 @@ def _moment_bytes(config: CompressionConfig, plan: Plan, store: Path | None) -> 
 
 
 def _store(
-    folder: Path | None, workspace: Workspace, dense: Reader, device: str, config: CompressionConfig
+    folder: str | Path | None, workspace: Workspace, dense: Reader, device: str, config: CompressionConfig
 ) -> CalibrationStore:
     """Return the store in ``folder``, or without one a store for a run that needs the moments twice."""
     if folder is None and _reads_moments_twice(config):
@@ -220,8 +220,9 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
     run.progress("compressing", first / len(model))
     if first == len(model):
         return first
-    saved = run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
-    streams = model.streams(processes.part(rows), names, saved)
+    streams = model.streams(
+        processes.part(rows), names, run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
+    )
     refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of a layer's time that refinement takes
     for index in range(first, len(model)):
         began = time.perf_counter()

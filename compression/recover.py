@@ -57,7 +57,7 @@ def recover(
     resume: bool = False,
     force: bool = False,
     device: str = "cpu",
-    store: Path | None = None,
+    store: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Train the factors of ``model`` end to end, write the result to the folder ``out`` and return the updated report.
@@ -101,7 +101,7 @@ def recover(
     with workspace_of(out, (model, dense, *named, store), resume=resume, force=force) as workspace:
         folder = processes.in_turn(lambda: resolve(model))
         spec, sizes, result = _open(folder)
-        config = _config(spec, settings)
+        config = _config(spec, settings | {"budget": result.get("budget")})
         workspace.protect(folder, *config.text_files, result["model"] if dense is None else None)
         source = Reader(processes.in_turn(lambda: _dense_folder(folder, result["model"], dense, progress)))
         workspace.protect(source.folder)
@@ -211,7 +211,7 @@ def _begin(
     trained = sum(low.parameters(name) for name in low.names if name.endswith(FACTORS))
     if processes.rank() == 0:
         parameters = max(low.total_parameters(), dense.total_parameters())  # the dense model runs first
-        check_room(workspace.out, size, size, parameters, trained, working_memory(sizes, config), config)
+        check_room(workspace.out, size, size, parameters, trained, working_memory(sizes, config), config, device)
     origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), **of_run(device)}
     workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
 

@@ -128,7 +128,7 @@ def _ratio_row(report: dict[str, Any]) -> tuple[str, str]:
     if report.get("budget") is None:
         return "ratio asked", ratio
     search = report["search"]
-    found = next(trial["kl"] for trial in search["trials"] if trial["ratio"] == report["asked_ratio"])
+    found = {trial["ratio"]: trial["kl"] for trial in search["trials"]}[report["asked_ratio"]]
     before = "before refinement " if report["refine"] != "off" else ""
     return "ratio found", (
         f"{ratio}; {before}{found + search['rounding']:.3f} nats per token, the budget is {report['budget']:g}"
@@ -143,7 +143,7 @@ def warnings(report: dict[str, Any]) -> list[str]:
 def _distance_row(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the row about the measured distance from the dense model, if there is one."""
     distance = (report.get("fidelity") or {}).get("distance")
-    if not distance:
+    if not distance or distance["kl"] is None:
         return []
     error = "" if distance["kl_standard_error"] is None else f" ± {distance['kl_standard_error']:.3f}"
     measured = f"{distance['kl']:.3f}{error} nats per token (KL divergence), the same next token in"

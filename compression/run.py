@@ -32,10 +32,18 @@ class Run:
 
 
 def check_device(device: str) -> None:
-    """Check that torch can compute on ``device``.
+    """Check that a run can compute on ``device``.
 
     Raises:
-        UserError: it is a GPU, and torch sees none.
+        UserError: it is neither the CPU nor a CUDA GPU, or torch does not see that GPU.
     """
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        asked = torch.device(device)
+    except RuntimeError:  # torch has no such device
+        asked = None
+    if asked is None or asked.type not in ("cpu", "cuda"):
+        raise UserError(f"device {device}: must be cpu or cuda")
+    if asked.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device}: torch sees no CUDA GPU; install a CUDA build of torch, or use cpu")
+    if asked.type == "cuda" and (asked.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {device}: torch sees {torch.cuda.device_count()} CUDA GPUs, numbered from 0")

@@ -175,7 +175,15 @@ def run_layer(layer: nn.Module, hidden: Tensor, rotary: Rotary, **kwargs: Any) -
 
 def advance(layer: nn.Module, hidden: Tensor, rotary: Rotary) -> Tensor:
     """Return the layer's outputs [rows, length, hidden] for its inputs ``hidden`` of the same shape."""
-    return torch.cat([run_layer(layer, batch, rotary) for batch in batches(hidden)])
+    return of_batches(lambda batch: run_layer(layer, batch, rotary), hidden)
+
+
+def of_batches(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Return ``function`` of the hidden states [rows, length, hidden], batch by batch: a tensor of the same shape."""
+    outputs = torch.empty_like(hidden)  # a list of the batches to concatenate would take the memory twice
+    for batch, part in zip(batches(hidden), batches(outputs), strict=True):
+        part.copy_(function(batch).view_as(part))
+    return outputs
 
 
 def batches(hidden: Tensor) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -38,7 +39,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         os.replace(new, path)
         sync(path.parent)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be written ({error}); free some disk space and --resume") from None
+        full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+        advice = "free some disk space" if full else f"make {path.parent} writable"
+        raise UserError(f"{path}: cannot be written ({error}); {advice} and --resume") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

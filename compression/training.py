@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ def train(
             advance(1 / total)
         state.losses.append(validate())
         if state.waited == 0:
-            state.best = [keep(parameter.detach()) for parameter in parameters]
+            _set(state.best, parameters)
         elif state.losses[-1] > min(state.losses):
             _set(parameters, state.best)
         state.seconds = earlier + time.perf_counter() - began
@@ -172,10 +172,10 @@ def train(
 
 
 @torch.no_grad()
-def _set(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
-    """Give the parameters these values, in place."""
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+def _set(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give the tensors these values, in place, in the dtypes that the tensors have."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def _groups(objective: Objective, rate: float) -> list[dict[str, Any]]:

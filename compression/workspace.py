@@ -231,6 +231,8 @@ class Workspace:
         """Check that OUT is missing, empty, or may be replaced."""
         if not os.path.lexists(self.out):
             return
+        if os.path.ismount(self.out):
+            raise UserError(f"{self.out}: is a mount point and cannot be replaced; give a folder inside it")
         empty = self.out.is_dir() and not any(self.out.iterdir())
         if not self._force and not empty:
             raise UserError(f"{self.out}: exists already; give another -o, or --force to replace it")

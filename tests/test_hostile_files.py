@@ -372,6 +372,7 @@ def test_only_a_newline_ends_a_row(dense: Path, fitted: list[str], tmp_path: Pat
         (b"1: 2", "1 = 1: keys should be strings"),
         (b"seed: 99999999999999999999", "seed = 99999999999999999999: input should be less than"),
         (b"seed: -1", "seed = -1"),
+        (b"calibration: [Notes, Notes]", "calibration ['Notes', 'Notes']: names one text twice"),
         (b"seed: 0x" + b"f" * 9000, "seed = a very large number"),
         (b"damping: .inf", "damping = inf"),
         (b"damping: .nan", "damping = nan"),

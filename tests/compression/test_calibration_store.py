@@ -110,3 +110,15 @@ def test_a_store_knows_its_model_and_its_text_by_their_content(
     weight.write_bytes(weight.read_bytes())
     with pytest.raises(UserError, match="another model, text or device"):
         compress(source, tmp_path / "fourth", settings, store=tmp_path / "store")
+
+
+def test_a_store_is_named_as_any_folder_is(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, settings = dense(), config(method="whitened", calibration=str(text))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    compress(source, tmp_path / "out", settings, store="~/store")
+    assert (tmp_path / "store" / "run.json").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/store: cannot be created \(Not a directory\)"):
+        compress(source, tmp_path / "second", settings, store=tmp_path / "file" / "store")

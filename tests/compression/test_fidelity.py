@@ -17,10 +17,12 @@ from torch.nn.functional import kl_div
 
 from compression_runs import config, tensors
 from neuronmm import cli
-from neuronmm.compression import calibration, fidelity
+from neuronmm.compression import calibration, fidelity, report
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.fidelity import compare, loops
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.recover import recover
 from neuronmm.models import FAMILIES
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.progress import no_progress
@@ -28,7 +30,7 @@ from word_tokenizer import word_tokenizer
 
 
 def run_on(dense: Path, progress: Any = no_progress) -> Any:
-    settings = SimpleNamespace(budget=None, weight_dtype="model")
+    settings = SimpleNamespace(budget=None, weight_dtype="model", factorises=True)
     return SimpleNamespace(dense=Reader(dense), device="cpu", progress=progress, config=settings)
 
 
@@ -152,10 +154,39 @@ def test_a_model_that_left_the_dense_one_gets_a_plain_warning(
     options = ["--recipe", str(recipe), "--calibration", str(text), "--json"]
     assert cli.main(["compress", str(dense()), "-o", str(out), *options]) == 0
     printed = capsys.readouterr()
-    report = json.loads(printed.out)
-    (warning,) = report["fidelity"]["warnings"]
+    (warning,) = json.loads(printed.out)["fidelity"]["warnings"]
     assert f"neuronmm: warning: {warning}\n" in printed.err
     assert {"far": "far from the dense one", "loops": "repeats itself"}[bad] in warning
     document = (out / "compression_report.md").read_text()
     assert f"- **warning**: {warning}" in document and "distance from dense" in document
     assert "The compressed model" in document and ("(repeats itself)" in document) == (bad == "loops")
+
+
+def test_a_distance_that_is_not_finite_leaves_a_readable_report(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {"rows": 1, "length": 12, "kl": math.nan, "kl_standard_error": math.nan, "agreement": 0.0}
+    monkeypatch.setattr(fidelity, "_distance", lambda *_: dict(measured))
+    out = tmp_path / "out"
+    compress(dense(), out, config(method="whitened", calibration=str(text)))
+    found = report.read(out)["fidelity"]
+    assert found["distance"]["kl"] is None and "far from the dense one" in found["warnings"][0]
+    recover(out, tmp_path / "trained")  # reads the report
+
+
+def test_warnings_name_what_a_user_can_change(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding has no ratio, and the factors that recovery trains keep the budget that they were made to."""
+    monkeypatch.setattr(fidelity, "LARGEST_KL", 0.0)
+    source, rows = dense(), {"calibration": str(text), "calibration_rows": 8, "calibration_length": 12}
+    rounded = compress(source, tmp_path / "rounded", CompressionConfig(ratio=0, weight_dtype="int4", **rows))
+    (warning,) = rounded["fidelity"]["warnings"]
+    assert "keep more bits" in warning and "ratio" not in warning
+    asked = config(method="whitened", calibration=str(text)).model_dump(exclude={"ratio"}) | {"budget": 50.0}
+    compress(source, tmp_path / "low", CompressionConfig(**asked))
+    document = tmp_path / "low" / report.REPORT
+    content = json.loads(document.read_text())
+    document.write_text(json.dumps(content | {"budget": 1e-9}))
+    over, far = recover(tmp_path / "low", tmp_path / "trained")["fidelity"]["warnings"]
+    assert "more than the budget of 1e-09" in over and "lower --budget" in far

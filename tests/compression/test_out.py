@@ -299,3 +299,18 @@ def test_an_empty_workspace_leaves_no_folder(shelf: Path) -> None:
     with Workspace("new", ["model"], resume=False, force=False) as workspace:
         workspace.begin({"ratio": 1})
     assert snapshot(shelf) == before
+
+
+def test_a_mount_point_is_refused_at_once(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "resolve", lambda *arguments: pytest.fail("the model was looked at"))
+    (shelf / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == shelf / "volume")
+    with pytest.raises(UserError, match=r"volume: is a mount point.*give a folder inside"):
+        compress("model", "volume", config())
+
+
+def test_folders_beside_the_tokenizer_are_not_copied(shelf: Path) -> None:
+    (shelf / "model" / "tokenizer_old").mkdir()
+    compress("model", "new", config(method="svd"))
+    recover("new", "trained", calibration=str(shelf / "text.txt"), calibration_rows=8, calibration_length=12)
+    assert not (shelf / "new" / "tokenizer_old").exists() and (shelf / "trained" / "config.json").exists()

@@ -267,7 +267,7 @@ def test_recovery_that_would_not_fit_in_memory_or_on_the_disk_is_refused_at_once
     with pytest.raises(UserError, match="of disk free"):
         compress(source, tmp_path / "out", config(recover="factors"))
     assert not (tmp_path / "out.partial").exists()
-    weights.available += working_memory(inspect(source).config, config())
+    weights.available += sum(working_memory(inspect(source).config, config()))
     assert compress(source, tmp_path / "out", config(recover="lora"))["recovery"]
 
 
@@ -288,6 +288,14 @@ def test_a_full_disk_is_named_and_the_run_can_be_resumed(
         with pytest.raises(UserError, match=r"No space left.*--resume"):
             compress(source, out, config())
     assert not out.exists()
+
+    def refused(tensors: Any, path: Path, **kwargs: Any) -> None:
+        raise SafetensorError("Permission denied (os error 13)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor_files, "save_file", refused)
+        with pytest.raises(UserError, match=r"Permission denied.*make .*out\.partial.* writable and --resume"):
+            compress(source, out, config(), resume=True)
     compress(source, out, config(), resume=True)
     load_pretrained(out, torch.float32)
 
@@ -333,10 +341,27 @@ def test_a_dead_layer_is_compressed(dense: Callable[..., Path], tmp_path: Path) 
     assert report["matrices"][-1]["relative_error"] == 0
 
 
-def test_a_missing_gpu_is_refused(dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="no CUDA GPU"):
-        compress(dense(), tmp_path / "out", config(), device="cuda")
+@pytest.mark.parametrize(
+    ("device", "gpus", "message"),
+    [
+        ("cuda", 0, "no CUDA GPU"),
+        ("cuda:2", 2, "torch sees 2 CUDA GPUs"),
+        ("gpu", 2, "must be cpu or cuda"),
+        ("mps", 2, "must be cpu or cuda"),
+    ],
+)
+def test_a_missing_device_is_refused(
+    device: str,
+    gpus: int,
+    message: str,
+    dense: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=f"device {device}: .*{message}"):
+        compress(dense(), tmp_path / "out", config(), device=device)
     assert not (tmp_path / "out.partial").exists()
 
 

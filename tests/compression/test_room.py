@@ -1,4 +1,4 @@
-"""The disk space that a run checks for before it begins is what it needs."""
+"""The disk space and memory that a run checks for before it begins are what it needs."""
 
 from __future__ import annotations
 
@@ -119,6 +119,65 @@ def test_a_conversion_never_holds_more_tensors_on_the_disk_than_it_asked_room_fo
     with pytest.raises(UserError, match="of disk free, about"):
         convert(tmp_path / "low", tmp_path / "again", form)
     assert not (tmp_path / "again.partial").exists()
+
+
+@pytest.mark.parametrize(("gpu", "host"), [(0, 0), (0, 1), (1, 0)])
+def test_a_recovery_on_a_gpu_needs_memory_there_and_here(
+    gpu: int, host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU holds the model, the training's state and one pass, and the host the dense model's states."""
+    free = {"cpu": 500 - host, "cuda": 4 * 1000 + 16 * 100 + 300 - gpu}
+    monkeypatch.setattr(memory, "free_memory", lambda device: free[str(device)])
+    settings = config(recover="factors")
+
+    def check() -> None:
+        memory.check_room(tmp_path / "out", 0, 0, 1000, 100, (500, 300), settings, "cuda")
+
+    if gpu or host:
+        with pytest.raises(UserError, match=f"recover: .* of {'GPU memory' if gpu else 'memory'} free.* 1 byte more"):
+            check()
+    else:
+        check()
+
+
+@pytest.mark.parametrize("again", [{"resume": True}, {"force": True}], ids=str)
+def test_what_an_interrupted_run_left_counts_as_free(
+    again: dict[str, bool], dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is just large enough for a run is large enough for its second half, or for starting over."""
+    source, out = dense(), tmp_path / "out"
+    settings, usage = config(method="whitened", calibration=str(text)), shutil.disk_usage(tmp_path)
+    size = 2 * Reader(source).total_bytes()
+
+    def free(_: Path) -> Any:
+        return usage._replace(
+            free=size - sum(file.stat().st_size for file in tmp_path.rglob("out.partial/*.safetensors"))
+        )
+
+    def stop(stage: str, fraction: float) -> None:
+        if stage == "comparing":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory.shutil, "disk_usage", free)
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, out, settings, progress=stop)
+    assert free(out).free < 0.7 * size, "the run left little, so nothing is tested"
+    compress(source, out, settings, **again)
+
+
+def test_all_hidden_states_of_a_layer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {
+        "dense only": config(refine="off"),
+        "refined": config(refine="fast"),
+        "anchored": config(method="anchored"),
+    }
+    one = 4 * 8 * 16 * 32
+    for kind, copies in {"dense only": 2, "refined": 3, "anchored": 5}.items():
+        monkeypatch.setattr(memory, "free_memory", lambda device, copies=copies: copies * one)
+        memory.check_row_memory(8, 16, 32, settings[kind], "cpu")
+        monkeypatch.setattr(memory, "free_memory", lambda device, copies=copies: copies * one - 1)
+        with pytest.raises(UserError, match="choose fewer or shorter rows"):
+            memory.check_row_memory(8, 16, 32, settings[kind], "cpu")
 
 
 def _content(file: Path) -> int:
