@@ -129,10 +129,7 @@ class Engine:
             raise UserError(f"drafts serve one prompt at a time, not {len(prompts)}; leave out the draft")
         params = params or SamplingParams()
         rows = self._rows(prompts, params, chat)
-        by_length = sorted(rows, key=lambda row: len(row.prompt_ids))
-        size = self.runner.max_batch
-        groups = [by_length[start : start + size] for start in range(0, len(rows), size)]
-        for group in [rows] if self.runner.continuous else groups:
+        for group in [rows] if self.runner.continuous else self._groups(rows):
             for _ in self._run(group, params):
                 pass
         return [row.result for row in rows]
@@ -176,14 +173,24 @@ class Engine:
         stream = TextStream(self.tokenizer, prompt_ids, params.stop)
         return Row(prompt_ids, limit, reason, seed, stream, Generation(prompt, len(prompt_ids)), alternatives)
 
+    def _groups(self, rows: list[Row]) -> list[list[Row]]:
+        """Split ``rows`` by the length of their prompts into batches that the runner has rows and positions for."""
+        groups: list[list[Row]] = []
+        for row in sorted(rows, key=lambda row: len(row.prompt_ids)):
+            full = not groups or len(groups[-1]) == self.runner.max_batch
+            # All prompts of a batch are padded to the longest, so that the first one's tokens begin behind that.
+            if full or _positions([*groups[-1], row]) > (self.runner.max_len or self.context):
+                groups.append([])
+            groups[-1].append(row)
+        return groups
+
     def _run(self, rows: list[Row], params: SamplingParams) -> Iterator[tuple[Row, str]]:
         eos = frozenset() if params.ignore_eos else self.eos
         if self.runner.continuous:
             longest = max(len(row.prompt_ids) + row.limit for row in rows)
             slots = self.runner.slots(min(len(rows), self.runner.max_batch), longest)
             return continuous.run(slots, rows, params, eos, self.runner.device)
-        longest = max(len(row.prompt_ids) for row in rows)
-        decoder = self.runner.decoder(len(rows), longest + max(row.limit for row in rows))
+        decoder = self.runner.decoder(len(rows), _positions(rows))
         if self.drafts:
             verifier = cast(CpuDecoder, decoder)
             drafts = Speculation(verifier, self.drafts.drafters([verifier])(0), self._step_times)
@@ -198,6 +205,11 @@ class Engine:
         rows = cast(CpuSlots, slots).rows
         drafter = drafts.drafters(rows)
         return lambda slot: Speculation(rows[slot], drafter(slot), times)
+
+
+def _positions(rows: list[Row]) -> int:
+    """Return the positions of a left-padded batch: those of its longest prompt and of its longest answer."""
+    return max(len(row.prompt_ids) for row in rows) + max(row.limit for row in rows)
 
 
 class Stream:

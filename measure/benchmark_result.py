@@ -150,7 +150,7 @@ def summarise_point(batch: int, prompt_length: int, rounds: list[Round], measure
         ttft = summarise([run.ttft for run in variant.runs])
         tpot = summarise([run.tpot for run in variant.runs])
         steps = [step for run in variant.runs for step in run.steps]
-        p90 = quantiles(steps, n=10)[-1] if len(steps) > 1 else steps[0]
+        p90 = quantiles(steps, n=10, method="inclusive")[-1] if len(steps) > 1 else steps[0]
         variants[name] = Figures(
             ttft=ttft,
             tpot=TokenTimes(tpot.median, tpot.min, tpot.max, p90),

@@ -91,7 +91,8 @@ class EvaluationConfig:
         weight_dtype: what the dense weights of ``model`` are rounded to, ``int8`` or ``int4``; None keeps them.
 
     Raises:
-        UserError: there is nothing to measure, or the limit is out of range.
+        UserError: there is nothing to measure, two tasks have one name, the limit is out of range, or the backend does
+            not evaluate.
     """
 
     model: str | Path
@@ -110,6 +111,23 @@ class EvaluationConfig:
             raise UserError("nothing to measure: give --text, --tasks or both")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"--limit is {self.limit}; it has to be 1 or more")
+        if self.backend == "neuron":
+            raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
+        by_name(self.tasks)
+
+
+def by_name(files: Sequence[str | Path]) -> dict[str, Path]:
+    """Return the files by their names without suffix, under which results name them.
+
+    Raises:
+        UserError: two have one name.
+    """
+    named: dict[str, Path] = {}
+    for file in map(Path, files):
+        if file.stem in named:
+            raise UserError(f"{named[file.stem]}, {file}: the results would have one name; rename one of the files")
+        named[file.stem] = file
+    return named
 
 
 @dataclass(frozen=True)

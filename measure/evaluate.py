@@ -9,16 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from neuronmm.engine.backends import choose
 from neuronmm.engine.backends.torch_runner import TorchRunner
-from neuronmm.engine.engine import load
+from neuronmm.engine.engine import load, pick_dtype
 from neuronmm.measure.bandwidth import factor_bytes
-from neuronmm.measure.config import EvaluationConfig
+from neuronmm.measure.config import EvaluationConfig, by_name
 from neuronmm.measure.perplexity import Windows, cut, read_text, window_nlls
 from neuronmm.measure.statistics import Estimate, estimate
-from neuronmm.measure.tasks import Question, answer, encode, guessing, read_task, score
+from neuronmm.measure.tasks import Choice, Question, answer, encode, guessing, read_task, score
+from neuronmm.models.contents import inspect
 from neuronmm.models.errors import UserError
-from neuronmm.models.low_bits import weight_dtype_of
+from neuronmm.models.load import load_config, load_tokenizer
+from neuronmm.models.low_bits import check_rounding, weight_dtype_of
 from neuronmm.models.progress import Progress, no_progress
+from neuronmm.models.source import resolve
 
 
 @dataclass(frozen=True)
@@ -108,26 +112,17 @@ def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -
         UserError: a file is unreadable, a value is out of range, or the models tokenise differently.
     """
     content = None if config.text is None else read_text(Path(config.text))
-    questions = {Path(path).stem: read_task(Path(path), config.limit) for path in config.tasks}
+    questions = {name: read_task(path, config.limit) for name, path in by_name(config.tasks).items()}
     names = {"model": config.model} if config.baseline is None else {"baseline": config.baseline, "model": config.model}
-    scores = {
-        name: _score(
-            path,
-            None if name == "baseline" else config.weight_dtype,
-            config,
-            content,
-            questions,
-            partial(_of_model, progress, name),
-        )
+    jobs = {
+        name: _prepare(name, path, config, content, questions, partial(_of_model, progress, name))
         for name, path in names.items()
     }
+    windows = jobs["model"].windows
+    _check_comparable(config, windows, jobs.get("baseline", jobs["model"]).windows)
+    scores = {name: _score(job, config, questions, partial(_of_model, progress, name)) for name, job in jobs.items()}
     results, notes, text = [], [], None
-    windows = scores["model"].windows
     if windows is not None:
-        if any(entry.windows is None or not windows.same_as(entry.windows) for entry in scores.values()):
-            raise UserError(
-                f"{config.model} and {config.baseline} tokenise the text differently; their perplexities do not compare"
-            )
         nlls = {name: entry.nlls for name, entry in scores.items()}
         results += _perplexities(nlls)
         text = {"file": str(config.text), **windows.to_json(), "nats_per_token_by_window": nlls}
@@ -153,45 +148,93 @@ def _of_model(progress: Progress, model: str, stage: str, fraction: float) -> No
 
 
 @dataclass(frozen=True)
+class _Job:
+    """What to score with one model: the windows of the text, and by task the tokens of each question's choices.
+
+    ``options`` are those of the backend.
+    """
+
+    path: str | Path
+    folder: Path
+    options: dict[str, Any]
+    windows: Windows | None
+    choices: dict[str, list[list[Choice]]]
+
+
+@dataclass(frozen=True)
 class _Scores:
     """The scores of one model: nats per token by window, and for each task's metrics 1 or 0 per question."""
 
     facts: ModelFacts
-    windows: Windows | None
     nlls: list[float]
     correct: dict[str, list[float]]
 
 
-def _score(
+def _prepare(
+    name: str,
     path: str | Path,
-    weight_dtype: str | None,
     config: EvaluationConfig,
     content: str | None,
     questions: dict[str, list[Question]],
     progress: Progress,
-) -> _Scores:
+) -> _Job:
+    """Check one model and its options, and tokenise the text and the questions for it, before any model is loaded.
+
+    Raises:
+        UserError: the model or an option is at fault, or a window or a question does not fit the model.
+    """
+    rounded = config.weight_dtype if name == "model" else None
+    options = {} if rounded is None else {"weight_dtype": rounded}
+    choose(config.backend, options)
+    folder = resolve(path, progress)
+    pick_dtype(folder, config.dtype)
+    spec = inspect(folder).spec
+    if rounded is not None:
+        check_rounding(rounded, "model" if spec is None else spec.weights)
+    tokenizer, context = load_tokenizer(folder), load_config(folder).max_position_embeddings
+    windows = None
+    if content is not None:
+        sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}
+        windows = cut(tokenizer, content, context, **sizes)
+    choices = {label: [encode(tokenizer, row, context) for row in rows] for label, rows in questions.items()}
+    return _Job(path, folder, options, windows, choices)
+
+
+def _check_comparable(config: EvaluationConfig, windows: Windows | None, others: Windows | None) -> None:
+    """Check that both models score the same tokens behind the same ones.
+
+    Raises:
+        UserError: they do not.
+    """
+    if windows is None or others is None:
+        return
+    if not windows.same_tokens(others):
+        raise UserError(
+            f"{config.model} and {config.baseline} tokenise the text differently; their perplexities do not compare"
+        )
+    if not windows.same_sizes(others):
+        raise UserError(
+            f"{config.model} takes windows of {windows.context} tokens and {config.baseline} of {others.context}; give "
+            f"--context {min(windows.context, others.context)} or less for both"
+        )
+
+
+def _score(job: _Job, config: EvaluationConfig, questions: dict[str, list[Question]], progress: Progress) -> _Scores:
     """Load one model and score the text and the questions with it."""
-    options = {} if weight_dtype is None else {"weight_dtype": weight_dtype}
-    engine = load(path, backend=config.backend, dtype=config.dtype, progress=progress, **options)
-    runner = engine.runner
-    if not isinstance(runner, TorchRunner):
-        raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
+    runner = load(job.folder, backend=config.backend, dtype=config.dtype, **job.options).runner
+    assert isinstance(runner, TorchRunner)  # EvaluationConfig takes no other backend
     dtype = str(runner.dtype).removeprefix("torch.")
     for precision in factor_bytes(runner.model).keys() - {dtype}:
         dtype += f", {precision} factors"
     rounded = weight_dtype_of(runner.model)
     dtype += f", {rounded} weights" if rounded else ""
-    windows, nlls = None, []
-    if content is not None:
-        sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}
-        windows = cut(engine.tokenizer, content, engine.context, **sizes)
-        nlls = window_nlls(runner.model, windows, partial(progress, "perplexity"))
-    correct: dict[str, list[float]] = {}
+    nlls, correct = list[float](), dict[str, list[float]]()
+    if job.windows is not None:
+        nlls = window_nlls(runner.model, job.windows, partial(progress, "perplexity"))
     for label, rows in questions.items():
-        groups = [[encode(engine.tokenizer, *pair, engine.context) for pair in row.pairs] for row in rows]
-        scores = score(runner.model, groups, partial(progress, label))
+        scores = score(runner.model, job.choices[label], partial(progress, label))
         correct |= {f"{label} {metric}": values for metric, values in answer(rows, scores).items()}
-    return _Scores(ModelFacts(str(path), dtype), windows, nlls, correct)
+    return _Scores(ModelFacts(str(job.path), dtype), nlls, correct)
 
 
 def _measure(label: str, values: dict[str, list[float]]) -> Measure:

@@ -23,13 +23,24 @@ from neuronmm.measure.prediction import PredictionResult, run_prediction
 from neuronmm.measure.statistics import with_error
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS, LINEARS
-from neuronmm.models.source import expanded
+from neuronmm.models.source import expanded, short_name
 
 NEW_TOKENS = 64
 """Tokens of the predicted answer to a prompt of 128 tokens."""
 
 _DEVICES = ("trn1", "trn2", "trn3")
-_OPTIONS = ("targets", "method", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "align")
+_OPTIONS = (
+    "targets",
+    "method",
+    "allocation",
+    "share_a",
+    "refine",
+    "recover",
+    "form",
+    "factor_dtype",
+    "weight_dtype",
+    "align",
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ def render(config: PageConfig, command: str) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     return environment.get_template("page.html.jinja").render(
-        name=folder.resolve().name,
+        name=short_name(folder),
         facts=_facts(model, report),
         warnings=[] if report is None else warnings(report),
         sizes=_sizes(model, baseline),
@@ -212,10 +223,21 @@ def _commands(
         words = ["evaluate", document.models["model"].path] if "model" in document.models else ["evaluate"]
         if "baseline" in document.models:
             words += ["--baseline", document.models["baseline"].path]
-        if document.text and "file" in document.text:
-            words += ["--text", document.text["file"]]
-        lines.append([*words, "--json"])
+        text = document.text or {}
+        for option, key in (("--text", "file"), ("--context", "context"), ("--stride", "stride")):
+            words += [option, text[key]] if key in text else []
+        if document.tasks:
+            words += ["--tasks", *(f"{task}.jsonl" for task in document.tasks)]
+        most = max(text.get("windows", 1), *document.tasks.values(), 1)
+        lines.append([*words, "--limit", most, "--json"])
     if benchmark is not None:
         baseline = [] if benchmark.baseline is None else ["--baseline", benchmark.baseline]
-        lines.append(["benchmark", benchmark.model, *baseline, "--runs", benchmark.runs, "--json"])
+        words = ["benchmark", benchmark.model, *baseline, "--runs", benchmark.runs]
+        for option, values in (
+            ("--prompt-lengths", [point.prompt_length for point in benchmark.points]),
+            ("--batch", [point.batch for point in benchmark.points]),
+            ("--new-tokens", [benchmark.new_tokens]),
+        ):
+            words += [option, ",".join(map(str, dict.fromkeys(values)))]
+        lines.append([*words, "--threads", benchmark.threads, "--json"])
     return [shlex.join(["neuronmm", *map(str, words)]) for words in lines]

@@ -45,6 +45,7 @@ class EvaluationDocument(BaseModel):
     what: Literal["evaluation"]
     models: dict[str, ModelDocument]
     text: dict[str, Any] | None
+    tasks: dict[str, PositiveInt] = {}
     results: list[MeasureDocument]
     notes: list[str]
 

@@ -45,9 +45,13 @@ class Windows:
         """The number of scored tokens in all windows."""
         return len(self.starts) * (self.context - self.first_scored)
 
-    def same_as(self, other: Windows) -> bool:
-        """Return whether ``other`` has the same tokens and windows."""
-        return self.starts == other.starts and self.ids.tolist() == other.ids.tolist()
+    def same_tokens(self, other: Windows) -> bool:
+        """Return whether ``other`` is cut from the same tokens."""
+        return torch.equal(self.ids, other.ids)
+
+    def same_sizes(self, other: Windows) -> bool:
+        """Return whether the windows of ``other`` are as long and begin at the same places."""
+        return (self.context, self.stride, self.starts) == (other.context, other.stride, other.starts)
 
     def to_json(self) -> dict[str, int]:
         """Return the sizes for the report."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from neuronmm.measure.benchmark_result import BenchmarkResult
 from neuronmm.measure.statistics import Spread
+from neuronmm.models.source import short_name
 
 _COLOURS = {"dense": "#8c96a3", "naive": "#e6a157", "fused": "#2f7fb8", "int8": "#5f9e6e", "int4": "#a05fb0"}
 
@@ -25,7 +26,7 @@ def draw_benchmark(result: BenchmarkResult, path: Path) -> None:
     bars(right, result, "ttft", "TTFT: time to the first token")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(f"{Path(result.model).name} on {result.machine.device}", fontsize=13, fontweight="bold")
+    figure.suptitle(f"{short_name(result.model)} on {result.machine.device}", fontsize=13, fontweight="bold")
     figure.text(
         0.5,
         0.93,

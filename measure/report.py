@@ -106,6 +106,8 @@ def write_benchmark(result: BenchmarkResult | NeuronBenchmarkResult | DraftBench
     if isinstance(result, BenchmarkResult):
         with replacing(folder / _PICTURE) as new:
             draw_benchmark(result, new)
+    else:
+        (folder / _PICTURE).unlink(missing_ok=True)  # of an earlier benchmark, whose figures are gone
 
 
 def print_evaluation(result: EvaluationResult) -> None:

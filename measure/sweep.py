@@ -26,7 +26,7 @@ from neuronmm.measure.tasks import read_task
 from neuronmm.models.documents import write_json
 from neuronmm.models.output import keep_apart, output_folder
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import resolve
+from neuronmm.models.source import resolve, short_name
 
 
 @dataclass
@@ -88,7 +88,7 @@ def sweep(
         with replacing(out / "sweep.md") as new:
             new.write_text(as_markdown(result), encoding="utf-8")
         with replacing(out / "sweep.png") as new:
-            draw_sweep(result.points, result.costs, list(settings.texts), Path(result.model).name, new)
+            draw_sweep(result.points, result.costs, list(settings.texts), short_name(result.model), new)
         return result
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from neuronmm.compression.config import BARE, RENAMED, CompressionConfig
+from neuronmm.measure.config import by_name
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import expanded
 
@@ -49,7 +50,8 @@ class SweepConfig:
         speed: measure tokens/s of each point beside the dense model.
 
     Raises:
-        UserError: a ratio, method or text is missing, a method or setting is invalid, or two texts have one name.
+        UserError: a ratio, method or text is missing, a method or setting is invalid, or two texts or two tasks have
+            one name.
     """
 
     ratios: Sequence[float]
@@ -63,8 +65,9 @@ class SweepConfig:
     speed: bool = False
 
     def __post_init__(self) -> None:
-        if not self.points or len(self.text_files) < max(len(self.texts), 1):
-            raise UserError("a sweep needs one or more ratios, methods and texts; the texts need different names")
+        if not self.points or not self.text_files:
+            raise UserError("a sweep needs one or more ratios, methods and texts")
+        by_name(self.tasks)
 
     @property
     def points(self) -> list[PlannedPoint]:
@@ -86,12 +89,12 @@ class SweepConfig:
     @property
     def text_files(self) -> dict[str, Path]:
         """The absolute paths of the texts by name."""
-        return {Path(text).stem: expanded(text).absolute() for text in self.texts}
+        return {name: expanded(text).absolute() for name, text in by_name(self.texts).items()}
 
     @property
     def task_files(self) -> dict[str, Path]:
         """The absolute paths of the tasks by name."""
-        return {Path(task).stem: expanded(task).absolute() for task in self.tasks}
+        return {name: expanded(task).absolute() for name, task in by_name(self.tasks).items()}
 
 
 def parse_method(text: str) -> dict[str, Any]:

@@ -28,8 +28,12 @@ _BATCH_TOKENS = 2048  # padded tokens per forward pass
 
 @dataclass(frozen=True)
 class Question:
-    """One row of a task: for each choice a pair (text before, scored text) and the length in characters."""
+    """One row of a task: for each choice a pair (text before, scored text) and the length in characters.
 
+    ``where`` is its file and line.
+    """
+
+    where: str
     pairs: list[tuple[str, str]]
     lengths: list[int]
     gold: int
@@ -66,7 +70,7 @@ def read_task(path: Path, limit: int | None) -> list[Question]:
     rows = read_rows(path, _Row, '{"query": text, "choices": [text, text, ...], "gold": index}')
     if not rows:
         raise UserError(f"{path}: there are no rows in it")
-    return [_question(row) for _, row in rows[:limit]]
+    return [_question(where, row) for where, row in rows[:limit]]
 
 
 def guessing(questions: list[Question]) -> float:
@@ -74,30 +78,37 @@ def guessing(questions: list[Question]) -> float:
     return sum(1 / len(question.pairs) for question in questions) / len(questions)
 
 
-def _question(row: _Row) -> Question:
+def _question(where: str, row: _Row) -> Question:
     query, choices, gold = row.query, row.choices, row.gold
     blanks = list(_BLANK.finditer(query))
     if len(blanks) == 1:
         before, after = query[: blanks[0].start()], query[blanks[0].end() :]
         if after.strip():
-            return Question([(before + choice, after) for choice in choices], [len(after)] * len(choices), gold)
+            return Question(where, [(before + choice, after) for choice in choices], [len(after)] * len(choices), gold)
     pairs = [(query, choice if choice[0].isspace() else f" {choice}") for choice in choices]
-    return Question(pairs, [len(choice) for choice in choices], gold)
+    return Question(where, pairs, [len(choice) for choice in choices], gold)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, before: str, after: str, context: int) -> Choice:
-    """Tokenise both texts as one; the tokens beyond those of ``before`` alone are scored.
+def encode(tokenizer: PreTrainedTokenizerBase, question: Question, context: int) -> list[Choice]:
+    """Tokenise both texts of each choice as one; the tokens beyond those of the text before alone are scored.
 
     A sequence longer than ``context`` loses its first tokens.
 
     Raises:
         UserError: nothing precedes the scored tokens, or they fill the context.
     """
+    return [_choice(tokenizer, question.where, before, after, context) for before, after in question.pairs]
+
+
+def _choice(tokenizer: PreTrainedTokenizerBase, where: str, before: str, after: str, context: int) -> Choice:
     ids = tokenizer(before + after).input_ids
     prefix = tokenizer(before.rstrip()).input_ids
     scored = max(len(ids) - len(prefix), 1)
     if len(ids) < 2 or scored >= context:
-        raise UserError(f"a row cannot be scored: {len(ids)} tokens, {scored} of them scored, context {context}")
+        raise UserError(
+            f"{where}: cannot be scored ({len(ids)} tokens, {scored} of them scored, the context {context}); "
+            "change or remove that row"
+        )
     return Choice(ids[-context:], min(scored, len(ids) - 1))
 
 

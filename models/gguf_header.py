@@ -26,8 +26,8 @@ _INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
 """GGUF type code of an integer -> its code in :mod:`struct`."""
 _SCALARS = {**_INTEGERS, 6: "f", 7: "?", 12: "d"}
 """The same for all numbers."""
-_UINT32, _STRING, _ARRAY = 4, 8, 9
-_ARCHITECTURE = b"general.architecture"
+_UINT16, _UINT32, _STRING, _ARRAY = 2, 4, 8, 9
+_ARCHITECTURE, _SPLITS = b"general.architecture", b"split.count"
 SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -84,13 +84,19 @@ def read_header(file: Path) -> Header:
     """Return the header of a GGUF file.
 
     Raises:
-        UserError: the header is damaged, or lists more weights than the file can hold.
+        UserError: the header is damaged, lists more weights than the file can hold, or is of a part of a model.
     """
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        parser = _Parser(content)
         try:
-            return _Parser(content).header()
+            header = parser.header()
         except (struct.error, ValueError) as error:
             raise UserError(f"{file}: damaged GGUF file ({error}); download it again") from None
+    if parser.parts > 1:
+        raise UserError(
+            f"{file}: is one of the {parser.parts} parts of a model; join them with llama-gguf-split --merge"
+        )
+    return header
 
 
 def _check_apart(stored: dict[str, StoredTensor]) -> None:
@@ -108,6 +114,8 @@ def _check_apart(stored: dict[str, StoredTensor]) -> None:
 class _Parser:
     """Walks through a GGUF header once, storing only its position.
 
+    ``parts`` is the number of files that the model is in.
+
     Raises:
         ValueError: the header contains an impossible value.
         struct.error: the header continues past the end of the file.
@@ -116,6 +124,7 @@ class _Parser:
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at, self._values = content, 4, 0  # 4: the magic
         self._alignment = _ALIGNMENT
+        self.parts = 1
 
     def header(self) -> Header:
         """Return the whole header."""
@@ -131,6 +140,8 @@ class _Parser:
                 self._alignment = self._number("I")
             elif key == _ARCHITECTURE and kind == _STRING:
                 architecture = self._string().decode()
+            elif key == _SPLITS and kind == _UINT16:
+                self.parts = self._number("H")
             elif size in SIZES and kind in _INTEGERS:
                 sizes[SIZES[size]] = self._number(_INTEGERS[kind])
             elif size.startswith(ROPE_SCALING) and (kind in _SCALARS or kind == _STRING):

@@ -146,6 +146,18 @@ def weight_dtype_of(model: Any) -> WeightDtype | None:
     return "int4" if any(isinstance(module, Int4Linear) for module in model.modules()) else "int8"
 
 
+def check_rounding(dtype: str, stored: str) -> None:
+    """Check that the weights of a checkpoint, which has them in ``stored``, can be rounded to ``dtype``.
+
+    Raises:
+        UserError: there is no such dtype, or the weights have few bits already.
+    """
+    if dtype not in get_args(WeightDtype):
+        raise UserError(f"unknown weight dtype {dtype!r}; there are: {', '.join(get_args(WeightDtype))}")
+    if stored != "model":
+        raise UserError("the weights of this model have few bits already; round those of the dense model instead")
+
+
 def quantise_weights(model: Any, dtype: WeightDtype) -> None:
     """Round the dense weights of a transformers model to ``dtype``, in place.
 
@@ -156,10 +168,7 @@ def quantise_weights(model: Any, dtype: WeightDtype) -> None:
     Raises:
         UserError: there is no such dtype, or the weights have few bits already.
     """
-    if dtype not in get_args(WeightDtype):
-        raise UserError(f"unknown weight dtype {dtype!r}; there are: {', '.join(get_args(WeightDtype))}")
-    if isinstance(model.get_input_embeddings(), LowBitsModule):
-        raise UserError("the weights of this model have few bits already; round those of the dense model instead")
+    check_rounding(dtype, weight_dtype_of(model) or "model")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     _replace_weights(model, dtype, lambda weight, rounded: rounded(weight), tied)
 

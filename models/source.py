@@ -7,6 +7,7 @@ Only safetensors weights are accepted, because a pickle can run code. A GGUF fil
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise UserError(f"{path}: this machine has no such user; write ./~... for a folder of that name") from None
+
+
+def short_name(model: str | Path) -> str:
+    """Return the last part of a model's path or hub id; that of the folder that a path such as ``.`` leads to."""
+    return os.path.basename(os.path.abspath(expanded(model)))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

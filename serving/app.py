@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -61,10 +62,13 @@ class Api:
         async def endpoint(request: HttpRequest) -> Response:
             self._authorize(request)
             body, most = bytearray(), self._service.limits.body_bytes
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    raise ApiError(413, f"the request has more than {most} bytes, the limit of this server")
+            try:
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise ApiError(413, f"the request has more than {most} bytes, the limit of this server")
+            except ClientDisconnect:
+                raise ApiError(499, "the client left before its request was complete") from None
             try:
                 return answer(bytes(body))
             except UserError as error:

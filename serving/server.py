@@ -27,8 +27,9 @@ def bind(host: str, port: int) -> socket.socket:
         reserved = socket.socket(family, kind, protocol)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(address)
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror}; choose --host or --port") from None
+    except (OSError, UnicodeError) as error:  # Python encodes a host name before it looks it up
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise UserError(f"cannot listen on {host}, port {port}: {reason}; choose --host or --port") from None
     return reserved
 
 

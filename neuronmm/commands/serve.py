@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
     """Load the model and serve it until a signal."""
     from neuronmm.engine.engine import load
     from neuronmm.models import UserError
+    from neuronmm.models.source import short_name
     from neuronmm.progress import stage_progress
 
     missing = [name for name in _PACKAGES if find_spec(name) is None]
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--context is {args.context}, but the model has {engine.context} positions")
         engine.context = args.context or min(engine.context, CONTEXT)
         limits = Limits(args.max_batch, args.max_queue, args.max_tokens or engine.context, engine.context)
-        name, address = Path(args.model).name, url(reserved)
+        name, address = short_name(args.model), url(reserved)
         runner = engine.runner
         print(
             f"backend {runner.backend}, {runner.dtype}, kernels: {runner.path}".replace("torch.", ""), file=sys.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,3 +139,21 @@ def test_the_former_name_of_the_runner_works_with_a_warning(checkpoint: Callable
     engine = load(checkpoint(), dtype="fp32")
     with pytest.deprecated_call(match=r"Engine\.runner"):
         assert engine.host is engine.runner
+
+
+def test_a_static_batch_has_positions_for_its_longest_prompt_and_answer(checkpoint: Callable[..., Path]) -> None:
+    """A long prompt with a short answer does not share a batch with a short prompt and a long answer."""
+    engine = load(checkpoint(), dtype="fp32")
+    prompts, params = [" ".join(["w9"] * n) for n in (4, 60, 5, 61)], SamplingParams(max_new_tokens=50, ignore_eos=True)
+    expected = [result.token_ids for result in engine.generate(prompts, params)]
+    engine.context = engine.runner.max_len = 64
+    sizes, decoder = [], engine.runner.decoder
+
+    def recorded(batch: int, positions: int) -> Any:
+        sizes.append((batch, positions))
+        return decoder(batch, positions)
+
+    engine.runner.decoder = recorded
+    found = [result.token_ids for result in engine.generate(prompts, params)]
+    assert sizes == [(2, 55), (1, 64), (1, 64)]
+    assert found == [expected[0], expected[1][:4], expected[2], expected[3][:3]]

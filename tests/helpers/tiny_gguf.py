@@ -23,15 +23,19 @@ def write_gguf(
     tied: bool = False,
     extra: dict[str, np.ndarray] | None = None,
     rope: dict[str, str | float] | None = None,
+    parts: int = 1,
 ) -> None:
     """Write a one-layer model to ``path``: matrices of type ``kind``, norms, biases and ``extra`` in float32.
 
-    ``rope`` has further entries of the header, without the architecture in their names.
+    ``rope`` has further entries of the header, without the architecture in their names; ``parts`` is the number of
+    files that the header says the model is in.
     """
     writer = GGUFWriter(path, family)
     writer.add_name("tiny")  # transformers 4.47 needs one
     if f"MOSTLY_{kind.name}" in LlamaFileType.__members__:
         writer.add_file_type(LlamaFileType[f"MOSTLY_{kind.name}"])
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(hidden)

@@ -190,3 +190,10 @@ def test_models_that_cannot_be_compared(checkpoint: Callable[..., Path]) -> None
         benchmark(dense, dense, **SMALL)
     with pytest.raises(UserError, match="compressed model itself"):
         benchmark(compressed, compressed, **SMALL)
+
+
+@pytest.mark.parametrize("steps", [[0.01], [0.01, 0.02], [0.01, 0.02, 0.04]])
+def test_the_ninth_decile_of_few_steps_is_not_above_the_slowest(steps: list[float]) -> None:
+    runs = VariantRuns([Run(0.1, steps)], 0.0, None, 1000)
+    point = summarise_point(1, 4, [Round(1e9, 1e9)], {"dense": runs})
+    assert sum(steps) / len(steps) <= point.variants["dense"].tpot.p90 <= max(steps)

@@ -28,10 +28,14 @@ def test_document_and_tables(
     """With the model as its own draft, in steps of up to four tokens, every draft is accepted."""
     monkeypatch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, 3))
     folder, results = str(checkpoint()), tmp_path / "results"
+    results.mkdir()
+    for name, content in (("benchmark.json", '{"what": "benchmark"}'), ("benchmark.png", "of an earlier benchmark")):
+        (results / name).write_text(content)
     assert main(["benchmark", folder, "--draft", folder, *ARGUMENTS, "--output", str(results)]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     document = json.loads(last)
     assert json.loads((results / "benchmark.json").read_text()) == document
+    assert not (results / "benchmark.png").exists(), "it shows other figures"
     assert document["kind"] == "measured" and document["draft"] == folder
     assert [step["drafted"] for step in document["steps"]] == list(range(1, 8))
     single = {step["seconds"] / (1 + step["break_even"]) for step in document["steps"]}

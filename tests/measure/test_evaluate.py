@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from neuronmm.measure import evaluate as evaluation
 from neuronmm.measure.evaluate import evaluate
 from neuronmm.measure.perplexity import cut, read_text
 from neuronmm.measure.statistics import estimate
@@ -163,9 +165,9 @@ def test_each_choice_replaces_a_blank_and_the_text_after_it_is_scored(
     assert blank.pairs == [("w3 w6", " w4 w5"), ("w3 w7", " w4 w5")]
     assert blank.lengths == [6, 6]
     assert plain.pairs == [("w3 ___ w4", " w6"), ("w3 ___ w4", " w7")]
-    choice = encode(tokenizer, *blank.pairs[1], context=128)
+    choice = encode(tokenizer, blank, context=128)[1]
     assert (choice.ids, choice.scored) == ([3, 7, 4, 5], 2)
-    assert encode(tokenizer, *blank.pairs[1], context=3).ids == [7, 4, 5]
+    assert encode(tokenizer, blank, context=3)[1].ids == [7, 4, 5]
 
 
 def test_progress_has_one_stage_per_measure_and_model(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -231,3 +233,58 @@ def test_values_out_of_range(
     file.write_text(TEXT)
     with pytest.raises(UserError, match=message):
         evaluate(checkpoint(), text=file if arguments else None, **arguments)
+
+
+def test_models_whose_windows_differ_are_told_the_context(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same number of windows of the same text, but other tokens before the scored ones."""
+    file, model, short = tmp_path / "text.txt", checkpoint(compressed=False), tmp_path / "short"
+    shutil.copytree(model, short)
+    file.write_text(TEXT)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    monkeypatch.setattr(evaluation, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(UserError, match=r"windows of 128 tokens and .* of 100; give --context 100 or less"):
+        evaluate(model, short, text=file, dtype="fp32")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "fp7"}, "unknown dtype"),
+        ({"weight_dtype": "int7"}, "int7"),
+        ({"backend": "neuron"}, "evaluate runs on cpu and cuda"),
+        ({"model": "absent"}, "absent"),
+    ],
+)
+def test_mistakes_are_found_before_the_baseline_is_scored(
+    change: dict[str, str],
+    message: str,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, dense = tmp_path / "text.txt", checkpoint(compressed=False)
+    file.write_text(TEXT)
+    arguments = {"model": checkpoint(), "baseline": dense, "text": file, **change}
+    monkeypatch.setattr(evaluation, "window_nlls", lambda *_: pytest.fail("a model was scored"))
+    with pytest.raises(UserError, match=message):
+        evaluate(**arguments)
+
+
+def test_two_tasks_of_one_name_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    with pytest.raises(UserError, match=r"task.jsonl, .*more/task.jsonl: .*rename one"):
+        evaluate(checkpoint(), tasks=[tmp_path / "task.jsonl", tmp_path / "more" / "task.jsonl"])
+
+
+def test_a_row_that_does_not_fit_the_context_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    task = tmp_path / "task.jsonl"
+    rows = [
+        {"query": "w3", "choices": ["w4", "w5"], "gold": 0},
+        {"query": "w3", "choices": ["w4 " * 200, "w5"], "gold": 0},
+    ]
+    task.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match=r"task.jsonl:2: cannot be scored .*; change or remove that row"):
+        evaluate(checkpoint(), tasks=[task])

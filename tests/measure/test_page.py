@@ -121,6 +121,9 @@ def test_a_page_with_everything(measured: Path) -> None:
         assert needed in text
     for command in ("neuronmm compress ", "neuronmm evaluate ", "neuronmm benchmark ", "neuronmm report out"):
         assert command in text
+    assert "--text " in text and "--context 128 --stride 128 --limit " in text, "as it was measured, not as by default"
+    assert "--prompt-lengths 4 --batch 1 --new-tokens 2 --threads " in text
+    assert "--weight-dtype model" in text
     assert "#000000" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
 
 

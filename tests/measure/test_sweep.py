@@ -175,7 +175,7 @@ def test_an_interrupted_sweep_is_resumed_and_a_finished_one_extended(
         ({"methods": ["svd+whitened"]}, "both a method"),
         ({"methods": [""]}, "'' is not one of"),
         ({"texts": []}, "texts"),
-        ({"texts": ["a/x.txt", "b/x.txt"]}, "different names"),
+        ({"texts": ["a/x.txt", "b/x.txt"]}, "rename one of the files"),
         ({"texts": ["nowhere.txt"]}, "no such file"),
         ({"tasks": ["nowhere.jsonl"]}, "no such"),
         ({"model": "./nowhere"}, "no such file or folder"),

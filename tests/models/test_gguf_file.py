@@ -194,3 +194,10 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(UserError, match=r"ffn_gate.weight and blk.0.ffn_up.weight overlap"):
         unpacked(file)
+
+
+def test_a_part_of_a_model_is_told_how_to_be_joined(tmp_path: Path) -> None:
+    file = tmp_path / "model-00001-of-00003.gguf"
+    write_gguf(file, parts=3)
+    with pytest.raises(UserError, match="one of the 3 parts of a model; join them with llama-gguf-split --merge"):
+        unpack(file, tmp_path / "out")

@@ -11,7 +11,7 @@ import torch
 from neuronmm.kernels.cache import cache_folder
 from neuronmm.models import UserError
 from neuronmm.models.load import load_pretrained, load_tokenizer
-from neuronmm.models.source import read_config, resolve
+from neuronmm.models.source import read_config, resolve, short_name
 from tiny_models import make_tiny
 
 
@@ -101,3 +101,18 @@ def test_the_real_gguf_unpacks_once_to_an_ordinary_folder(
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve(smollm2) == folder and (folder / "model.safetensors").stat().st_mtime_ns == stamp
     assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+
+
+def test_the_short_name_of_a_relative_path_is_that_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "model")
+    names = {name: short_name(name) for name in (".", "inside/..", "inside", "org/qwen", "qwen.gguf")}
+    assert names == {
+        ".": "model",
+        "inside/..": "model",
+        "inside": "inside",
+        "org/qwen": "qwen",
+        "qwen.gguf": "qwen.gguf",
+    }

@@ -72,6 +72,7 @@ def test_an_address_in_use_is_one_line(folder: Path, capsys: Capture) -> None:
         (["--grace", "nan"], "--grace is nan"),
         (["--port", "99999"], "--port is 99999"),
         (["--host", "no.such.host.invalid"], "cannot listen"),
+        (["--host", "127.0..1"], "cannot listen"),
     ],
 )
 def test_a_wrong_option_is_one_line(folder: Path, capsys: Capture, arguments: list[str], message: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -146,3 +148,22 @@ def test_a_wrong_key(server: Server, key: str) -> None:
 def test_health_and_metrics_need_no_key(server: Server) -> None:
     for path in ("health", "metrics"):
         assert urllib.request.urlopen(f"{server.url}/{path}").status == 200
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_defect(server: Server) -> None:
+    def counted() -> tuple[float, float]:
+        text = urllib.request.urlopen(f"{server.url}/metrics").read().decode()
+        lines = [line for line in text.splitlines() if "neuronmm_requests_total" in line and "/v1/completions" in line]
+        found = {line.split('status="')[1][:3]: float(line.rpartition(" ")[2]) for line in lines}
+        return found.get("499", 0.0), found.get("500", 0.0)
+
+    left, failed = counted()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        lines = ("POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", "Content-Length: 100")
+        connection.sendall("\r\n".join([*lines, "", "{"]).encode())
+        time.sleep(0.2)  # until the server waits for the rest
+    deadline = time.monotonic() + 30
+    while counted() == (left, failed) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert counted() == (left + 1, failed)
