@@ -75,7 +75,8 @@ def find_ratio(
         found = _largest(search, limit)
         rounded = measure([found] if run.config.form == "pivoted" else [], pivot=True)
         for ratio, trial in rounded.items():
-            search["rounding"] = max(trial["kl"] - trials[ratio]["kl"], 0.0)
+            added = trial["kl"] - trials[ratio]["kl"]
+            search["rounding"] = max(added, 0.0) if math.isfinite(added) else limit  # which leaves the smallest ratio
         run.workspace.save_search(search)
     return _largest(search, limit), search
 

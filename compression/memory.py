@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -15,6 +17,9 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.workspace import work_folder
 from neuronmm.models import processes
 from neuronmm.models.errors import UserError
+
+_COUNTED = ("layer-*", "moments/*", "final/*", "recovery-*", "rounded-*")
+"""The names of the files that :func:`check_room` counts."""
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -40,8 +45,10 @@ def forget_peak() -> bool:
 
 def free_memory(device: str | torch.device) -> int:
     """Return the bytes that are free in the memory of ``device``."""
-    cuda = torch.device(device).type == "cuda"
-    return torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    if torch.device(device).type != "cuda":
+        return psutil.virtual_memory().available
+    torch.cuda.empty_cache()  # what torch holds without need does not count as free
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def check_room(
@@ -77,15 +84,15 @@ def check_room(
     rounded = config.factor_dtype != "model" or config.weight_dtype != "model"
     rewritten = size if config.recover != "off" or rounded else 0
     needed = before + state + max(state, rewritten)
-    check_disk(out, needed)
+    check_disk(out, needed, _COUNTED)
     if config.recover == "off":
         return
     states, passes = working
     training = 4 * parameters + state + passes
-    if torch.device(device).type == "cpu":
-        _check_memory("memory", "cpu", (training + states) * processes.on_this_machine())
-    else:  # each process has a GPU of its own
-        _check_memory("memory", "cpu", states * processes.on_this_machine())
+    on_gpu = torch.device(device).type == "cuda"
+    here = 4 * parameters if on_gpu else training  # a model is loaded into main memory first
+    _check_memory("memory", "cpu", (here + states) * processes.on_this_machine())
+    if on_gpu:  # each process has one of its own
         _check_memory("GPU memory", device, training)
 
 
@@ -98,15 +105,17 @@ def _check_memory(what: str, device: str, needed: int) -> None:
         raise UserError(f"recover: {_missing(what, free, needed)}; {advice}")
 
 
-def check_disk(out: Path, needed: int) -> None:
+def check_disk(out: Path, needed: int, counted: Sequence[str]) -> None:
     """Check that the disk of the folder ``out``, whose parent exists, has ``needed`` bytes free.
 
-    What an interrupted run left in the work folder counts as there already: it is used again, or removed first.
+    Files that an interrupted run left in the work folder count as there already if ``needed`` counts files of their
+    names, the patterns ``counted``: they are used again, or removed first.
 
     Raises:
         UserError: it has not.
     """
-    needed -= sum(file.stat().st_size for file in work_folder(out).rglob("*.safetensors"))
+    files = (file for pattern in counted for file in work_folder(out).rglob(f"{pattern}.safetensors"))
+    needed -= sum(file.stat().st_size for file in files)
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise UserError(f"{out.parent}: {_missing('disk', free, needed)}; free that much, or give another -o")
@@ -116,12 +125,16 @@ def check_row_memory(count: int, length: int, hidden: int, config: CompressionCo
     """Check that ``device`` has memory for the rows' hidden states in float32, as many as one layer has at once.
 
     These are the dense model's before and after the layer, with refinement also the compressed model's before it, and
-    with ``anchored`` those of both models before the layer and before its MLP.
+    with ``anchored`` those of both models before the layer and before its MLP. Processes on GPUs share them.
 
     Raises:
         UserError: it has not.
     """
-    copies = 5 if config.method == "anchored" else 3 if config.refine != "off" else 2
+    copies = 2
+    if config.factorises and len(config.streams) > 1:
+        copies = 5 if config.method == "anchored" else 3
+    if torch.device(device).type == "cuda":
+        count = math.ceil(count / processes.size())
     needed = copies * 4 * count * length * hidden
     free = free_memory(device)
     if free < needed:

@@ -97,7 +97,10 @@ def compress(
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
         if _needs_gradients(config) and not _factorised(run, plan.linears, len(streamed)):
-            check_disk(workspace.out, _moment_bytes(config, plan, store) + working_bytes(rows.numel(), contents.config))
+            if processes.rank() == 0:
+                needed = _moment_bytes(config, plan, store) + working_bytes(rows.numel(), contents.config)
+                check_disk(workspace.out, needed, ("moments/*", "inputs-*", "gradient-*"))
+            processes.meet()  # before another process removes such files
             measure_gradients(run, streamed, plan.linears, rows)
         if needs_spectra(config):
             linears, spectra = plan.linears, measure_spectra(run, streamed, plan.linears, rows)

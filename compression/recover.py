@@ -195,6 +195,7 @@ def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfi
     text = spec.calibration or {}
     names = {"calibration": "source", "calibration_rows": "rows", "calibration_length": "length", "seed": "seed"}
     fitted = {name: text.get(key) for name, key in names.items()} | {"form": "pivoted" if spec.forms else "two"}
+    fitted |= {"refine": "off"}  # that is what compress does, layer by layer
     asked = {name: value for name, value in settings.items() if value is not None}
     return CompressionConfig.build(**{**fitted, **asked})
 

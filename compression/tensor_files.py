@@ -39,11 +39,20 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         os.replace(new, path)
         sync(path.parent)
     except (SafetensorError, OSError) as error:
-        full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
-        advice = "free some disk space" if full else f"make {path.parent} writable"
-        raise UserError(f"{path}: cannot be written ({error}); {advice} and --resume") from None
+        raise UserError(f"{path}: cannot be written ({error}); {_advice(error, path.parent)} and --resume") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _advice(error: Exception, folder: Path) -> str:
+    """Return what to do about the ``error`` of writing to ``folder``; safetensors has its number in the text alone."""
+    for advice, numbers in (
+        ("free some disk space", (errno.ENOSPC, errno.EDQUOT)),
+        (f"make {folder} writable", (errno.EACCES, errno.EPERM, errno.EROFS)),
+    ):
+        if any(os.strerror(number) in str(error) for number in numbers):
+            return advice
+    return "remove the cause"
 
 
 def read_tensors(path: Path, names: Collection[str] = ()) -> dict[str, Tensor] | None:

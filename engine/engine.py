@@ -178,8 +178,9 @@ class Engine:
         groups: list[list[Row]] = []
         for row in sorted(rows, key=lambda row: len(row.prompt_ids)):
             full = not groups or len(groups[-1]) == self.runner.max_batch
-            # All prompts of a batch are padded to the longest, so that the first one's tokens begin behind that.
-            if full or _positions([*groups[-1], row]) > (self.runner.max_len or self.context):
+            # All prompts of a batch are padded to the longest, and graphs have a fixed number of positions.
+            most = self.runner.max_len
+            if full or (most is not None and _positions([*groups[-1], row]) > most):
                 groups.append([])
             groups[-1].append(row)
         return groups

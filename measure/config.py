@@ -115,6 +115,20 @@ class EvaluationConfig:
             raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
         by_name(self.tasks)
 
+    @property
+    def settings(self) -> dict[str, str | int | list[str] | None]:
+        """The options of ``neuronmm evaluate`` besides the models, by name."""
+        return {
+            "text": None if self.text is None else str(self.text),
+            "context": self.context,
+            "stride": self.stride,
+            "tasks": [str(task) for task in self.tasks] or None,
+            "limit": self.limit,
+            "dtype": self.dtype,
+            "backend": self.backend,
+            "weight_dtype": self.weight_dtype,
+        }
+
 
 def by_name(files: Sequence[str | Path]) -> dict[str, Path]:
     """Return the files by their names without suffix, under which results name them.
@@ -124,9 +138,8 @@ def by_name(files: Sequence[str | Path]) -> dict[str, Path]:
     """
     named: dict[str, Path] = {}
     for file in map(Path, files):
-        if file.stem in named:
+        if named.setdefault(file.stem, file) != file:
             raise UserError(f"{named[file.stem]}, {file}: the results would have one name; rename one of the files")
-        named[file.stem] = file
     return named
 
 

@@ -61,6 +61,7 @@ class EvaluationResult:
         guessing: the expected accuracy of random choices for each task.
         results: the measures.
         notes: sentences below the table.
+        settings: the options of the command besides the models, by name.
     """
 
     models: dict[str, ModelFacts]
@@ -69,6 +70,7 @@ class EvaluationResult:
     guessing: dict[str, float]
     results: list[Measure]
     notes: list[str]
+    settings: dict[str, str | int | list[str] | None]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document."""
@@ -140,6 +142,7 @@ def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -
         guessing=chance,
         results=results,
         notes=notes,
+        settings=config.settings,
     )
 
 

@@ -220,16 +220,15 @@ def _commands(
             words += ["--calibration", source]
         lines.append(words)
     for document in evaluations:
-        words = ["evaluate", document.models["model"].path] if "model" in document.models else ["evaluate"]
+        if "model" not in document.models or not document.settings:  # written by an older version
+            continue
+        words = ["evaluate", document.models["model"].path]
         if "baseline" in document.models:
             words += ["--baseline", document.models["baseline"].path]
-        text = document.text or {}
-        for option, key in (("--text", "file"), ("--context", "context"), ("--stride", "stride")):
-            words += [option, text[key]] if key in text else []
-        if document.tasks:
-            words += ["--tasks", *(f"{task}.jsonl" for task in document.tasks)]
-        most = max(text.get("windows", 1), *document.tasks.values(), 1)
-        lines.append([*words, "--limit", most, "--json"])
+        for option, value in document.settings.items():
+            if value is not None:
+                words += [f"--{option.replace('_', '-')}", *(value if isinstance(value, list) else [value])]
+        lines.append([*words, "--json"])
     if benchmark is not None:
         baseline = [] if benchmark.baseline is None else ["--baseline", benchmark.baseline]
         words = ["benchmark", benchmark.model, *baseline, "--runs", benchmark.runs]

@@ -45,9 +45,9 @@ class EvaluationDocument(BaseModel):
     what: Literal["evaluation"]
     models: dict[str, ModelDocument]
     text: dict[str, Any] | None
-    tasks: dict[str, PositiveInt] = {}
     results: list[MeasureDocument]
     notes: list[str]
+    settings: dict[str, str | int | list[str] | None] = {}
 
 
 class _SweepPointDocument(BaseModel):

@@ -277,6 +277,8 @@ def test_two_tasks_of_one_name_are_refused(checkpoint: Callable[..., Path], tmp_
     (tmp_path / "more").mkdir()
     with pytest.raises(UserError, match=r"task.jsonl, .*more/task.jsonl: .*rename one"):
         evaluate(checkpoint(), tasks=[tmp_path / "task.jsonl", tmp_path / "more" / "task.jsonl"])
+    (tmp_path / "task.jsonl").write_text('{"query": "w3", "choices": ["w4", "w5"], "gold": 0}')
+    assert evaluate(checkpoint(), tasks=[tmp_path / "task.jsonl"] * 2)["tasks"] == {"task": 1}, "one file twice"
 
 
 def test_a_row_that_does_not_fit_the_context_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

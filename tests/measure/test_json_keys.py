@@ -70,6 +70,7 @@ EVALUATION = {
     "guessing": {"task": None},
     "results": [{"measure": None, "models": dict.fromkeys(MODELS, ESTIMATE), "difference": ESTIMATE}],
     "notes": [None],
+    "settings": {**leaves("text context stride"), "tasks": [None], **leaves("limit dtype backend weight_dtype")},
 }
 PREDICTED = leaves("ttft tpot tokens_per_second weight_bytes cache_bytes fits")
 PREDICTION = {

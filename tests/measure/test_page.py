@@ -57,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
 def measured(made: Path) -> Path:
     """The folder ``made``, with what evaluate and benchmark print."""
     pair = [str(made / "out"), "--baseline", str(made / "dense"), "--json"]
-    _print_to(made / "quality.json", ["evaluate", *pair, "--text", str(made / "text.txt")])
+    _print_to(made / "quality.json", ["evaluate", *pair, "--text", str(made / "text.txt"), "--dtype", "fp32"])
     _print_to(made / "speed.json", ["benchmark", *pair, "--runs", "1", "--prompt-lengths", "4", "--new-tokens", "2"])
     return made
 
@@ -121,7 +121,9 @@ def test_a_page_with_everything(measured: Path) -> None:
         assert needed in text
     for command in ("neuronmm compress ", "neuronmm evaluate ", "neuronmm benchmark ", "neuronmm report out"):
         assert command in text
-    assert "--text " in text and "--context 128 --stride 128 --limit " in text, "as it was measured, not as by default"
+    assert re.search(
+        r"neuronmm evaluate \S+out --baseline \S+dense --text \S+text.txt --dtype fp32 --backend auto", text
+    )
     assert "--prompt-lengths 4 --batch 1 --new-tokens 2 --threads " in text
     assert "--weight-dtype model" in text
     assert "#000000" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
