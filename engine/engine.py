@@ -239,7 +239,8 @@ def load(
 
     Args:
         model: a folder, a GGUF file or a hub id.
-        backend: ``auto`` (CUDA if there is a GPU, else the CPU), ``cpu``, ``cuda`` or ``neuron``.
+        backend: ``cpu``, ``cuda``, ``neuron`` or ``auto`` (CUDA if there is a GPU and it has the options, else the
+            CPU).
         dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is bf16 for a checkpoint in bf16 or fp16, else fp32.
         impl: the low-rank kernel; ``auto`` is the fastest one for each call.
         amp: the Neuron hosts' name for ``dtype``.

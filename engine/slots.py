@@ -28,13 +28,12 @@ class RowDecoder(Decoder, Protocol):
 class RowSlots:
     """Slots where each is a decoder of one row, for any device; a step calls the decoders one after the other.
 
-    The logits of a sequence are exactly those that it has alone.
+    The logits of a sequence are exactly those that it has alone. A prompt is read in pieces of ``chunk`` tokens, or in
+    one.
     """
 
-    chunk = CHUNK
-
-    def __init__(self, rows: Sequence[RowDecoder]) -> None:
-        self.rows, self.batch = rows, len(rows)
+    def __init__(self, rows: Sequence[RowDecoder], chunk: int | None = CHUNK) -> None:
+        self.rows, self.batch, self.chunk = rows, len(rows), chunk
 
     def join(self, slot: int, input_ids: Tensor) -> Tensor:
         """See :class:`~neuronmm.engine.continuous.Slots`."""

@@ -7,21 +7,33 @@ counts as missing. Nothing depends on a document: if the cache cannot be written
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from neuronmm.kernels.durable import sync_tree
+from neuronmm.kernels.durable import sync, sync_tree
+
+_NEW = 60  # seconds
 
 
 def cache_folder() -> Path:
-    """Return ``$NEURONMM_CACHE``, or ``~/.cache/neuronmm`` if it is not set."""
-    return Path(os.environ.get("NEURONMM_CACHE") or Path.home() / ".cache" / "neuronmm")
+    """Return ``$NEURONMM_CACHE``, or ``~/.cache/neuronmm`` if it is not set.
+
+    Raises:
+        OSError: it is not set, and there is no home folder.
+    """
+    try:
+        return Path(os.environ.get("NEURONMM_CACHE") or Path.home() / ".cache" / "neuronmm")
+    except RuntimeError:
+        raise OSError("there is no home folder for the cache; name a folder in NEURONMM_CACHE") from None
 
 
 def read(name: str) -> Any:
@@ -35,8 +47,8 @@ def read(name: str) -> Any:
 
 def write(name: str, document: Any) -> None:
     """Store ``document`` (JSON types) under ``name`` if the folder can be written."""
-    path = cache_folder() / name
     with contextlib.suppress(OSError):
+        path = cache_folder() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(prefix=path.stem, dir=path.parent)
         try:
@@ -50,20 +62,42 @@ def write(name: str, document: Any) -> None:
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Pass a temporary folder to ``fill`` and rename the result to ``folder``.
 
+    The temporary folder is locked. Those that a killed process left are removed.
+
     Raises:
         OSError: the folder cannot be written, and no other process has created it in the meantime.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f"{glob.escape(folder.name)}-*/"):
+        _remove_abandoned(left)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    lock = os.open(partial, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        partial.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp lets nobody but the owner in
         fill(partial)
         sync_tree(partial)
         partial.rename(folder)
+        sync(folder.parent)
     except OSError:
         if not folder.is_dir():
             raise
     finally:
+        os.close(lock)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(partial: Path) -> None:
+    """Remove a temporary folder of :func:`write_folder` that no process holds; a new one may not be locked yet."""
+    with contextlib.suppress(OSError):  # it is locked, or gone
+        if time.time() - partial.stat().st_mtime < _NEW:
+            return
+        lock = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(partial)
+        finally:
+            os.close(lock)
 
 
 def digest(document: Any) -> str:

@@ -1,4 +1,4 @@
-"""Read what a checkpoint folder contains from config.json and the headers of its shards, without torch or a weight."""
+"""Read what a checkpoint folder contains from config.json and the headers of its shards, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.tensors import check_tensors
+from neuronmm.models.tensors import EMBEDDING, HEAD, check_tensors
 
 _PLAIN_NAME = re.compile(r"[\w .-]{1,200}\.safetensors", re.ASCII)
 
@@ -34,7 +34,9 @@ class Contents:
 
 
 def inspect(folder: Path) -> Contents:
-    """Return the contents of a checkpoint folder from config.json and the shard headers, without reading a weight.
+    """Return the contents of a checkpoint folder from config.json and the shard headers.
+
+    No weight is read, except for a stored head that config.json ties to the embedding.
 
     Raises:
         UserError: unsupported architecture, corrupt shard, or a config.json that disagrees with the weights.
@@ -46,7 +48,24 @@ def inspect(folder: Path) -> Contents:
     spec = None if "quantization_config" not in settings else CompressionSpec.parse(block, where)
     files = weight_files(folder)
     check_tensors(folder, files, config, spec)
+    if config.tie_word_embeddings and HEAD in files:
+        _check_tied(folder, files)
     return Contents(settings, config, spec, files)
+
+
+def _check_tied(folder: Path, files: dict[str, Path]) -> None:
+    """Check that the stored head is the embedding. If it is not, some programs take the one and some the other.
+
+    Raises:
+        UserError: it is not.
+    """
+    with safe_open(files[HEAD], framework="pt") as head, safe_open(files[EMBEDDING], framework="pt") as embedding:
+        one, other = head.get_tensor(HEAD), embedding.get_tensor(EMBEDDING)
+        if one.dtype != other.dtype or not one.equal(other):
+            raise UserError(
+                f"{folder / 'config.json'}: ties the head to the embedding, but the stored {HEAD} differs from it; "
+                "write tie_word_embeddings: false there, or remove that tensor"
+            )
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

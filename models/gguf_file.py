@@ -7,6 +7,7 @@ that memory does not grow with the model. transformers itself would hold all wei
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,13 +17,14 @@ import numpy as np
 import torch
 from gguf import dequantize
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from neuronmm.models.documents import write_json
-from neuronmm.models.errors import reading
+from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import family_of
 from neuronmm.models.gguf_header import StoredTensor, read_header
 from neuronmm.models.gguf_names import ROPE_FACTORS, gguf_names
@@ -36,6 +38,7 @@ from neuronmm.models.tensors import check_finite
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _SHARD = 1 << 30  # bytes of a shard, and so of the weights in memory; a larger tensor has a shard of its own
+_ELSEWHERE = "free some disk space, or name another folder in NEURONMM_CACHE"
 _PIECE = 1 << 22  # weights that a thread dequantises at once; the intermediate results take 40 bytes each
 
 
@@ -76,6 +79,19 @@ def _clean(config: Any, rope: Mapping[str, str | float], rope_factors: Tensor | 
     return with_scaling(type(config), values, rope, rope_factors, where)
 
 
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a shard that the same users may read as other files.
+
+    Raises:
+        UserError: the disk is full or refuses the file.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read the file
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path.parent.parent}: cannot be written ({error}); {_ELSEWHERE}") from None
+
+
 class _Weights:
     """The weights of a GGUF file, under the names of transformers.
 
@@ -100,7 +116,7 @@ class _Weights:
         """Dequantise all weights to bf16, and write them to ``folder`` in shards.
 
         Raises:
-            UserError: a weight is NaN or infinite, or its type is unknown to the package ``gguf``.
+            UserError: a weight is NaN or infinite, its type is unknown to the package ``gguf``, or the disk is full.
         """
         empty = {
             name: torch.empty(self._stored[gguf_name].shape, dtype=torch.bfloat16, device="meta")
@@ -108,13 +124,19 @@ class _Weights:
         }
         split = split_torch_state_dict_into_shards(empty, max_shard_size=_SHARD)
         total = sum(tensor.numel() for tensor in empty.values())
+        needed, free = total * torch.bfloat16.itemsize, shutil.disk_usage(folder).free
+        if free < needed:
+            raise UserError(
+                f"{folder.parent}: {free / 1e9:.1f} GB of disk free, {needed / 1e9:.1f} GB needed to unpack the GGUF "
+                f"file; {_ELSEWHERE}"
+            )
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             for shard, names in split.filename_to_tensors.items():
                 tensors = {}
                 for name in names:
                     tensors[name] = self._bf16(name, threads)
                     progress("dequantising", empty[name].numel() / total)
-                save_file(tensors, folder / shard, metadata={"format": "pt"})
+                _save(tensors, folder / shard)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             write_json(folder / "model.safetensors.index.json", index)

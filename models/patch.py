@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from neuronmm.kernels import Form
 from neuronmm.kernels.plain import stack
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import TARGETS
@@ -119,7 +120,8 @@ def fuse(model: nn.Module, impl: str = "auto") -> nn.Module:
     for module in model.modules():
         if isinstance(module, LowRankSwiGLU):
             gate, up = module.gate_proj.A, module.up_proj.A
-            if gate is not up and not any(isinstance(factor, LowBitsModule) for factor in (gate, up)):
+            unequal = Form.COLUMNS in (module.gate_proj.form, module.up_proj.form)  # their A have other widths
+            if gate is not up and not unequal and not any(isinstance(factor, LowBitsModule) for factor in (gate, up)):
                 with torch.no_grad():
                     gate.weight.data, up.weight.data = stack(gate.weight, up.weight)
         if isinstance(module, (LowRankLinear, LowRankSwiGLU)):

@@ -16,8 +16,8 @@ def portable_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json's content with its RoPE and dtype entries under both the old and the new names."""
     config = dict(config)
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
+    if rope:  # the base may be beside it
+        config |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         config["rope_scaling"] = scaling if scaling.get("rope_type", "default") != "default" else None
     for new, old in (("dtype", "torch_dtype"), ("torch_dtype", "dtype")):

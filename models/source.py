@@ -96,9 +96,11 @@ def _check_side_files(folder: Path) -> None:
     """
     home = folder.resolve()
     allowed = (home, home.parents[1] / "blobs" if home.parent.name == "snapshots" else home)
-    for file in sorted(folder.iterdir()):
-        if file.is_symlink() and file.is_file() and not any(file.resolve().is_relative_to(root) for root in allowed):
-            raise UserError(f"{file}: is a link to a file outside the checkpoint; put the file itself there")
+    for where, folders, files in os.walk(folder):  # transformers reads chat templates from folders in it, too
+        for file in (Path(where, name) for name in sorted([*folders, *files])):
+            if file.is_symlink() and not any(file.resolve().is_relative_to(root) for root in allowed):
+                kind = "folder" if file.is_dir() else "file"
+                raise UserError(f"{file}: is a link to a {kind} outside the checkpoint; put the {kind} itself there")
     for name in ("tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
             read_object(folder / name)

@@ -97,6 +97,6 @@ def run_and_report(args: argparse.Namespace, verb: Callable[..., dict[str, Any]]
         for what, value in summary(report):
             table.add_row(what, value)
         table.add_row("every matrix, and a sample of both models", f"{args.out}/compression_report.md")
-        Console().print(table)
+        Console(markup=False).print(table)
     if repo is not None:
         print(f"uploaded, private: {push(expanded(args.out), report, repo)}", file=sys.stderr)

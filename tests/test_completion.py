@@ -42,6 +42,8 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert completions("compress", "--shar") == {"--share-a"}
     assert completions("compress", "--method", "a") == {"asvd", "anchored"}
     assert completions("inspect", "mo") == {"model.gguf"}
+    assert completions("generate", "model.gguf", "--draft", "mo") == {"model.gguf"}
+    assert completions("recover", "model.gguf", "--dense", "mo") == {"model.gguf"}
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")

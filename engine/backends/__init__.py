@@ -69,16 +69,17 @@ BACKENDS = {
 
 
 def choose(name: str, options: Mapping[str, Any] | None = None) -> Backend:
-    """Return the backend ``name``; ``auto`` is CUDA if torch sees a GPU, otherwise the CPU.
+    """Return the backend ``name``; ``auto`` is CUDA if torch sees a GPU and it has the options, otherwise the CPU.
 
     Raises:
         UserError: there is no such backend, it cannot run on this machine, or it lacks one of the ``options``.
     """
+    options = options or {}
     if name == "auto":
-        name = "cpu" if BACKENDS["cuda"].missing() else "cuda"
+        name = "cpu" if BACKENDS["cuda"].missing() or set(options) - BACKENDS["cuda"].options else "cuda"
     if name not in BACKENDS:
         raise UserError(f"unknown backend {name!r}; there are: auto, {', '.join(BACKENDS)}")
-    chosen, options = BACKENDS[name], options or {}
+    chosen = BACKENDS[name]
     for option in options:
         if option not in chosen.options:
             owners = [backend.name for backend in BACKENDS.values() if option in backend.options]

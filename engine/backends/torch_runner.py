@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from neuronmm.engine.decoder import TorchDecoder
-from neuronmm.engine.slots import RowSlots
+from neuronmm.engine.slots import CHUNK, RowSlots
 from neuronmm.engine.tensor_parallel import split
 from neuronmm.kernels.ops import Op, choose, implementations
 from neuronmm.models import processes
@@ -42,7 +42,9 @@ class TorchRunner:
         self.device: torch.device = norm.device
         self.dtype: torch.dtype = norm.dtype
         self.backend: str = norm.device.type
-        self.max_batch = MAX_BATCH
+        # longrope chooses its factors for a whole call, by its highest position: rows, and parts of one, would differ.
+        self._whole = getattr(model.model.rotary_emb, "rope_type", "default") == "longrope"
+        self.max_batch = 1 if self._whole else MAX_BATCH
         self.max_len: int | None = None
         self.continuous = False
 
@@ -69,7 +71,7 @@ class TorchRunner:
 
     def slots(self, batch: int, max_len: int) -> RowSlots:
         """Create a continuous batch of ``batch`` slots of at most ``max_len`` positions."""
-        return RowSlots([self.decoder(1, max_len) for _ in range(batch)])
+        return RowSlots([self.decoder(1, max_len) for _ in range(batch)], None if self._whole else CHUNK)
 
     def sibling(self, impl: str) -> TorchRunner:
         """Return a runner with the same weights, not copied, and another implementation."""

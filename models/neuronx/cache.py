@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,5 +67,8 @@ def to_cores(model: Any, name: str) -> bool:
             model.setup()
     else:
         model.to_neuron()
-    write_folder(folder, lambda partial: model.save(str(partial)))
+    try:
+        write_folder(folder, lambda partial: model.save(str(partial)))
+    except OSError as error:  # the model is ready all the same
+        print(f"neuronmm: the compiled model is not kept ({error}); NEURONMM_CACHE names its folder", file=sys.stderr)
     return False

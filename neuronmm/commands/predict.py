@@ -83,7 +83,7 @@ def _print(result: PredictionResult) -> None:
         table.add_row(label, f"{before * scale:.2f}", f"{after * scale:.2f}", f"{before / after:.2f}x")
     speeds = (dense.tokens_per_second, compressed.tokens_per_second)
     table.add_row("tokens/s", *(f"{speed:.1f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}x")
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     console.print(f"{CAVEAT} Nothing is published for trn2, trn3 or several cores.", highlight=False)
     for name, model in (("dense", result.dense), ("compressed", result.compressed)):

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="factors",
         help="the factors themselves, or LoRA adapters that are merged at the end (default factors)",
     )
-    parser.add_argument("--dense", help="the dense model (default: the one that the checkpoint's report names)")
+    parser.add_argument(
+        "--dense", metavar="MODEL", help="the dense model (default: the one that the checkpoint's report names)"
+    )
     parser.add_argument(
         "--calibration",
         action="append",

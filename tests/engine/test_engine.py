@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from neuronmm.engine import continuous
 from neuronmm.engine.backends import BACKENDS, choose
 from neuronmm.engine.backends.torch_runner import MAX_BATCH
 from neuronmm.engine.engine import load, pick_dtype
@@ -157,3 +160,31 @@ def test_a_static_batch_has_positions_for_its_longest_prompt_and_answer(checkpoi
     found = [result.token_ids for result in engine.generate(prompts, params)]
     assert sizes == [(2, 55), (1, 64), (1, 64)]
     assert found == [expected[0], expected[1][:4], expected[2], expected[3][:3]]
+
+
+def test_options_choose_a_backend_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose("auto").name == "cuda"
+    assert choose("auto", {"weight_dtype": "int4"}).name == "cpu"
+
+
+def test_rope_that_depends_on_the_longest_row_has_each_prompt_alone_and_whole(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """longrope takes other factors for a call with a position beyond its original context."""
+    folder = tmp_path / "long"
+    shutil.copytree(checkpoint(compressed=False), folder)
+    config = json.loads((folder / "config.json").read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * half, "long_factor": [8.0] * half, "factor": 2.0}
+    rope |= {"original_max_position_embeddings": 16, "rope_theta": 10000.0}
+    config |= {"rope_parameters": rope, "rope_scaling": rope, "original_max_position_embeddings": 16}
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    engine, params = load(folder, dtype="fp32"), SamplingParams(max_new_tokens=4, ignore_eos=True)
+    prompts = [" ".join(f"w{3 + (7 * i + n) % 60}" for i in range(n)) for n in (5, 200)]
+    together = [result.token_ids for result in engine.generate(prompts, params)]
+    assert together == [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+    served = engine.row(engine.encode(prompts[1]), params, 0)
+    for _ in continuous.run(engine.runner.slots(1, 210), [served], params, frozenset(), engine.runner.device):
+        pass
+    assert served.result.token_ids == together[1]

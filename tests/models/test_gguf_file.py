@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -201,3 +203,21 @@ def test_a_part_of_a_model_is_told_how_to_be_joined(tmp_path: Path) -> None:
     write_gguf(file, parts=3)
     with pytest.raises(UserError, match="one of the 3 parts of a model; join them with llama-gguf-split --merge"):
         unpack(file, tmp_path / "out")
+
+
+def test_a_full_disk_is_named_with_another_place_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = tmp_path / "model.gguf", tmp_path / "cache" / "out"
+    write_gguf(file)
+    out.mkdir(parents=True)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf_file.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(UserError, match=r"cache: 0.0 GB of disk free, .* name another folder in NEURONMM_CACHE"):
+            unpack(file, out)
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(gguf_file, "save_file", full)
+    with pytest.raises(UserError, match=r"cache: cannot be written \(No space left .* NEURONMM_CACHE"):
+        unpack(file, out)

@@ -286,3 +286,16 @@ def test_hostile_forms_are_one_clear_line(forms: dict[str, Any], message: str, t
         with pytest.raises(UserError, match=message) as caught:
             load()
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_gate_and_an_up_that_choose_inputs_are_not_stacked() -> None:
+    """Their A have other widths. ``compress`` gives them the other form, but the format allows this one."""
+    spec = pivoted_spec()
+    forms = {name: form.model_dump() for name, form in spec.forms.items()}
+    for name in forms:
+        if name.endswith(("gate_proj", "up_proj")):
+            forms[name] = {"form": "columns"}
+    model = make_tiny()
+    fill_tiny(model, make_spec(spec.ranks, shared=spec.shared, forms=forms, format=2))
+    expected = logits(model)
+    torch.testing.assert_close(logits(fuse(model)), expected, rtol=1e-4, atol=1e-4)

@@ -63,3 +63,8 @@ def test_the_tokenizer_files_are_readable_by_both(tmp_path: Path) -> None:
     make_portable(tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages }}"}
+
+
+def test_a_base_beside_the_scaling_hides_neither() -> None:
+    both = portable_config({"rope_theta": 5e5, "rope_parameters": LLAMA3})
+    assert both["rope_theta"] == 5e5 and both["rope_scaling"] == LLAMA3

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from neuronmm.kernels.cache import cache_folder
+from neuronmm.kernels import cache
+from neuronmm.kernels.cache import cache_folder, write_folder
 from neuronmm.models import UserError
+from neuronmm.models.contents import inspect
 from neuronmm.models.load import load_pretrained, load_tokenizer
 from neuronmm.models.source import read_config, resolve, short_name
 from tiny_models import make_tiny
@@ -116,3 +121,64 @@ def test_the_short_name_of_a_relative_path_is_that_of_its_folder(
         "org/qwen": "qwen",
         "qwen.gguf": "qwen.gguf",
     }
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_link_out_of_a_folder_of_the_checkpoint_is_refused(folder: bool, tmp_path: Path) -> None:
+    """transformers reads the chat templates of a folder in the checkpoint."""
+    make_tiny().save_pretrained(tmp_path / "m")
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "default.jinja").write_text("private")
+    templates = tmp_path / "m" / "additional_chat_templates"
+    if folder:
+        templates.symlink_to(secret)
+    else:
+        templates.mkdir()
+        (templates / "default.jinja").symlink_to(secret / "default.jinja")
+    with pytest.raises(
+        UserError, match=r"additional_chat_templates.*: is a link to a (file|folder) outside the checkpoint"
+    ):
+        resolve(tmp_path / "m")
+
+
+def test_a_head_that_is_tied_and_stored_has_to_be_the_embedding(tmp_path: Path) -> None:
+    """transformers 5 takes the stored one, older versions and the compression the embedding."""
+    make_tiny(tied=True).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for head, same in ((tensors["model.embed_tokens.weight"].clone(), True), (torch.ones(64, 32), False)):
+        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+        if same:
+            assert "lm_head.weight" in inspect(tmp_path).files
+        else:
+            with pytest.raises(UserError, match=r"the stored lm_head.weight differs from it; write tie_"):
+                load_pretrained(tmp_path, torch.float32)
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path: Path) -> None:
+    """Neither what another process is writing, nor what it has just created."""
+    left, new, busy = (tmp_path / f"model-{name}" for name in ("left", "new", "busy"))
+    for folder in (left, new, busy):
+        folder.mkdir()
+        (folder / "shard").touch()
+    for folder in (left, busy):
+        os.utime(folder, (0, 0))
+    lock = os.open(busy, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    write_folder(tmp_path / "model", lambda partial: (partial / "shard").touch())
+    os.close(lock)
+    assert {folder.name for folder in tmp_path.iterdir()} == {"model", "model-new", "model-busy"}
+    assert (tmp_path / "model").stat().st_mode == tmp_path.stat().st_mode, "other users may read it, too"
+
+
+def test_without_a_home_folder_the_cache_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("NEURONMM_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    cache.write("document", {})
+    assert cache.read("document") is None
+    with pytest.raises(OSError, match="name a folder in NEURONMM_CACHE"):
+        cache_folder()
