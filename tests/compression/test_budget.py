@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from neuronmm.compression.config import BUDGETS, CompressionConfig
 from neuronmm.compression.factorize import factorize
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO
+from neuronmm.compression.report import read
 from neuronmm.models import FAMILIES
 from neuronmm.models.errors import UserError
 
@@ -75,6 +77,23 @@ def test_the_rounding_of_pivoted_factors_counts(
     report = within(dense(), tmp_path / "out", 0.4, form="pivoted")
     assert measured == [0.2]  # the largest within the budget before rounding
     assert report["search"]["rounding"] == pytest.approx(0.15) and report["asked_ratio"] == 0.1
+
+
+@pytest.mark.parametrize(("broken", "found"), [(0.4, 0.2), ("pivoted", MIN_RATIO)])
+def test_divergences_that_are_not_finite_exceed_every_budget(
+    broken: float | str, found: float, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trials(*arguments: Any, pivot: bool = False) -> dict[float, dict[str, float]]:
+        def kl(ratio: float) -> float:
+            return math.nan if ratio == broken or (pivot and broken == "pivoted") else ratio
+
+        return {ratio: {"ratio": ratio, "kl": kl(ratio)} for ratio in arguments[-1] if ratio in (0.05, 0.1, 0.2, 0.4)}
+
+    monkeypatch.setattr(search_module, "_measured", trials)
+    within(dense(), tmp_path / "out", 0.5, form="pivoted")
+    report = read(tmp_path / "out")  # JSON has no such number
+    assert report["asked_ratio"] == found
+    assert [trial["ratio"] for trial in report["search"]["trials"]][-1] == (0.2 if broken == 0.4 else 0.4)
 
 
 @pytest.mark.parametrize("form", ["two", "pivoted"])
