@@ -130,7 +130,7 @@ def _begin(workspace: Workspace, low: Reader, spec: CompressionSpec, form: str, 
     # Pivoted factors are smaller. Each linear that loses its pivots gets the r x r block that they saved.
     grown = size + sum(8 * spec.ranks[name] ** 2 for name in spec.forms)
     # The layers' files and the final shards are on the disk together.
-    check_disk(workspace.out, 2 * grown, ("layer-*", "final/*"))
+    check_disk(workspace.out, 2 * grown)
     workspace.begin({"verb": "convert", **of_model(low), "form": form, "version": VERSION, "device": device})
 
 

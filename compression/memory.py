@@ -18,9 +18,6 @@ from neuronmm.compression.workspace import work_folder
 from neuronmm.models import processes
 from neuronmm.models.errors import UserError
 
-_COUNTED = ("layer-*", "moments/*", "final/*", "recovery-*", "rounded-*")
-"""The names of the files that :func:`check_room` counts."""
-
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -84,7 +81,7 @@ def check_room(
     rounded = config.factor_dtype != "model" or config.weight_dtype != "model"
     rewritten = size if config.recover != "off" or rounded else 0
     needed = before + state + max(state, rewritten)
-    check_disk(out, needed, _COUNTED)
+    check_disk(out, needed)
     if config.recover == "off":
         return
     states, passes = working
@@ -105,11 +102,11 @@ def _check_memory(what: str, device: str, needed: int) -> None:
         raise UserError(f"recover: {_missing(what, free, needed)}; {advice}")
 
 
-def check_disk(out: Path, needed: int, counted: Sequence[str]) -> None:
+def check_disk(out: Path, needed: int, counted: Sequence[str] = ("*",)) -> None:
     """Check that the disk of the folder ``out``, whose parent exists, has ``needed`` bytes free.
 
-    Files that an interrupted run left in the work folder count as there already if ``needed`` counts files of their
-    names, the patterns ``counted``: they are used again, or removed first.
+    What an interrupted run left in the work folder was free when that run began, and is used again or removed. It
+    counts as free, if the name matches one of the patterns ``counted``.
 
     Raises:
         UserError: it has not.
@@ -133,14 +130,13 @@ def check_row_memory(count: int, length: int, hidden: int, config: CompressionCo
     copies = 2
     if config.factorises and len(config.streams) > 1:
         copies = 5 if config.method == "anchored" else 3
-    if torch.device(device).type == "cuda":
-        count = math.ceil(count / processes.size())
-    needed = copies * 4 * count * length * hidden
+    held = math.ceil(count / processes.size()) if torch.device(device).type == "cuda" else count
+    needed = copies * 4 * held * length * hidden
     free = free_memory(device)
     if free < needed:
         raise UserError(
-            f"calibration_rows {count}, calibration_length {length}: {free / 1e9:.1f} GB of memory available, about "
-            f"{needed / 1e9:.1f} GB needed; choose fewer or shorter rows"
+            f"calibration_rows {config.calibration_rows}, calibration_length {length}: {free / 1e9:.1f} GB of memory "
+            f"available, about {needed / 1e9:.1f} GB needed; choose fewer or shorter rows"
         )
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 
 from neuronmm.kernels.durable import sync, sync_tree
 
-_NEW = 60  # seconds
+_DAY = 86400  # seconds
 
 
 def cache_folder() -> Path:
@@ -73,8 +74,10 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     lock = os.open(partial, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        partial.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp lets nobody but the owner in
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # mkdtemp lets nobody but the owner in. Others may read what they may read beside it, but not write.
+        partial.chmod(stat.S_IMODE(folder.parent.stat().st_mode) & 0o2755)
         fill(partial)
         sync_tree(partial)
         partial.rename(folder)
@@ -88,9 +91,12 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_abandoned(partial: Path) -> None:
-    """Remove a temporary folder of :func:`write_folder` that no process holds; a new one may not be locked yet."""
+    """Remove a temporary folder of :func:`write_folder` that no process holds and that did not change for a day.
+
+    A process of another machine may fill it: its lock does not show on every file system.
+    """
     with contextlib.suppress(OSError):  # it is locked, or gone
-        if time.time() - partial.stat().st_mtime < _NEW:
+        if time.time() - max(entry.stat().st_mtime for entry in (partial, *partial.rglob("*"))) < _DAY:
             return
         lock = os.open(partial, os.O_RDONLY)
         try:

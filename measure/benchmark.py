@@ -136,7 +136,7 @@ def _benchmark(config: BenchmarkConfig, progress: Progress) -> BenchmarkResult:
     return BenchmarkResult(
         model=str(config.model),
         baseline=str(config.baseline) if config.baseline else None,
-        backend=choose(config.backend).name,
+        backend=choose(config.backend, config.options).name,
         compression=compression,
         machine=describe_machine(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),

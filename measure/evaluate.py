@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,9 @@ def run_evaluation(config: EvaluationConfig, progress: Progress = no_progress) -
     """
     content = None if config.text is None else read_text(Path(config.text))
     questions = {name: read_task(path, config.limit) for name, path in by_name(config.tasks).items()}
+    # one backend for both models: their difference is that of the weights alone
+    options = {} if config.weight_dtype is None else {"weight_dtype": config.weight_dtype}
+    config = replace(config, backend=choose(config.backend, options).name)
     names = {"model": config.model} if config.baseline is None else {"baseline": config.baseline, "model": config.model}
     jobs = {
         name: _prepare(name, path, config, content, questions, partial(_of_model, progress, name))
@@ -187,8 +190,6 @@ def _prepare(
         UserError: the model or an option is at fault, or a window or a question does not fit the model.
     """
     rounded = config.weight_dtype if name == "model" else None
-    options = {} if rounded is None else {"weight_dtype": rounded}
-    choose(config.backend, options)
     folder = resolve(path, progress)
     pick_dtype(folder, config.dtype)
     spec = inspect(folder).spec
@@ -200,7 +201,7 @@ def _prepare(
         sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}
         windows = cut(tokenizer, content, context, **sizes)
     choices = {label: [encode(tokenizer, row, context) for row in rows] for label, rows in questions.items()}
-    return _Job(path, folder, options, windows, choices)
+    return _Job(path, folder, {} if rounded is None else {"weight_dtype": rounded}, windows, choices)
 
 
 def _check_comparable(config: EvaluationConfig, windows: Windows | None, others: Windows | None) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from neuronmm.models.documents import read_object
@@ -16,6 +20,7 @@ from neuronmm.models.source import read_config
 from neuronmm.models.spec import CompressionSpec
 from neuronmm.models.tensors import EMBEDDING, HEAD, check_tensors
 
+_PIECE = 1 << 24  # bytes
 _PLAIN_NAME = re.compile(r"[\w .-]{1,200}\.safetensors", re.ASCII)
 
 
@@ -59,13 +64,22 @@ def _check_tied(folder: Path, files: dict[str, Path]) -> None:
     Raises:
         UserError: it is not.
     """
-    with safe_open(files[HEAD], framework="pt") as head, safe_open(files[EMBEDDING], framework="pt") as embedding:
-        one, other = head.get_tensor(HEAD), embedding.get_tensor(EMBEDDING)
-        if one.dtype != other.dtype or not one.equal(other):
+    with _bytes_of(HEAD, files) as head, _bytes_of(EMBEDDING, files) as embedding:
+        if any(one != other for one, other in zip_longest(head, embedding)):
             raise UserError(
                 f"{folder / 'config.json'}: ties the head to the embedding, but the stored {HEAD} differs from it; "
                 "write tie_word_embeddings: false there, or remove that tensor"
             )
+
+
+@contextmanager
+def _bytes_of(name: str, files: dict[str, Path]) -> Iterator[Iterator[bytes]]:
+    """Give the bytes of a stored tensor, piece by piece, without torch; numpy has no bf16."""
+    with files[name].open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        begin, end = from_json(file.read(size))[name]["data_offsets"]
+        file.seek(8 + size + begin)
+        yield (file.read(min(_PIECE, end - at)) for at in range(begin, end, _PIECE))
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

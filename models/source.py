@@ -18,6 +18,7 @@ from neuronmm.models.progress import Progress, no_progress
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _GGUF_MAGIC = b"GGUF"
+_TEMPLATES = "additional_chat_templates"  # a folder that transformers reads, too
 _CACHE_FORMAT = 3
 
 
@@ -96,11 +97,12 @@ def _check_side_files(folder: Path) -> None:
     """
     home = folder.resolve()
     allowed = (home, home.parents[1] / "blobs" if home.parent.name == "snapshots" else home)
-    for where, folders, files in os.walk(folder):  # transformers reads chat templates from folders in it, too
-        for file in (Path(where, name) for name in sorted([*folders, *files])):
-            if file.is_symlink() and not any(file.resolve().is_relative_to(root) for root in allowed):
-                kind = "folder" if file.is_dir() else "file"
-                raise UserError(f"{file}: is a link to a {kind} outside the checkpoint; put the {kind} itself there")
+    templates = folder / _TEMPLATES
+    for file in (*sorted(folder.iterdir()), *sorted(templates.glob("*"))):
+        leaves = file.is_symlink() and not any(Path(os.path.realpath(file)).is_relative_to(root) for root in allowed)
+        if leaves and (file.is_file() or file == templates):
+            kind = "file" if file.is_file() else "folder"
+            raise UserError(f"{file}: is a link to a {kind} outside the checkpoint; put the {kind} itself there")
     for name in ("tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
             read_object(folder / name)

@@ -290,3 +290,14 @@ def test_a_row_that_does_not_fit_the_context_is_named(checkpoint: Callable[..., 
     task.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(UserError, match=r"task.jsonl:2: cannot be scored .*; change or remove that row"):
         evaluate(checkpoint(), tasks=[task])
+
+
+def test_both_models_run_on_the_backend_that_has_the_options(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paired difference would have the two backends' rounding in it."""
+    file, dense = tmp_path / "text.txt", checkpoint(compressed=False)
+    file.write_text(TEXT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings = evaluate(dense, dense, text=file, context=16, dtype="fp32", weight_dtype="int8")["settings"]
+    assert settings["backend"] == "cpu"

@@ -121,9 +121,7 @@ def test_a_page_with_everything(measured: Path) -> None:
         assert needed in text
     for command in ("neuronmm compress ", "neuronmm evaluate ", "neuronmm benchmark ", "neuronmm report out"):
         assert command in text
-    assert re.search(
-        r"neuronmm evaluate \S+out --baseline \S+dense --text \S+text.txt --dtype fp32 --backend auto", text
-    )
+    assert re.search(r"neuronmm evaluate \S+out --baseline \S+dense --text \S+text.txt --dtype fp32 --backend c", text)
     assert "--prompt-lengths 4 --batch 1 --new-tokens 2 --threads " in text
     assert "--weight-dtype model" in text
     assert "#000000" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)

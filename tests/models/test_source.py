@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -157,19 +158,28 @@ def test_a_head_that_is_tied_and_stored_has_to_be_the_embedding(tmp_path: Path) 
 
 
 def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path: Path) -> None:
-    """Neither what another process is writing, nor what it has just created."""
+    """But neither what another process of this machine holds, nor what one of another machine has just written."""
     left, new, busy = (tmp_path / f"model-{name}" for name in ("left", "new", "busy"))
     for folder in (left, new, busy):
         folder.mkdir()
         (folder / "shard").touch()
     for folder in (left, busy):
+        os.utime(folder / "shard", (0, 0))
         os.utime(folder, (0, 0))
+    os.utime(new, (0, 0))  # its shard has just been written
     lock = os.open(busy, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     write_folder(tmp_path / "model", lambda partial: (partial / "shard").touch())
     os.close(lock)
     assert {folder.name for folder in tmp_path.iterdir()} == {"model", "model-new", "model-busy"}
-    assert (tmp_path / "model").stat().st_mode == tmp_path.stat().st_mode, "other users may read it, too"
+
+
+@pytest.mark.parametrize(("parent", "mode"), [(0o700, 0o700), (0o755, 0o755), (0o1777, 0o755), (0o2775, 0o2755)])
+def test_the_cache_is_as_readable_as_its_folder_and_no_one_else_writes(parent: int, mode: int, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(parent)
+    write_folder(tmp_path / "cache" / "model", lambda partial: None)
+    assert stat.S_IMODE((tmp_path / "cache" / "model").stat().st_mode) == mode
 
 
 def test_without_a_home_folder_the_cache_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
