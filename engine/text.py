@@ -16,13 +16,14 @@ class TextStream:
     """The text of one generated sequence.
 
     An incomplete UTF-8 character is held back until it is complete, and dropped if the text ends before. Text that may
-    be the beginning of a stop string is held back too. The text ends just before a stop string.
+    be the beginning of a stop string is held back too. The text ends just before a stop string. The tokens ``special``
+    have no text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer: Any = tokenizer
         added = self._tokenizer.added_tokens_decoder.items()
-        self._special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+        self.special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         self._stop = tuple(stop)
         self._ids = list(prompt[-_CONTEXT:])
         self._start, self._end = 0, len(self._ids)
@@ -37,7 +38,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is now final; it is often empty."""
-        if token in self._special:  # has no text
+        if token in self.special:  # has no text
             return ""
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._end])

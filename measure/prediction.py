@@ -20,6 +20,7 @@ from neuronmm.models.families import LINEARS, TARGETS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.neuronx.checkpoint import layer_name
 from neuronmm.models.neuronx.expansion import low_rank
+from neuronmm.models.neuronx.heads import distribute
 from neuronmm.models.neuronx.intermediate import MLP, Split, split_mlp
 from neuronmm.models.source import expanded, read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
@@ -105,12 +106,18 @@ def _decoders(config: PredictionConfig) -> tuple[Decoder, Decoder, str, float]:
         raise UserError(f"{path}: no config.json there; give the folder of a Hugging Face checkpoint or the file")
     where, document = str(folder / "config.json"), read_config(folder)
     dimensions = ModelConfig.parse(document, where)
+    cores, heads, intermediate = config.parallel, dimensions.num_attention_heads, dimensions.intermediate_size
+    if cores > heads or intermediate % cores:
+        raise UserError(
+            f"--tp {cores}: has to divide the intermediate size, {intermediate}, and cannot exceed the {heads} heads"
+        )
+    spread = distribute(heads, dimensions.kv_heads, cores)  # with the heads of zeros that every core has
     dense = Decoder(
         hidden=dimensions.hidden_size,
-        intermediate=dimensions.intermediate_size,
+        intermediate=intermediate,
         layers=dimensions.num_hidden_layers,
-        heads=dimensions.num_attention_heads,
-        kv_heads=dimensions.kv_heads,
+        heads=cores * spread.queries_per_core,
+        kv_heads=cores * spread.keys_per_core,
         head=dimensions.head,
         vocabulary=dimensions.vocab_size,
     )

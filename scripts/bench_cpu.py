@@ -102,7 +102,7 @@ def start(name: str, model: str, threads: int) -> Worker | str:
         if name == "vllm":
             return Worker(name, str(folder), str(python), threads)
         if name == "onnxruntime-int4":
-            return Worker(name, str(cpu_peers.write_onnx(folder, Path(model).stem)), str(python), threads)
+            return Worker(name, str(cpu_peers.write_onnx(folder)), str(python), threads)
         if not random and not model.endswith(".gguf"):
             return "it takes a GGUF file"
         kind = name.rpartition("-")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def write_gguf(model: str, kind: str) -> Path:
         return Path(model)
     if kind not in GGMLQuantizationType.__members__:
         raise RuntimeError(f"{model} is not in {kind}, and only llama.cpp writes that mixture of types")
-    path, target = ENVIRONMENTS / f"{Path(model).stem}.{kind}.gguf", GGMLQuantizationType[kind]
+    path, target = _converted(Path(model), f"{kind}.gguf"), GGMLQuantizationType[kind]
     if path.is_file():
         return path
     writer = GGUFWriter(None, reader.fields["general.architecture"].contents())
@@ -118,12 +119,12 @@ def gguf_bytes_per_step(file: Path) -> int:
     return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
 
 
-def write_onnx(folder: Path, name: str) -> Path:
+def write_onnx(folder: Path) -> Path:
     """Write the checkpoint in ``folder`` with onnxruntime-genai's own builder, in its default int4 for CPUs.
 
     Raises ``RuntimeError`` if the builder fails.
     """
-    path = ENVIRONMENTS / f"{name}.int4.onnx"
+    path = _converted(folder, "int4.onnx")
     if path.is_dir():
         return path
     with tempfile.TemporaryDirectory(dir=ENVIRONMENTS) as temporary:
@@ -135,6 +136,14 @@ def write_onnx(folder: Path, name: str) -> Path:
         if built.returncode:
             raise RuntimeError(f"onnxruntime-genai's builder failed: {built.stderr.strip()[-500:]}")
         return part.rename(path)
+
+
+def _converted(model: Path, suffix: str) -> Path:
+    """Return where the conversion of a file or folder is kept: another model, or another version of it, has its own."""
+    files = sorted(file for file in model.iterdir() if file.is_file()) if model.is_dir() else [model]
+    versions = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(repr((str(model.resolve()), versions)).encode()).hexdigest()[:8]
+    return ENVIRONMENTS / f"{model.name}-{digest}.{suffix}"
 
 
 def write_random_1b() -> Path:

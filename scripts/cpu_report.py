@@ -29,7 +29,11 @@ def read(path: Path) -> list[Line]:
 
 def tables(lines: list[Line]) -> str:
     """Return one table per model, context and batch, and one that describes the engines."""
-    facts = {(line["model"], line["engine"]): line for line in lines if "round" not in line}
+    facts: dict[tuple[str, str], Line] = {}
+    for line in lines:
+        key = line["model"], line["engine"]
+        if "round" not in line and ("absent" not in line or key not in facts):  # it may have been there before
+            facts[key] = line
     points: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
     for line in lines:
         if "round" in line:

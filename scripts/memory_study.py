@@ -120,6 +120,9 @@ def main() -> None:
     source, out = args.folder / "dense", args.folder / "compressed"
     if not source.exists():
         write_checkpoint(source, args.layers, args.tokenizer)
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    if layers != args.layers:
+        parser.error(f"{source} has {layers} layers, not {args.layers}; give --layers {layers} or another --folder")
     largest = max(file.stat().st_size for file in source.glob("*.safetensors"))
     recipe = args.folder / "recipe.yaml"
     settings = {"calibration_rows": args.rows, "calibration_length": args.length, "calibration": args.calibration}

@@ -53,6 +53,10 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--sweep", type=Path, help="folder of a sweep of the same model, which receives the results")
     args = parser.parse_args()
+    ratios = [float(ratio) for ratio in args.ratios.split(",")]
+    for folder in (_folder(args.out, ratio, targets) for ratio in ratios for targets in args.targets):
+        if folder.exists():
+            parser.error(f"{folder}: exists already; give another -o")
     if args.sweep:
         run = args.sweep / "run.json"
         if not run.is_file():
@@ -69,7 +73,6 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokens = from_file(args.calibration, load_tokenizer(folder), Rows(args.rows, args.length, args.seed))
     save_file({"tokens": tokens}, args.out / "tokens.safetensors")
-    ratios = [float(ratio) for ratio in args.ratios.split(",")]
     job = {
         "model": str(folder.absolute()),
         "out": str(args.out.absolute()),
@@ -83,11 +86,15 @@ def main() -> None:
         for targets in args.targets:
             report = write(folder, args.out, ratio, targets)
             report["calibration"] = calibration
-            result = args.out / f"{targets}-{ratio:g}" / "compression_report.json"
+            result = _folder(args.out, ratio, targets) / "compression_report.json"
             result.write_text(json.dumps(report, indent=2) + "\n")
             print(json.dumps(report))
             if args.sweep:
                 add_to_sweep(args.sweep, result.parent, report)
+
+
+def _folder(out: Path, ratio: float, targets: str) -> Path:
+    return out / f"{targets}-{ratio:g}"
 
 
 def work(job: dict[str, Any]) -> None:
@@ -144,8 +151,7 @@ def write(source: Path, out: Path, ratio: float, targets: str) -> dict[str, Any]
         assert weight.shape == (u.shape[0], v.shape[1]), f"{name}: {tuple(weight.shape)}, u {u.shape}, v {v.shape}"
         weights[f"{name}.weight"] = (u @ v).to(weight.dtype)
         dense, remaining, ranks[name] = dense + weight.numel(), remaining + u.numel() + v.numel(), u.shape[1]
-    folder = out / f"{targets}-{ratio:g}"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = _folder(out, ratio, targets)
     shutil.copytree(source, folder)
     replace_tensors(folder, weights)
     total = sum(torch.Size(reader.shape(name)).numel() for name in reader.names)

@@ -181,12 +181,20 @@ def equal_tokens(tokens: list[int], expected: list[int]) -> int:
     return next((i for i, (token, other) in pairs if token != other), len(expected))
 
 
+def check_room(engine: Any, new: int) -> None:
+    """End if the prompts and ``new`` tokens do not fit the positions of the graphs, before one is compiled."""
+    most = POSITIONS - max(len(engine.encode(prompt)) for prompt in PROMPTS)
+    if new > most:
+        raise SystemExit(f"--new-tokens {new}: at most {most} fit behind the prompts in {POSITIONS} positions")
+
+
 def check_generation(dense: str, low: str, emulate: bool, host: str, tp: int, new: int) -> int:
     """Check that greedy tokens in float32 equal those of the CPU backend, with one prompt padded."""
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     failures = []
     for name, model in (("dense", dense), ("compressed", low)):
         cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
+        check_room(cpu, new)
         expected = cpu.generate(PROMPTS, params)
         sizes = {"tp_degree": tp, "batch_size": 2, "n_positions": POSITIONS, "amp": "fp32"}
         engine: Any = neuronmm.load(model, backend="neuron", emulate=emulate, host=host, **sizes)
@@ -210,6 +218,7 @@ def check_serving(model: str, tp: int, new: int) -> int:
     if os.environ.get("VLLM_NEURON_DISABLE_NKI_KERNELS"):
         raise SystemExit("VLLM_NEURON_DISABLE_NKI_KERNELS is set: torch would compute what this checks; unset it")
     cpu = neuronmm.load(model, backend="cpu", dtype="fp32")
+    check_room(cpu, new)
     expected = cpu.generate(PROMPTS, SamplingParams(max_new_tokens=new, ignore_eos=True))
     host = LLM(model, tensor_parallel_size=tp, max_model_len=POSITIONS, max_num_seqs=2)
     results = host.generate(list(PROMPTS), Sampling(temperature=0, max_tokens=new, ignore_eos=True))

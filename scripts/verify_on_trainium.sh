@@ -99,8 +99,7 @@ RUN=("$PY" -m neuronmm)
 
 step "versions" versions
 step "kernel numerics" "$PY" scripts/verify_neuron.py kernels --host "$HOST" "${EMULATE[@]}"
-rm -rf "$LOW"
-step "compress" "${RUN[@]}" compress "$MODEL" -o "$LOW" --ratio 0.2 --targets all --method svd --json || exit 1
+step "compress" "${RUN[@]}" compress "$MODEL" -o "$LOW" --force --ratio 0.2 --targets all --method svd --json || exit 1
 if [ "$HOST" = vllm-neuron ]; then
     if [ $DRY = 1 ]; then
         step "the plugin above stand-ins" "$PY" -m pytest -q tests/serving/test_vllm_neuron.py

@@ -26,7 +26,6 @@ class Logprobs:
         self._row, self._chat = row, chat
         self._starts: list[int] = []
         self._given = 0
-        self._special = frozenset(tokenizer.all_special_ids)
         self._bytes = cache(lambda token: token_bytes(tokenizer, token))
 
     def note(self) -> None:
@@ -38,7 +37,8 @@ class Logprobs:
         first, end = self._given, len(self._row.result.text)
         while self._given < len(self._starts) and self._starts[self._given] < end:
             self._given += 1
-        places = [place for place in range(first, self._given) if self._row.logprobs[place].token not in self._special]
+        special = self._row.stream.special
+        places = [place for place in range(first, self._given) if self._row.logprobs[place].token not in special]
         tokens = [self._row.logprobs[place] for place in places]
         if self._chat:
             return {"content": [self._chat_token(token) for token in tokens], "refusal": None}

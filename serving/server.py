@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import signal
 import socket
 from collections.abc import Callable
@@ -60,7 +61,12 @@ def serve(
 
     async def main() -> None:
         service = Service(engine, name, limits)
-        config = uvicorn.Config(Api(service, key).app(), lifespan="off", log_level="warning", access_log=False)
+        # Clients that neither send the rest of a request nor read an answer end a second after the grace period.
+        last = math.ceil(grace) + 1
+        app = Api(service, key).app()
+        config = uvicorn.Config(
+            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=last
+        )
         await _Server(config, service, grace, ready).serve([reserved])
 
     # uvicorn catches the signals while it serves, and raises them again at the end, which was the purpose.

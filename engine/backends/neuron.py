@@ -66,9 +66,11 @@ class NeuronOptions:
 class NeuronRunner:
     """A checkpoint in a Neuron host. It compiles, or reads a compiled graph from the cache, on first use."""
 
-    def __init__(self, shards: Shards, settings: Settings, host: sdk.Host, session: Any, resources: ExitStack) -> None:
+    def __init__(
+        self, shards: Shards, settings: Settings, host: sdk.Host, adapter: Any, session: Any, resources: ExitStack
+    ) -> None:
         self.shards, self.settings, self.host, self.session = shards, settings, host, session
-        self.adapter, self._resources = sdk.adapter(host), resources
+        self.adapter, self._resources = adapter, resources
         self.ranks: nxd_ranks.Ranks | None = None
         self.device, self.dtype, self.backend = torch.device("cpu"), settings.dtype, "neuron"
         self.max_batch = settings.batch_size
@@ -179,4 +181,5 @@ def load(folder: Path, dtype: torch.dtype, impl: str, **options: Any) -> NeuronR
         else:
             sdk.check_cores(settings.tp_degree)
         os.environ.setdefault("NXD_LOG_LEVEL", "error")  # NxD logs to stdout, among the results
-        return NeuronRunner(shards, settings, host, session, stack.pop_all())
+        adapter = sdk.adapter(host)  # may fail; the stack then releases what it holds
+        return NeuronRunner(shards, settings, host, adapter, session, stack.pop_all())

@@ -36,3 +36,17 @@ def test_a_linear_whose_factors_are_more_weights_is_predicted_as_the_dense_one(t
     _, high, _, _ = _decoders(PredictionConfig(with_rank(tmp_path / "high", 31)))
     assert dict(low.ranks[1])["q"] == 8
     assert dict(high.ranks[1]) == {name: rank for name, rank in low.ranks[1] if name != "q"}
+
+
+def test_every_core_has_whole_heads(tmp_path: Path) -> None:
+    """9 query and 3 key heads on 2 cores: 6 and 2 on each, as the hosts have them, zeros included."""
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
+    others = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 1000, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | others))
+    one, two = (predict(tmp_path, parallel=cores)["dense"]["cache_bytes"] for cores in (1, 2))
+    assert two == one * 2 / 3
+    for cores in (5, 16):
+        with pytest.raises(
+            UserError, match=rf"--tp {cores}: has to divide the intermediate size, 1536, .* the 9 heads"
+        ):
+            predict(tmp_path, parallel=cores)

@@ -71,6 +71,17 @@ def test_a_file_in_another_type_is_of_the_same_architecture(peers: ModuleType, t
         assert new.tensor_type.name == ("BF16" if len(old.shape) == 2 else "F32")
 
 
+def test_the_conversion_of_another_model_of_the_same_name_is_not_taken(peers: ModuleType, tmp_path: Path) -> None:
+    sources = []
+    for folder, family in (("a", "llama"), ("b", "qwen2")):
+        (tmp_path / folder).mkdir()
+        sources.append(tmp_path / folder / "model.gguf")
+        write_gguf(sources[-1], family=family, kind=GGMLQuantizationType.Q8_0, wide=64)
+    one, other = (peers.write_gguf(str(source), "BF16") for source in sources)
+    assert one != other and peers.write_gguf(str(sources[0]), "BF16") == one
+    assert GGUFReader(other).fields["general.architecture"].contents() == "qwen2"
+
+
 def test_a_file_that_has_the_type_is_used_as_it_is(peers: ModuleType, tmp_path: Path) -> None:
     source = tmp_path / "tiny.gguf"
     write_gguf(source, kind=GGMLQuantizationType.Q8_0, wide=64)
@@ -123,6 +134,11 @@ def test_tables_compare_within_a_round(report: ModuleType) -> None:
     speed = "50.0 (25.0 to 50.0) | 0.12 (0.06 to 0.12)"
     assert f"| peer | {speed} | 0.50 (0.25 to 1.00) | 2.00 | 100 (100 to 100) | 100 |" in text
     assert "| m | gone | absent: not installed |  |" in text
+
+
+def test_an_engine_that_a_later_run_lacks_keeps_its_rounds(report: ModuleType) -> None:
+    lines = _lines()
+    assert report.tables([*lines, {**lines[2], "engine": "peer"}]) == report.tables(lines)
 
 
 def test_an_incomplete_line_of_a_stopped_run_is_skipped(report: ModuleType, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def test_each_type_becomes_a_point_beside_the_dense_model(tmp_path: Path, monkey
     assert values["llama.cpp BF16"] == values["dense"]
     assert 0 < abs(math.log(values["llama.cpp Q8_0"] / values["dense"])) < 0.01
     assert abs(math.log(values["llama.cpp Q4_0"] / values["dense"])) > 1e-4
-    size = GGUFReader(str(tmp_path / "peers" / "tiny.BF16.Q8_0.gguf")).tensors
+    (file,) = (tmp_path / "peers").glob("tiny.BF16.gguf-*.Q8_0.gguf")
+    size = GGUFReader(file).tensors
     assert points["llama.cpp Q8_0"]["bytes"] == sum(int(tensor.n_bytes) for tensor in size)
     assert points["llama.cpp Q4_0"]["bytes"] < points["llama.cpp Q8_0"]["bytes"] < points["llama.cpp BF16"]["bytes"]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from neuronmm.engine.engine import Engine
-from neuronmm.serving.logprobs import token_bytes
+from neuronmm.engine.sampling import TokenLogprobs
+from neuronmm.engine.text import TextStream
+from neuronmm.serving.logprobs import Logprobs, token_bytes
+from word_tokenizer import word_tokenizer
 
 CHAT: Any = [{"role": "user", "content": "w9 w10"}]
 SAMPLED: Any = {"temperature": 2, "seed": 3, "extra_body": {"ignore_eos": True}}
@@ -93,3 +97,17 @@ def test_the_bytes_of_a_token_that_is_part_of_a_character(byte_tokenizer: PreTra
     ids: Any = byte_tokenizer(text, add_special_tokens=False).input_ids
     parts = [token_bytes(byte_tokenizer, token) for token in ids]
     assert b"".join(parts).decode() == text and b"\xf0" in parts
+
+
+def test_a_token_without_text_is_not_listed() -> None:
+    """As the reserved ones of Llama 3, which are none of the tokenizer's named special tokens."""
+    tokenizer: Any = word_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)], special_tokens=True)
+    reserved = tokenizer.convert_tokens_to_ids("<|reserved|>")
+    stream, result, noted = TextStream(tokenizer, [3], ()), SimpleNamespace(text=""), []
+    listed = Logprobs(cast(Any, SimpleNamespace(stream=stream, result=result, logprobs=noted)), tokenizer, chat=False)
+    for token in (9, reserved, 10):
+        listed.note()
+        noted.append(TokenLogprobs(token, -1.0, []))
+        result.text += stream.push(token)
+    assert listed.take()["tokens"] == ["w9", "w10"]

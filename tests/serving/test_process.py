@@ -16,7 +16,7 @@ from neuronmm import cli
 from neuronmm.commands.serve import KEY_VARIABLE, read_key
 from neuronmm.models import UserError
 from neuronmm.serving.server import bind, is_local, url
-from served import Server
+from served import KEY, Server
 
 Capture = pytest.CaptureFixture[str]
 
@@ -55,6 +55,17 @@ def test_after_the_grace_period_requests_end_with_an_error(folder: Path) -> None
             list(chunks)
         status, errors = server.end()
         assert status == 0 and "Traceback" not in errors
+
+
+def test_a_client_that_never_ends_its_request_does_not_keep_the_server(folder: Path) -> None:
+    with Server(folder, "--grace", "0") as server:
+        address = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1]))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode())
+            client.sendall(b"\r\nContent-Length: 100\r\n\r\n{")
+            assert urllib.request.urlopen(f"{server.url}/health").status == 200, "the server has read the other part"
+            server.process.send_signal(signal.SIGTERM)
+            assert server.end()[0] == 0
 
 
 def test_an_address_in_use_is_one_line(folder: Path, capsys: Capture) -> None:
