@@ -199,8 +199,9 @@ class CompressionConfig(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             field, problem, value = first_problem(error)
-            where = f"{recipe}: " if recipe is not None else ""
-            what = f"{field.partition('.')[0].removesuffix(': ')} = {value}: " if field else ""
+            name = field.partition(".")[0].removesuffix(": ")
+            where = f"{recipe}: " if recipe is not None and name not in given else ""
+            what = f"{name} = {value}: " if field else ""
             raise UserError(f"{where}{what}{problem[:1].lower()}{problem[1:]}") from None
 
 

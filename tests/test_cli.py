@@ -17,6 +17,7 @@ from neuronmm import __version__, cli
 from neuronmm.kernels import KernelError
 from neuronmm.models import UserError
 from tiny_models import make_tiny
+from word_tokenizer import word_tokenizer
 
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(r"^\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(neuronmm [a-z].*)$", re.MULTILINE)
@@ -125,56 +126,85 @@ def test_a_missing_model_is_one_line_and_status_2(
         cli.main([*MISSING[name], "--debug"])
 
 
-BAD_INPUT = [
-    ["compress", "{model}", "-o", "{out}", "--ratio", "0.99"],
-    ["compress", "{model}", "-o", "{out}", "--ratio", "nan"],
-    ["compress", "{model}", "-o", "{out}", "--align", "-3"],
-    ["compress", "{model}", "-o", "{out}", "--calibration", "nowhere.txt"],
-    ["compress", "{model}", "-o", "{out}", "--recipe", "nowhere.yaml"],
-    ["compress", "{model}", "-o", "{model}"],
-    ["compress", "{other}", "-o", "{out}"],
-    ["recover", "{model}", "-o", "{out}"],
-    ["recover", "{other}", "-o", "{out}"],
-    ["convert", "{model}", "-o", "{out}"],
-    ["convert", "{model}", "-o", "{out}", "--form", "two"],
-    ["convert", "{model}", "-o", "{out}", "--form", "rows"],
-    ["convert", "{model}", "-o", "{model}"],
-    ["convert", "{other}", "-o", "{out}"],
-    ["generate", "{other}", "--prompt", "Hi"],
-    ["generate", "{model}", "--prompt", "Hi"],
-    ["generate", "{model}", "--prompt", "Hi", "--backend", "abacus"],
-    ["generate", "{model}", "--prompt", "Hi", "--dtype", "fp7"],
-    ["generate", "{model}", "--prompt", "Hi", "--temperature", "-1"],
-    ["generate", "{model}", "--prompt", "Hi", "--max-new-tokens", "0"],
-    ["generate", "{model}", "--batch-file", "nowhere.jsonl"],
-    ["benchmark", "{other}"],
-    ["benchmark", "{model}", "--runs", "0"],
-    ["benchmark", "{model}", "--backend", "abacus"],
-    ["benchmark", "{model}", "--baseline", "{other}"],
-    ["evaluate", "{model}", "--text", "nowhere.txt"],
-    ["evaluate", "{other}", "--text", "nowhere.txt"],
-    ["inspect", "{other}"],
-    ["report", "{model}"],
-    ["report", "{other}"],
-    ["report", "{model}", "-o", "{model}/page.html"],
-    ["compress", "{model}", "-o", "{out}", "--align", "\N{SUPERSCRIPT TWO}"],
-    ["compress", "{model}", "-o", "~nouser/x"],
-    ["recover", "{model}", "-o", "~nouser/x"],
-    ["convert", "{model}", "-o", "~nouser/x"],
-    ["generate", "{model}", "--prompt", "Hi", "--temperature", "1e-40"],
-    ["generate", "{model}", "--prompt", "Hi", "--repetition-penalty", "1e-40"],
-    ["benchmark", "{model}", "--batch", "1000000000"],
-    ["benchmark", "{model}", "--batch", "1,,2"],
-    ["benchmark", "{model}", "--threads", "100000"],
-    ["benchmark", "{model}", "--runs", "99999999999999999999"],
-    ["sweep", "{model}", "-o", "{out}", "--text", "~nouser/x"],
-    ["sweep", "{model}", "-o", "{out}", "--text", "nowhere.txt", "--ratios", "\N{SUPERSCRIPT TWO}"],
-    ["tiling", "--mlp", "4096,999999937,999999937,7"],
-    ["tiling", "--shape", "1,1,1,\N{SUPERSCRIPT TWO}"],
-    ["tiling", "--shape", ""],
-    *([verb, "~nouser/x", *MISSING[verb][2:]] for verb in MISSING),
-    ["predict", "~nouser/x"],
+_RECIPE, _SHORT = "--recipe recipe.yaml", "--prompt-lengths 4 --new-tokens 2"
+_UNSUPPORTED, _NO_USER = "architecture MambaForCausalLM is not supported", "~nouser/x: this machine has no such user"
+
+BAD_INPUT = {
+    f"compress model -o out {_RECIPE} --ratio 0.99": "error: ratio = 0.99: input should be less than",
+    f"compress model -o out {_RECIPE} --ratio nan": "error: ratio = nan: input should be less than",
+    f"compress model -o out {_RECIPE} --align -3": "--align: '-3': must be a positive number",
+    f"compress model -o out {_RECIPE} --align \N{SUPERSCRIPT TWO}": "must be a positive number of ranks, or auto",
+    f"compress model -o out {_RECIPE} --calibration nowhere.txt": "nowhere.txt: no such calibration file",
+    "compress model -o out --recipe nowhere.yaml": "nowhere.yaml: not a readable recipe",
+    "compress model -o out --recipe wrong.yaml": "wrong.yaml: ratio = 0.99: input should be less than",
+    f"compress model -o model {_RECIPE}": "is or is inside model, which this run reads",
+    f"compress other -o out {_RECIPE}": _UNSUPPORTED,
+    "recover model -o out": "model: is not compressed",
+    "recover other -o out": "other: is not compressed",
+    "convert model -o out": "model: is not compressed",
+    "convert model -o out --form rows": "--form: invalid choice: 'rows'",
+    "convert model -o model": "is or is inside model, which this run reads",
+    "convert other -o out": "other: is not compressed",
+    "generate other --prompt Hi": _UNSUPPORTED,
+    "generate model --prompt Hi --backend abacus": "unknown backend 'abacus'",
+    "generate model --prompt Hi --dtype fp7": "unknown dtype 'fp7'",
+    "generate model --prompt Hi --temperature -1": "temperature is -1.0",
+    "generate model --prompt Hi --temperature 1e-40": "temperature is 1e-40",
+    "generate model --prompt Hi --repetition-penalty 1e-40": "repetition_penalty is 1e-40",
+    "generate model --prompt Hi --max-new-tokens 0": "max_new_tokens is 0",
+    "generate model --batch-file nowhere.jsonl": "nowhere.jsonl: no such file",
+    f"benchmark other {_SHORT}": _UNSUPPORTED,
+    f"benchmark model {_SHORT} --runs 0": "--runs has to be 1 to 10000",
+    f"benchmark model {_SHORT} --runs 99999999999999999999": "--runs has to be 1 to 10000",
+    f"benchmark model {_SHORT} --backend abacus": "unknown backend 'abacus'",
+    f"benchmark model {_SHORT} --baseline other": "--baseline is for a compressed one",
+    f"benchmark model {_SHORT} --batch 1000000000": "--batch has to be 1 to 4096",
+    f"benchmark model {_SHORT} --batch 1,,2": "--batch: '1,,2': must be comma-separated numbers",
+    f"benchmark model {_SHORT} --threads 100000": "--threads has to be 1 to",
+    "evaluate model --text nowhere.txt": "nowhere.txt: no such file",
+    "evaluate other --text text.txt": _UNSUPPORTED,
+    "inspect other": _UNSUPPORTED,
+    "report model": "model: is not compressed",
+    "report other": _UNSUPPORTED,
+    "report model -o model/page.html": "is or is inside model, which this run reads",
+    **{f"{verb} model -o ~nouser/x": _NO_USER for verb in ("compress", "recover", "convert")},
+    "sweep model -o out --text ~nouser/x": _NO_USER,
+    "sweep model -o out --text text.txt --ratios \N{SUPERSCRIPT TWO}": "must be comma-separated numbers",
+    "tiling --mlp 4096,999999937,999999937,7": "sizes must be positive and at most 1048576",
+    "tiling --shape 1,1,1,\N{SUPERSCRIPT TWO}": "must be positive numbers M,K,R,N",
+    "tiling --shape ''": "--shape: '': must be positive numbers M,K,R,N",
+    **{f"{verb} ~nouser/x -o out": _NO_USER for verb in ("compress", "recover", "convert")},
+    "generate ~nouser/x --prompt Hi": _NO_USER,
+    "evaluate ~nouser/x --text text.txt": _NO_USER,
+    **{f"{verb} ~nouser/x": _NO_USER for verb in ("benchmark", "inspect", "report", "predict")},
+}
+"""Commands, and what their message has to say."""
+
+GOOD_INPUT = [
+    f"compress model -o out {_RECIPE}",
+    "generate model --prompt Hi --max-new-tokens 2",
+    f"benchmark model {_SHORT} --runs 1",
+    "evaluate model --text text.txt",
 ]
+"""The same commands without the mistake."""
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The current folder, with a model, one of another architecture, a text and two recipes."""
+    monkeypatch.chdir(tmp_path)
+    make_tiny().save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    (tmp_path / "other" / "model.safetensors").touch()
+    (tmp_path / "text.txt").write_text(" ".join(f"w{3 + n % 60}" for n in range(300)))
+    (tmp_path / "recipe.yaml").write_text(
+        "calibration: text.txt\ncalibration_rows: 8\ncalibration_length: 12\nalign: 2\nratio: 0.2\nrefine: 'off'\n"
+    )
+    (tmp_path / "wrong.yaml").write_text("ratio: 0.99\n")
+    capsys.readouterr()
+    return tmp_path
 
 
 def status_of(words: list[str]) -> int:
@@ -186,20 +216,21 @@ def status_of(words: list[str]) -> int:
         return ended.code
 
 
-@pytest.mark.parametrize("command", BAD_INPUT, ids=" ".join)
+@pytest.mark.parametrize(("command", "message"), BAD_INPUT.items(), ids=BAD_INPUT)
 def test_bad_input_is_one_line_and_status_2(
-    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, message: str, inputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_tiny().save_pretrained(tmp_path / "model")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
-    (tmp_path / "other" / "model.safetensors").touch()
-    capsys.readouterr()
-    status = status_of([part.format(model="model", other="other", out="out") for part in command])
+    words = shlex.split(command)
+    status = status_of(words)
     out, err = capsys.readouterr()
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"neuronmm {command[0]}: error: "), err
-    assert not (tmp_path / "out").exists()
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"neuronmm {words[0]}: error: "), err
+    assert message in err
+    assert not (inputs / "out").exists()
+
+
+@pytest.mark.parametrize("command", GOOD_INPUT)
+def test_the_same_commands_without_the_mistake_work(command: str, inputs: Path) -> None:
+    assert status_of(shlex.split(command)) == 0
 
 
 @pytest.fixture

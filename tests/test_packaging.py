@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 import house_rules
+from neuronmm.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
 DEVICE_SDK = {
@@ -138,3 +140,16 @@ assert main(["--version"]) == 0
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()[0].isdigit()
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler here")
+def test_a_machine_with_a_compiler_has_the_core_and_its_instruction_sets() -> None:
+    """Without the core its tests are skipped, and an installation in which it does not compile goes on."""
+    assert library.core() is not None
+    processor = Path("/proc/cpuinfo")
+    flags = processor.read_text().split() if processor.exists() else []
+    needed = {"portable": True, "avx2": {"avx2", "fma", "f16c"} <= set(flags)}
+    try:
+        assert [name for name, there in needed.items() if there and not library.set_isa(name)] == []
+    finally:
+        library.set_isa(None)

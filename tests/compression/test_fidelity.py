@@ -126,7 +126,7 @@ def test_a_passage_that_is_repeated_to_the_end_is_a_loop(start: list[int], passa
     tokens = start + passage * repeats
     if repeats >= 3 and len(passage) * repeats >= 16:
         assert loops(tokens)
-    assert not loops([*tokens, 20]) or len(set(tokens[-5:])) == 1
+    assert not loops([*tokens, 20])
 
 
 @given(st.permutations(range(60)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draws import examples
 from neuronmm.compression.layer_pair import LayerPair
 from neuronmm.compression.pivoting import DOWN, GATE, UP, LayerFactors, to_pivoted, to_two
-from neuronmm.compression.pivots import BOUND, LEAST, Skeleton
+from neuronmm.compression.pivots import BOUND, Skeleton
 from neuronmm.compression.ranks import Linear
 from neuronmm.compression.streaming import run_layer
 from neuronmm.kernels import Form, LowRank
@@ -57,7 +57,7 @@ def check_same(before: LayerFactors, after: LayerFactors, tolerance: float = 1e-
             factors.in_features,
             factors.out_features,
         )
-        torch.testing.assert_close(product(found), matrix, rtol=0, atol=tolerance * max(1.0, float(matrix.abs().max())))
+        torch.testing.assert_close(product(found), matrix, rtol=0, atol=tolerance * float(matrix.abs().max()))
         assert (found.bias is None) == (bias is None) and (bias is None or torch.equal(found.bias, bias))
     for name, leader in after.shared.items():
         assert after.low_rank[name].A is after.low_rank[leader].A
@@ -250,13 +250,19 @@ def test_matched_pivots_are_good_for_both(wide: int, ranks: tuple[int, int]) -> 
         assert float((own * other).abs()) <= BOUND * (1 + 1e-6)
 
 
+def rounding_error(factors: LowRank) -> float:
+    """What bf16 does to a product of factors, relative to its norm."""
+    rounded = factors._replace(A=factors.A.bfloat16(), B=factors.B.bfloat16())
+    return float((product(rounded) - product(factors)).norm() / product(factors).norm())
+
+
 def test_common_pivots_round_as_well_as_ones_own() -> None:
     layer = swiglu(128, 512, (64, 64, 96), shared=False)
-    errors = {}
-    for name, factors in to_pivoted(layer).low_rank.items():
-        rounded = factors._replace(A=factors.A.bfloat16(), B=factors.B.bfloat16())
-        errors[name] = float((product(rounded) - product(factors)).norm() / product(factors).norm())
-    assert max(errors.values()) <= 0.012, errors
+    common = to_pivoted(layer).low_rank
+    for name, factors in layer.low_rank.items():
+        own = to_pivoted(LayerFactors({name: factors}, {})).low_rank[name]
+        error, least = rounding_error(common[name]), rounding_error(own)
+        assert error <= 1.5 * least, (name, error, least)
 
 
 def test_moved_pivots_are_never_almost_dependent() -> None:
@@ -264,7 +270,7 @@ def test_moved_pivots_are_never_almost_dependent() -> None:
     first = skeleton.mask
     skeleton.move(5, enter=~first, leave=first)
     assert int((skeleton.mask & first).sum()) >= 3
-    assert float(skeleton.coefficients.abs().max()) <= (BOUND / LEAST) ** 2
+    assert float(skeleton.coefficients.abs().max()) <= 2 * BOUND
 
 
 def degenerate(kind: str) -> tuple[Tensor, Tensor]:
@@ -309,11 +315,11 @@ def test_degenerate_matrices_stay_what_they_are(kind: str, name: str) -> None:
     assert float(coefficients.abs().max()) <= 10 * BOUND
     assert after.conditions[name] is None or after.conditions[name] >= 1
     assert len(pivots_of(found)) == 6
-    # In the dtypes of checkpoints, whatever fits in them stays bounded by the rounding.
-    if largest < 1e4:
+    # In the dtypes of checkpoints, whatever fits in them stays bounded by the rounding of six terms of two factors.
+    if 1e-30 < largest < 1e4:
         rounded = found._replace(A=found.A.bfloat16(), B=found.B.bfloat16())
         error = float((product(rounded) - product(found)).abs().max())
-        assert error <= 6 * 10 * BOUND * 2**-7 * max(largest, 1e-30)
+        assert error <= 6 * 2 * 2**-9 * max(1.0, float(coefficients.abs().max())) * largest
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(6, 10), (10, 6), (8, 8), (1, 5), (5, 1), (1, 1)])

@@ -132,6 +132,7 @@ def test_disturbed_rounds_are_flagged_and_kept() -> None:
     assert [entry.stalled for entry in point.rounds] == [False, True, False, True]
     assert point.variants["dense"].tpot.max == pytest.approx(0.1)
     assert len(point.variants["dense"].runs) == 4
+    assert point.variants["dense"].limit_tokens_per_second == 10e9 / 100, "the median probe over the bytes of a step"
 
 
 def test_progress_has_one_stage_per_point(checkpoint: Callable[..., Path]) -> None:

@@ -24,12 +24,14 @@ ENDLESS: Any = {"model": "tiny", "prompt": "w9", "max_tokens": 16000, "extra_bod
 
 def metric(server: Server, name: str) -> float:
     """The sum of a metric over its labels."""
-    text = urllib.request.urlopen(f"{server.url}/metrics").read().decode()
+    text = urllib.request.urlopen(f"{server.url}/metrics", timeout=60).read().decode()
     return sum(float(value) for value in re.findall(rf"^neuronmm_{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
 
 
 def wait_until_idle(server: Server) -> None:
+    deadline = time.monotonic() + 60
     while metric(server, "running_rows") or metric(server, "queue_length"):
+        assert time.monotonic() < deadline, "a row that nobody waits for still runs"
         time.sleep(0.05)
 
 
@@ -83,7 +85,9 @@ def test_a_full_queue_is_status_429_until_clients_leave(client: openai.OpenAI, s
     async def fill() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as others:
             waiting = [asyncio.create_task(others.completions.create(stream=i > 0, **ENDLESS)) for i in range(4)]
+            deadline = time.monotonic() + 60
             while metric(server, "queue_length") < 16:
+                assert time.monotonic() < deadline
                 await asyncio.sleep(0.05)
             with pytest.raises(openai.RateLimitError) as caught:
                 await others.completions.create(model="tiny", prompt="w9")
@@ -98,7 +102,7 @@ def test_a_full_queue_is_status_429_until_clients_leave(client: openai.OpenAI, s
     wait_until_idle(server)
     assert client.completions.create(model="tiny", prompt="w9", max_tokens=1).choices
     assert metric(server, "requests_total") >= left + 6
-    text = urllib.request.urlopen(f"{server.url}/metrics").read().decode()
+    text = urllib.request.urlopen(f"{server.url}/metrics", timeout=60).read().decode()
     assert re.search(r'neuronmm_requests_total\{path="/v1/completions",status="429"\} 1\.0', text)
     assert re.search(r'neuronmm_requests_total\{path="/v1/completions",status="499"\} \d', text)
 

@@ -53,7 +53,7 @@ def rounded_and_twin(model_type: str, spec: str, dtype: WeightDtype, tied: bool 
 def test_the_core_and_torch_compute_the_rounded_model(
     model_type: str, spec: str, dtype: WeightDtype, tied: bool, batch: int
 ) -> None:
-    """In float32. Int4 also rounds the activations of a linear to 16 bits, which is off by 1e-4 of their norm."""
+    """In float32. Int4 also rounds the activations of a linear to 16 bits, which is off by 3e-4 of their norm."""
     model, twin = rounded_and_twin(model_type, spec, dtype, tied)
     assert refuses(model, batch) is None
     rounded, in_torch, exact = (
@@ -69,7 +69,7 @@ def test_the_core_and_torch_compute_the_rounded_model(
         token = expected.argmax(-1)
         logits, expected = rounded.decode(token), exact.decode(token)
         if "int4" in (dtype, spec.partition(" ")[0]):
-            assert (logits - expected).norm() <= 1e-3 * expected.norm()
+            assert (logits - expected).norm() <= 4e-4 * expected.norm()
         else:
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 

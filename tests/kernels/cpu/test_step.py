@@ -196,6 +196,7 @@ def test_what_it_cannot_serve_is_refused() -> None:
 def test_wrong_arguments_are_refused_before_the_core_sees_them() -> None:
     decoder = CpuDecoder(make_model("llama", "dense"), 2, 16)
     starts = torch.zeros(2, dtype=torch.int32)
+    assert decoder._core_step(torch.zeros(2, 1, dtype=torch.long), 0, starts).shape == (2, 64)
     for token_ids, slot, begin in (
         (torch.zeros(3, 1, dtype=torch.long), 0, starts),
         (torch.zeros(2, dtype=torch.long), 0, starts),

@@ -127,6 +127,7 @@ def test_rows_with_padding_are_verified_too() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     decoder = CpuDecoder(make_model("llama", "dense", torch.float32), 1, 16)
     step, starts = decoder._core_step, torch.zeros(1, dtype=torch.int32)
+    assert step.verify(torch.zeros(1, 2, dtype=torch.long), 0, starts).shape == (1, 2, 64)
     for count, slot, begin in ((9, 0, 0), (0, 0, 0), (4, 13, 0), (4, 3, 4), (2, -1, 0)):
         with pytest.raises(KernelError):
             step.verify(torch.zeros(1, count, dtype=torch.long), slot, starts + begin)
