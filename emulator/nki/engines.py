@@ -128,9 +128,11 @@ def register_matmul(machine: Machine, dst: Tile, written: Region, accumulate: bo
 
 
 def register_writer(dst: Tile, written: Region, engine: Engine) -> None:
-    """Record ``engine`` as the writer of a location; only PSUM keeps such a record."""
-    if dst.storage.writers is not None:
-        dst.storage.writers[written[1:]] = engine
+    """Record ``engine`` as the writer of a location and of all that overlap it; only PSUM keeps such a record."""
+    writers = dst.storage.writers
+    if writers is not None:
+        overlapping = [place for place in writers if written.overlaps(Region(written.buffer, *place))]
+        writers.update(dict.fromkeys((*overlapping, written[1:]), engine))
 
 
 def elementwise(

@@ -228,6 +228,12 @@ def scan(
     elementwise(Engine.VECTOR, "tensor_tensor_scan", dst, (a, b, initial), function, mask)
 
 
+def check_transposer(engine: Engine | None) -> None:
+    """Check that a transpose asks for the tensor engine; the vector engine's, of up to 32 x 32, is not emulated."""
+    if engine not in (None, Engine.TENSOR):
+        current().fail("engine", "transposes of this engine are not emulated", Engine.TENSOR.value, engine.value)
+
+
 def transpose(dst: Tile, data: Tile) -> None:
     """``dst = data^T``, a matmul with an identity: data [p, f <= 128] in SBUF, dst [f, p] in PSUM."""
     machine = current()

@@ -74,6 +74,7 @@ def nc_matmul(
 
 def nc_transpose(dst: Tile, data: Tile, engine: Any = None, name: str | None = None) -> None:
     """``dst = data^T`` on the tensor engine."""
+    instructions.check_transposer(engine)
     instructions.transpose(dst, data)
 
 

@@ -116,7 +116,8 @@ def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
     if last.engine is Engine.DMA:
         written = dst.region()
     else:
-        spaces = (Space.PSUM,) if is_tensor else (Space.SBUF, Space.PSUM)
+        on_chip = (Space.SBUF,) if last.engine is Engine.GPSIMD else (Space.SBUF, Space.PSUM)
+        spaces = (Space.PSUM,) if is_tensor else on_chip
         written = check_operand(machine, dst, f"the result of {last.op}", spaces)
     if (dst.shape[0], dst.size) != (value.shape[0], value.size):
         machine.fail("result shape", "the assigned result has another shape", dst.shape, value.shape)

@@ -52,6 +52,8 @@ def _struct(linear: LinearWeights, dtype: torch.dtype) -> Linear:
     if factors is None:
         return Linear(Matrix.of(linear.A, dtype), Matrix(), address)
     _check(factors.B)
+    if isinstance(factors.pivots, Tensor):
+        _check_place("tensor of pivots", (factors.pivots,))
     width_after(factors.in_features, factors)
     return Linear.of(factors, address, dtype)
 

@@ -64,7 +64,12 @@ def linear_blocks(
     x: Any, a: Any, rank: int, outputs: int, core: NeuronCore, norm: bool = False, residual: bool = False,
     first: bool = False, form: Form = Form.TWO, pivots: int = 0,
 ) -> Blocks:  # fmt: skip
-    """Return the solver's block sizes of ``y = B (A x)`` for this input and factors of ``a``'s dtype."""
+    """Return the solver's block sizes of ``y = B (A x)`` for this input and factors of ``a``'s dtype.
+
+    Raises:
+        KernelError: the kernel has a norm, and ``x`` is float16.
+    """
+    _check_norm(x, norm)
     inputs, tokens = sizes(x, first)
     shape = tokens, inputs, rank, outputs
     return solve(Problem(*shape, _dtype(x), norm, residual, first, form, pivots, _factors(x, a)), core).blocks
@@ -74,7 +79,12 @@ def mlp_blocks(
     x: Any, w: Any, ranks: Ranks, shared: bool, core: NeuronCore, norm: bool = False, residual: bool = False,
     first: bool = False,
 ) -> Blocks:  # fmt: skip
-    """Return the solver's block sizes of the MLP for this input and factors of ``w``'s dtype."""
+    """Return the solver's block sizes of the MLP for this input and factors of ``w``'s dtype.
+
+    Raises:
+        KernelError: the kernel has a norm, and ``x`` is float16.
+    """
+    _check_norm(x, norm)
     hidden, tokens = sizes(x, first)
     shape = tokens, hidden, ranks.intermediate, ranks.gate, ranks.up, ranks.down
     pivots = ranks.gate_pivots, ranks.up_pivots, ranks.down_pivots
@@ -84,6 +94,12 @@ def mlp_blocks(
 def element_bytes(tensor: Any) -> int:
     """Return the bytes of an element of a tensor of any library."""
     return FACTOR_BYTES[_dtype(tensor)]
+
+
+def _check_norm(x: Any, norm: bool) -> None:
+    """Refuse a norm of float16, whose squares, in the dtype of ``x``, overflow from 256 on."""
+    if norm and "float16" in str(x.dtype).replace("bfloat16", ""):
+        raise KernelError("the fused norm takes bfloat16 and float32: squares of float16 overflow from 256 on")
 
 
 def _factors(x: Any, w: Any) -> str:

@@ -122,16 +122,6 @@ def matmul_result_over_two_banks(x: Any) -> None:
     nisa.nc_matmul(psum(8, 600)[0:8, 500:520], sbuf(128, 8), sbuf(128, 20))  # broken
 
 
-def accumulate_on_unwritten_psum(x: Any) -> None:
-    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken
-
-
-def accumulate_on_memset(x: Any) -> None:
-    acc = psum(8, 4)
-    nisa.memset(acc, 0.0)
-    nisa.nc_matmul(acc, sbuf(128, 8), sbuf(128, 4))  # broken
-
-
 def matmul_results_overlap(x: Any) -> None:
     acc = psum(8, 8)
     nisa.nc_matmul(acc[0:8, 0:4], sbuf(128, 8), sbuf(128, 4))

@@ -13,7 +13,7 @@ from torch import Tensor
 from core_decoding import needs_core
 from draws import examples
 from error_rule import assert_twice_plain, draws_to_pool
-from neuronmm.kernels import KernelError, LowRank
+from neuronmm.kernels import Form, KernelError, LowRank
 from neuronmm.kernels.cpu.linears import describe
 from neuronmm.kernels.cpu.step import LinearWeights
 from neuronmm.kernels.plain import linears
@@ -180,3 +180,11 @@ def test_an_input_or_a_result_of_another_width_is_refused(form: str) -> None:
 def test_it_says_what_it_cannot_describe(reason: str, changed: list[LinearWeights]) -> None:
     with pytest.raises(KernelError, match=reason):
         describe(changed, torch.float32)
+
+
+def test_pivots_that_are_a_view_are_refused() -> None:
+    """The core reads them one after the other."""
+    A, B, pivots = torch.randn(4, 8), torch.randn(6, 4), torch.arange(10, dtype=torch.int32)[::2][:4]
+    describe([LinearWeights(A, B, None, Form.ROWS, pivots.contiguous())], torch.float32)
+    with pytest.raises(KernelError, match="a tensor of pivots is not contiguous"):
+        describe([LinearWeights(A, B, None, Form.ROWS, pivots)], torch.float32)

@@ -15,6 +15,7 @@ from neuronmm.emulator.nki.trace import Space, Trace
 from neuronmm.emulator.timing import report, simulate
 from neuronmm.kernels import KernelError
 from neuronmm.kernels.hardware import CORES, DTYPE_BYTES, TRN1, NeuronCore
+from neuronmm.kernels.nki.choice import TensorType, linear_blocks
 from neuronmm.kernels.nki.layout import Packing
 from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Problem, Ranks
 from neuronmm.kernels.nki.tiling import LONG_TOKEN, consider, evaluate, explain, solve
@@ -219,3 +220,11 @@ def test_bad_problems_are_refused() -> None:
         Problem(1, 1, 1, 1, "int8")
     with pytest.raises(KernelError, match="does not fit"):
         solve(Problem(4096, 4096, 400000, 4096))
+
+
+def test_a_norm_of_float16_is_refused() -> None:
+    """The squares of 256 and more would be infinite, and the result zero."""
+    for dtype in ("bfloat16", "float32"):
+        assert linear_blocks(TensorType(dtype, (128, 4)), TensorType(dtype), 32, 64, TRN1, norm=True)
+    with pytest.raises(KernelError, match="squares of float16 overflow"):
+        linear_blocks(TensorType("float16", (128, 4)), TensorType("bfloat16"), 32, 64, TRN1, norm=True)

@@ -1,0 +1,75 @@
+"""Which engine may write where, and what a matmul may add to: a small kernel breaks each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from neuronmm.emulator.nki import TensorSpec, nki_modules
+from nki_violations import assert_breaks
+
+with nki_modules():
+    import neuronxcc.nki.isa as xisa
+    import neuronxcc.nki.language as xl
+    import nki.isa as nisa
+    import nki.language as nl
+
+F32 = np.float32
+
+
+def sbuf(*shape: int) -> Any:
+    return nl.ndarray(shape, dtype=F32, buffer=nl.sbuf)
+
+
+def psum(*shape: int) -> Any:
+    return nl.ndarray(shape, dtype=F32, buffer=nl.psum)
+
+
+def accumulate_on_unwritten_psum(x: Any) -> None:
+    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken
+
+
+def accumulate_on_memset(x: Any) -> None:
+    acc = psum(8, 4)
+    nisa.memset(acc, 0.0)
+    nisa.nc_matmul(acc, sbuf(128, 8), sbuf(128, 4))  # broken
+
+
+def accumulate_on_a_part_that_a_memset_wrote(x: Any) -> None:
+    whole = psum(8, 8)
+    for part in (whole[:, 0:4], whole[:, 4:8]):
+        nisa.nc_matmul(part, sbuf(128, 8), sbuf(128, 4))
+    nisa.memset(whole, 7.0)
+    nisa.nc_matmul(whole[:, 0:4], sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken
+
+
+def gpsimd_result_assigned_to_psum(x: Any) -> None:
+    tile = xl.ndarray((8, 4), F32)
+    xl.ndarray((8, 4), F32, buffer=xl.psum)[...] = xisa.tensor_tensor(tile, tile, op=xl.power)  # broken
+
+
+def transpose_of_another_engine(x: Any) -> None:
+    nisa.nc_transpose(psum(4, 8), sbuf(8, 4), engine=nisa.vector_engine)  # broken
+
+
+def transpose_of_another_engine_in_the_first_dialect(x: Any) -> None:
+    xisa.nc_transpose(xl.ndarray((8, 4), F32), engine=xisa.vector_engine)  # broken
+
+
+BROKEN = [
+    accumulate_on_unwritten_psum,
+    accumulate_on_memset,
+    accumulate_on_a_part_that_a_memset_wrote,
+    gpsimd_result_assigned_to_psum,
+    transpose_of_another_engine,
+    transpose_of_another_engine_in_the_first_dialect,
+]
+
+
+@pytest.mark.parametrize("data", [True, False], ids=["data", "shapes"])
+@pytest.mark.parametrize("kernel", BROKEN, ids=lambda kernel: kernel.__name__)
+def test_each_violation_names_file_and_line(kernel: Callable[..., None], data: bool) -> None:
+    assert_breaks(kernel, np.zeros((64, 128), F32) if data else TensorSpec((64, 128)))
