@@ -239,7 +239,7 @@ def dma(dst: Tile, src: Tile, mask: Mask = None) -> None:
     read, written = bounding_region(src), bounding_region(dst)
     check_no_overlap(machine, dst, written, src, read)
     count = dst.size if mask is None else int(np.broadcast_to(mask, dst.shape).sum())
-    itemsize = dst.dtype.itemsize
+    itemsize = (src if src.space is Space.HBM else dst).dtype.itemsize  # a DMA may cast; the memory's side counts
     on_chip = dst if dst.space is Space.SBUF else src
     machine.emit(
         Engine.DMA, "dma", (read,), (written,), dtype=dtype_name(dst.dtype), partitions=on_chip.shape[0],

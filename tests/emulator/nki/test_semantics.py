@@ -177,3 +177,11 @@ def test_the_recorded_fields_of_each_kind_of_instruction() -> None:
             n for n, i in enumerate(trace.instructions) if buffer.id in {r.buffer for r in (*i.reads, *i.writes)}
         ]
         assert buffer.released == (touched[-1] + 1 if buffer.id in used else buffer.allocated)
+
+
+def test_a_load_that_casts_reads_the_bytes_that_are_in_memory() -> None:
+    def kernel(a: Any, out: Any) -> None:
+        xl.store(out, xl.load(a, dtype=xl.bfloat16))
+
+    trace = run(kernel, np.ones((128, 64), F32), outputs=[TensorSpec((128, 64))]).trace
+    assert trace.traffic() == (128 * 64 * 4, 128 * 64 * 4)
