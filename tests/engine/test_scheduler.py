@@ -66,9 +66,9 @@ def alone(slots: Slots, prompt: list[int], limit: int, params: SamplingParams, s
     return only.result.token_ids
 
 
-def speculator(slots: CpuSlots, draft: str) -> Callable[[int], Speculation]:
+def speculator(slots: CpuSlots, draft: str, model: Any = _MODEL) -> Callable[[int], Speculation]:
     """Drafts from the context, from the model in int4 on the slot's cache, or from the model on one other cache."""
-    rounded, own = copy.deepcopy(_MODEL), CpuDecoder(_MODEL, 1, _POSITIONS)
+    rounded, own = copy.deepcopy(model), CpuDecoder(model, 1, _POSITIONS)
     quantise_weights(rounded, "int4")
 
     def speculate(slot: int) -> Speculation:
@@ -142,10 +142,14 @@ def test_each_row_is_what_it_is_alone_with_drafts(
 
 @needs_core
 def test_a_row_has_drafts_while_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the model as its own draft all tokens are right: three and one more per step, and 12 after the first one."""
+    """With the model as its own draft all tokens are right: three and one more per step, and 12 after the first one.
+
+    In float32: in bf16 some random models decide a near tie otherwise after the tokens that the draft missed.
+    """
+    model = make_tiny()
     monkeypatch.setattr(DraftLength, "choose", lambda self, most, *_: min(most, 3))
-    slots, params, log = CpuSlots(_MODEL, 2, _POSITIONS), KINDS[1], Log()
-    scheduler = Scheduler(slots, EOS, CPU, 9, log, speculator(slots, "itself"))
+    slots, params, log = CpuSlots(model, 2, _POSITIONS), KINDS[1], Log()
+    scheduler = Scheduler(slots, EOS, CPU, 9, log, speculator(slots, "itself", model))
     first, second = row([3, 4], 13, params), row([5, 6], 2, params)
     scheduler.submit([first], params)
     scheduler.round()
