@@ -175,11 +175,10 @@ class Engine:
 
     def _groups(self, rows: list[Row]) -> list[list[Row]]:
         """Split ``rows`` by the length of their prompts into batches that the runner has rows and positions for."""
-        groups: list[list[Row]] = []
+        groups, most = list[list[Row]](), self.runner.max_len
         for row in sorted(rows, key=lambda row: len(row.prompt_ids)):
             full = not groups or len(groups[-1]) == self.runner.max_batch
             # All prompts of a batch are padded to the longest, and graphs have a fixed number of positions.
-            most = self.runner.max_len
             if full or (most is not None and _positions([*groups[-1], row]) > most):
                 groups.append([])
             groups[-1].append(row)

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from neuronmm.engine.backends import choose
 from neuronmm.engine.backends.torch_runner import TorchRunner
-from neuronmm.engine.engine import load, pick_dtype
+from neuronmm.engine.engine import pick_dtype
 from neuronmm.measure.bandwidth import factor_bytes
 from neuronmm.measure.config import EvaluationConfig, by_name
 from neuronmm.measure.perplexity import Windows, cut, read_text, window_nlls
@@ -162,6 +164,7 @@ class _Job:
 
     path: str | Path
     folder: Path
+    dtype: torch.dtype
     options: dict[str, Any]
     windows: Windows | None
     choices: dict[str, list[list[Choice]]]
@@ -191,7 +194,7 @@ def _prepare(
     """
     rounded = config.weight_dtype if name == "model" else None
     folder = resolve(path, progress)
-    pick_dtype(folder, config.dtype)
+    dtype = pick_dtype(folder, config.dtype)
     spec = inspect(folder).spec
     if rounded is not None:
         check_rounding(rounded, "model" if spec is None else spec.weights)
@@ -201,7 +204,7 @@ def _prepare(
         sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}
         windows = cut(tokenizer, content, context, **sizes)
     choices = {label: [encode(tokenizer, row, context) for row in rows] for label, rows in questions.items()}
-    return _Job(path, folder, {} if rounded is None else {"weight_dtype": rounded}, windows, choices)
+    return _Job(path, folder, dtype, {} if rounded is None else {"weight_dtype": rounded}, windows, choices)
 
 
 def _check_comparable(config: EvaluationConfig, windows: Windows | None, others: Windows | None) -> None:
@@ -225,7 +228,7 @@ def _check_comparable(config: EvaluationConfig, windows: Windows | None, others:
 
 def _score(job: _Job, config: EvaluationConfig, questions: dict[str, list[Question]], progress: Progress) -> _Scores:
     """Load one model and score the text and the questions with it."""
-    runner = load(job.folder, backend=config.backend, dtype=config.dtype, **job.options).runner
+    runner = choose(config.backend, job.options).load(job.folder, job.dtype, "auto", **job.options)
     assert isinstance(runner, TorchRunner)  # EvaluationConfig takes no other backend
     dtype = str(runner.dtype).removeprefix("torch.")
     for precision in factor_bytes(runner.model).keys() - {dtype}:

@@ -30,17 +30,8 @@ NEW_TOKENS = 64
 
 _DEVICES = ("trn1", "trn2", "trn3")
 _OPTIONS = (
-    "targets",
-    "method",
-    "allocation",
-    "share_a",
-    "refine",
-    "recover",
-    "form",
-    "factor_dtype",
-    "weight_dtype",
-    "align",
-)
+    "targets", "method", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "weight_dtype", "align",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

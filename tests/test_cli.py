@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -142,10 +143,12 @@ BAD_INPUT = {
     "recover model -o out": "model: is not compressed",
     "recover other -o out": "other: is not compressed",
     "convert model -o out": "model: is not compressed",
+    "convert model -o out --form two": "model: is not compressed",
     "convert model -o out --form rows": "--form: invalid choice: 'rows'",
     "convert model -o model": "is or is inside model, which this run reads",
     "convert other -o out": "other: is not compressed",
     "generate other --prompt Hi": _UNSUPPORTED,
+    "generate bare --prompt Hi": "no usable tokenizer",
     "generate model --prompt Hi --backend abacus": "unknown backend 'abacus'",
     "generate model --prompt Hi --dtype fp7": "unknown dtype 'fp7'",
     "generate model --prompt Hi --temperature -1": "temperature is -1.0",
@@ -163,12 +166,14 @@ BAD_INPUT = {
     f"benchmark model {_SHORT} --threads 100000": "--threads has to be 1 to",
     "evaluate model --text nowhere.txt": "nowhere.txt: no such file",
     "evaluate other --text text.txt": _UNSUPPORTED,
+    "evaluate other --text nowhere.txt": "nowhere.txt: no such file",
     "inspect other": _UNSUPPORTED,
     "report model": "model: is not compressed",
     "report other": _UNSUPPORTED,
     "report model -o model/page.html": "is or is inside model, which this run reads",
     **{f"{verb} model -o ~nouser/x": _NO_USER for verb in ("compress", "recover", "convert")},
     "sweep model -o out --text ~nouser/x": _NO_USER,
+    "sweep model -o out --text nowhere.txt --ratios \N{SUPERSCRIPT TWO}": "must be comma-separated numbers",
     "sweep model -o out --text text.txt --ratios \N{SUPERSCRIPT TWO}": "must be comma-separated numbers",
     "tiling --mlp 4096,999999937,999999937,7": "sizes must be positive and at most 1048576",
     "tiling --shape 1,1,1,\N{SUPERSCRIPT TWO}": "must be positive numbers M,K,R,N",
@@ -191,9 +196,10 @@ GOOD_INPUT = [
 
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The current folder, with a model, one of another architecture, a text and two recipes."""
+    """The current folder, with a model, the same without tokenizer, one that is not supported, a text, two recipes."""
     monkeypatch.chdir(tmp_path)
-    make_tiny().save_pretrained(tmp_path / "model")
+    make_tiny().save_pretrained(tmp_path / "bare")
+    shutil.copytree(tmp_path / "bare", tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')

@@ -262,7 +262,7 @@ def test_common_pivots_round_as_well_as_ones_own() -> None:
     for name, factors in layer.low_rank.items():
         own = to_pivoted(LayerFactors({name: factors}, {})).low_rank[name]
         error, least = rounding_error(common[name]), rounding_error(own)
-        assert error <= 1.5 * least, (name, error, least)
+        assert error <= min(0.012, 1.5 * least), (name, error, least)
 
 
 def test_moved_pivots_are_never_almost_dependent() -> None:
@@ -316,10 +316,10 @@ def test_degenerate_matrices_stay_what_they_are(kind: str, name: str) -> None:
     assert after.conditions[name] is None or after.conditions[name] >= 1
     assert len(pivots_of(found)) == 6
     # In the dtypes of checkpoints, whatever fits in them stays bounded by the rounding of six terms of two factors.
-    if 1e-30 < largest < 1e4:
+    if largest < 1e4:
         rounded = found._replace(A=found.A.bfloat16(), B=found.B.bfloat16())
         error = float((product(rounded) - product(found)).abs().max())
-        assert error <= 6 * 2 * 2**-9 * max(1.0, float(coefficients.abs().max())) * largest
+        assert error <= 6 * 2 * 2**-9 * max(1.0, float(coefficients.abs().max())) * max(largest, 1e-30)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(6, 10), (10, 6), (8, 8), (1, 5), (5, 1), (1, 1)])

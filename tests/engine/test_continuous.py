@@ -51,3 +51,4 @@ def test_an_end_of_sequence_frees_the_slot() -> None:
     generate(slots, rows, params, frozenset((end,)))
     assert (rows[0].result.finish_reason, rows[0].result.token_ids[-1]) == ("eos", end)
     assert slots.diary == ["join 0", "step [0]", "step [0]", "join 0"]
+    assert rows[1].result.ttft > rows[0].result.ttft + rows[0].result.decode_seconds > 0

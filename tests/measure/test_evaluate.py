@@ -244,7 +244,7 @@ def test_models_whose_windows_differ_are_told_the_context(
     file.write_text(TEXT)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
-    monkeypatch.setattr(evaluation, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluation, "_score", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(UserError, match=r"windows of 128 tokens and .* of 100; give --context 100 or less"):
         evaluate(model, short, text=file, dtype="fp32")
 
