@@ -43,6 +43,9 @@ class NeuronCore:
     tensor_warm_up_ns: float
     """The tensor engine starts at half speed and reaches full speed after this much continuous work; 0: at once."""
 
+    sbuf_reserved_bytes: int = 16 << 10
+    """Bytes of every SBUF partition that the compiler keeps. The page of ``nki.compiler.sbuf.alloc`` documents them for
+    v2; they are assumed to be the same on v3 and v4."""
     dma_engines: int = 16
     partitions: int = 128
     psum_banks: int = 8
@@ -64,6 +67,11 @@ class NeuronCore:
     @property
     def sbuf_bytes(self) -> int:
         return self.partitions * self.sbuf_partition_bytes
+
+    @property
+    def sbuf_usable_bytes(self) -> int:
+        """Bytes of an SBUF partition that a kernel's tiles may take."""
+        return self.sbuf_partition_bytes - self.sbuf_reserved_bytes
 
     @property
     def psum_partition_bytes(self) -> int:

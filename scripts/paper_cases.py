@@ -154,7 +154,7 @@ def dense_mlp(mlp: Mlp, tokens: int, device: str) -> Figures:
 
     def matmul(k: int, n: int) -> Figures:
         packing = Packing.of(k, n, 2)
-        most = core.sbuf_partition_bytes // (4 * 2 * packing.rows.count * packing.columns.width * packing.group)
+        most = core.sbuf_usable_bytes // (4 * 2 * packing.rows.count * packing.columns.width * packing.group)
         panels = {max(1, min(most, count)) for count in (1, 2, 4, mlp_tiling(mlp, tokens, core).panels)}
         candidates = []
         for strip in sorted({min(strip, tokens) for strip in (256, 512, 1024, 2048)}):
@@ -198,7 +198,7 @@ def packed(rows: int, columns: int) -> tuple[int]:
 
 def figures(trace: Trace, core: NeuronCore, generations: int = 2) -> Figures:
     """Simulate a trace and spill what does not fit, which only the published schedules need."""
-    result = report(simulate(spill(trace, core.sbuf_partition_bytes), core, generations))
+    result = report(simulate(spill(trace, core), core, generations))
     return {
         "latency": result.latency,
         "mfu": result.mfu,

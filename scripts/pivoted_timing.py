@@ -42,7 +42,7 @@ TEXT = f"""\
 # Pivoted factors on Trainium, predicted
 
 On one core, pivoted factors in full tiles are as fast as two factors of the same bytes, or a little faster. On two
-cores they take up to 5 % more time and on eight up to 20 %, because every core reads all of `P` and `Q`, whose rank is
+cores they take up to 6 % more time and on eight up to 17 %, because every core reads all of `P` and `Q`, whose rank is
 higher. At equal rank they are as fast as two factors or faster for these five models; for SmolLM2-135M on two cores
 they are slower ([lab book](../log.md)).
 

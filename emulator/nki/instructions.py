@@ -40,6 +40,13 @@ def check_column(tile: Any, data: Tile, role: str) -> None:
         current().fail("shape", f"{role} must be a number or one element per partition", (data.shape[0], 1), tile.shape)
 
 
+def check_equal_sizes(op: str, dst: Tile, *sources: Any) -> None:
+    """Raise NkiError unless the tiles that ``op`` reads element by element have the partitions and elements of dst."""
+    for source in sources:
+        if isinstance(source, Tile) and (source.shape[0], source.elements) != (dst.shape[0], dst.elements):
+            current().fail("shape", f"{op} does not broadcast: an operand has another size", dst.shape, source.shape)
+
+
 def reduction_of(op: Any) -> tuple[str, Callable[..., Any], float]:
     """Return name, NumPy function and neutral element of the reduction that ``op`` names."""
     name = _REDUCTION_NAMES.get(getattr(op, "name", getattr(op, "__name__", op)), "")
@@ -89,6 +96,7 @@ def activation(
     if name not in ACTIVATIONS:
         machine.fail("activation", f"the scalar engine has no activation {name}", ", ".join(sorted(ACTIVATIONS)), name)
     require_float32(scale, "the scale of an activation")
+    check_equal_sizes("an activation", dst, data)
     check_column(scale, data, "scale")
     check_column(bias, data, "bias")
     if machine.core.name == "v2" and not (bias is None or isinstance(bias, Tile)):
@@ -155,6 +163,7 @@ def tensor_scalar(
     ``reduce_res`` as in :func:`elementwise_and_reduce`.
     """
     first, second = as_op(op0), None if op1 is None else as_op(op1)
+    check_equal_sizes("tensor_scalar", dst, data)
     for operand, role in ((operand0, "operand0"), (operand1, "operand1")):
         check_column(operand, data, role)
 
@@ -174,6 +183,7 @@ def scalar_tensor_tensor(
 ) -> None:  # fmt: skip
     """``dst = (data op0 operand0) op1 operand1``: a per-partition operand, then a tile; one of the tiles in SBUF."""
     first, second = as_op(op0).function, as_op(op1).function
+    check_equal_sizes("scalar_tensor_tensor", dst, data, operand1)
     check_column(operand0, data, "operand0")
     _check_one_in_sbuf(data, operand1, "scalar_tensor_tensor")
 
@@ -196,6 +206,7 @@ def tensor_tensor(
 
     ``exact``: the engine computes on integers.
     """
+    check_equal_sizes("tensor_tensor", dst, a, b)
     _check_one_in_sbuf(a, b, "tensor_tensor")
     engine = Engine.GPSIMD if as_op(op).engine is Engine.GPSIMD else engine
     elementwise(engine, as_op(op).name, dst, (a, b), as_op(op).function, mask, exact=exact)

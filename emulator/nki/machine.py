@@ -153,7 +153,7 @@ class Machine:
                 "partitions", f"a tile of shape {shape} has too many partitions", self.core.partitions, partitions
             )
         per_partition = free_size * dtype.itemsize
-        limit = {Space.SBUF: self.core.sbuf_partition_bytes, Space.PSUM: self.core.psum_partition_bytes}.get(space)
+        limit = {Space.SBUF: self.core.sbuf_usable_bytes, Space.PSUM: self.core.psum_partition_bytes}.get(space)
         if limit is not None and per_partition > limit:
             self.fail(
                 "free size",
@@ -232,7 +232,7 @@ class Machine:
         """
         banks, bank = self.core.psum_banks, self.core.psum_bank_bytes
         if capacity:
-            self._check_capacity(Space.SBUF, self.core.sbuf_partition_bytes, 1, "bytes per partition")
+            self._check_capacity(Space.SBUF, self.core.sbuf_usable_bytes, 1, "bytes per partition")
             self._check_capacity(Space.PSUM, banks, bank, "banks")
         return self.trace
 

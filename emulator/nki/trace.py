@@ -125,12 +125,16 @@ class Fold(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """The instructions and buffers of one run of the kernel ``name``; ``buffers[i].id == i``."""
+    """The instructions and buffers of one run of the kernel ``name``; ``buffers[i].id == i``.
+
+    ``spilled``: a compiler moved tiles to HBM, and its staging tiles may take the SBUF that it keeps for itself.
+    """
 
     name: str
     instructions: list[Instruction] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     folds: list[Fold] = field(default_factory=list)
+    spilled: bool = False
 
     def weights(self) -> list[int]:
         """Return, for each recorded instruction, the number of executed instructions it stands for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuronmm.emulator.nki.trace import Buffer, Engine, Instruction, Space
+from neuronmm.emulator.nki.trace import Buffer, Engine, Instruction, Region, Space
 from neuronmm.kernels.hardware import DTYPE_BYTES, NeuronCore
 
 
@@ -38,15 +38,25 @@ def _tensor_cycles(instruction: Instruction, core: NeuronCore) -> float:
 
 
 def _passes(instruction: Instruction, buffers: list[Buffer]) -> int:
-    """Cycles per element: 8 to divide, 2 for a tensor_tensor with operands in SBUF that are not all bf16, else 1."""
+    """Return cycles per element: 8 to divide, 1 or 2 otherwise.
+
+    Two operands of full size take 2, unless one is in SBUF and the other in PSUM, or both are in SBUF and a sum,
+    difference or product of bfloat16 only. A number, or one element per partition, is not an operand of full size.
+    Source: the cost note of ``nki.isa.tensor_tensor``.
+    """
     if instruction.op in ("reciprocal", "divide"):
         return 8
-    if instruction.op != "tensor_tensor":
+    operands = [buffers[region.buffer] for region in instruction.reads if not _one_element(region, buffers)]
+    if len(operands) < 2:
         return 1
-    operands = [buffers[region.buffer] for region in instruction.reads]
-    in_sbuf = all(operand.space is Space.SBUF for operand in operands)
-    narrow = all(operand.dtype == "bfloat16" for operand in operands) and instruction.dtype == "bfloat16"
-    return 2 if len(operands) > 1 and in_sbuf and not narrow else 1
+    spaces = {operand.space for operand in operands}
+    narrow = {operand.dtype for operand in operands} | {instruction.dtype} == {"bfloat16"}
+    quick = narrow and spaces == {Space.SBUF} and instruction.op in ("add", "subtract", "multiply")
+    return 1 if len(spaces) == 2 or quick else 2
+
+
+def _one_element(region: Region, buffers: list[Buffer]) -> bool:
+    return region.high - region.low <= DTYPE_BYTES.get(buffers[region.buffer].dtype, 4)
 
 
 def _dma(instruction: Instruction, core: NeuronCore) -> Cost:

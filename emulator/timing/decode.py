@@ -121,7 +121,7 @@ class _Step:
             cache = self.sketch.tile("cache", row)
             self.sketch.load(cache, 0, row, self.weights)
             for engine in (Engine.VECTOR, Engine.SCALAR, Engine.VECTOR):
-                operands = (scores, part(cache, 0, row))
+                operands = (scores, part(cache, 0, 1))  # waits for the cache; the scores are what it reads
                 elements = max(self.tokens, row // 64)  # one score per key of 64 or more elements
                 self.sketch.elementwise(engine, "softmax", scores, operands, elements, "bfloat16")
             self.sketch.free(cache)

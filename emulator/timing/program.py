@@ -49,8 +49,9 @@ def prepare(trace: Trace, core: NeuronCore, generations: int, samples: int) -> P
     """
     program = Program(trace, core)
     costs = [cost(instruction, trace.buffers, core) for instruction in trace.instructions]
+    sbuf = core.sbuf_partition_bytes if trace.spilled else core.sbuf_usable_bytes
     memories = {
-        Space.SBUF: Memory(Space.SBUF, core.sbuf_partition_bytes, 1, generations),
+        Space.SBUF: Memory(Space.SBUF, sbuf, 1, generations),
         Space.PSUM: Memory(Space.PSUM, core.psum_partition_bytes, core.psum_bank_bytes, generations),
     }
     allocations, releases = _schedule_of_buffers(trace)

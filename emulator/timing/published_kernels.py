@@ -134,5 +134,5 @@ def _accumulate(sketch: Sketch, tile: Buffer, column: int, psum: Buffer, element
     if first:
         sketch.elementwise(Engine.VECTOR, "copy", target, (source,), elements, tile.dtype)
     else:
-        sketch.elementwise(Engine.VECTOR, "tensor_tensor", target, (target, source), elements, tile.dtype)
+        sketch.elementwise(Engine.VECTOR, "add", target, (target, source), elements, tile.dtype)
     sketch.free(psum)

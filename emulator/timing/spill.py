@@ -10,26 +10,28 @@ import dataclasses
 from bisect import insort
 
 from neuronmm.emulator.nki.trace import Buffer, Engine, Fold, Instruction, Region, Space, Trace
+from neuronmm.kernels.hardware import NeuronCore
 
 STAGES = 8
-"""Staging tiles that the compiler is assumed to reserve for spilled tiles in flight."""
+"""Staging tiles for spilled tiles in flight; the compiler is assumed to place them in the bytes it keeps for itself."""
 
 _GOLDEN = 0.6180339887
 """Multiples of it modulo 1 are evenly spread, however many there are."""
 
 
-def spill(trace: Trace, capacity: int) -> Trace:
-    """Spill tiles of ``trace`` until the live ones fit ``capacity`` bytes per partition; return it as is if they do."""
-    victims = _victims(trace, capacity)
+def spill(trace: Trace, core: NeuronCore) -> Trace:
+    """Spill tiles of ``trace`` until the live ones fit what ``core`` leaves them; return it as is if they do."""
+    victims = _victims(trace, core)
     return _rewrite(trace, victims) if victims else trace
 
 
-def _victims(trace: Trace, capacity: int) -> set[int]:
+def _victims(trace: Trace, core: NeuronCore) -> set[int]:
     """Return the tiles to spill: where the live ones do not fit, those with the longest life."""
-    if trace.peak(Space.SBUF) <= capacity:
+    if trace.peak(Space.SBUF) <= core.sbuf_usable_bytes:
         return set()
     tiles = sorted((b for b in trace.buffers if b.space is Space.SBUF), key=lambda b: b.allocated)
-    room = capacity - STAGES * max(tiles, key=lambda b: b.released - b.allocated).bytes_per_partition
+    stages = STAGES * max(tiles, key=lambda b: b.released - b.allocated).bytes_per_partition
+    room = core.sbuf_partition_bytes - max(core.sbuf_reserved_bytes, stages)
     victims: set[int] = set()
     live: list[Buffer] = []
     for tile in tiles:
@@ -48,7 +50,9 @@ def _spill_order(tile: Buffer) -> tuple[int, float]:
 def _rewrite(trace: Trace, victims: set[int]) -> Trace:
     """Return the trace with the victims in HBM, staging tiles, and the loads and stores between."""
     result = Trace(
-        trace.name, buffers=[_as_hbm(b) if b.id in victims else dataclasses.replace(b) for b in trace.buffers]
+        trace.name,
+        buffers=[_as_hbm(b) if b.id in victims else dataclasses.replace(b) for b in trace.buffers],
+        spilled=True,
     )
     written: set[int] = set()
     new_index: list[int] = []  # old index -> index of the first instruction that replaces it

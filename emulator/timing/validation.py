@@ -125,7 +125,7 @@ def sweep_report(name: str, m: int, core: NeuronCore) -> tuple[Report, bool]:
     """Simulate a published kernel of the sweep at M; return its report and whether it spills."""
     build = next(build for sweep, build in _KERNELS if sweep.name == name)
     trace = build(m)
-    fitting = spill(trace, core.sbuf_partition_bytes)
+    fitting = spill(trace, core)
     return report(simulate(fitting, core)), fitting is not trace
 
 

@@ -178,7 +178,15 @@ class Strip:
         return a.columns.count * self.tokens * 4 + a.group * self.tokens * self.size
 
     def _addition_ns(self, a: Packing, turns: int) -> float:
-        """Nanoseconds in which the vector engine adds up the sums of the blocks, and the pivots."""
-        banks = a.columns.count * max(1.0, self.tokens / self.core.moving_columns)
-        additions = turns - 1 if a.stored == a.rows.count else turns
-        return additions * banks * (self.core.moving_columns + self.core.access_cycles) / self.core.vector_ghz
+        """Nanoseconds in which the vector engine adds up the sums of the blocks, and the pivots.
+
+        It reads a block's sum from PSUM, but the pivots and the float32 sum they are added to both from SBUF, at half
+        the rate (``nki.isa.tensor_tensor``).
+        """
+        core, columns = self.core, a.columns.count
+        banks = max(1.0, self.tokens / core.moving_columns)
+        plain, pivots = columns * (turns - 1), a.rows.count - a.stored
+        if pivots:
+            plain += columns - pivots
+        cycles = (plain + 2 * pivots) * core.moving_columns + (plain + pivots) * core.access_cycles
+        return banks * cycles / core.vector_ghz

@@ -155,7 +155,7 @@ def explain(problem: Problem | MlpProblem, core: NeuronCore = TRN1) -> list[str]
         + f", weights by {blocks.panels} panel{'s' * (blocks.panels > 1)}",
         f"modelled: {chosen.seconds * 1e3:.3f} ms, {chosen.mfu:.1%} of the tensor engine's peak, "
         f"{chosen.traffic / 2**20:.1f} MiB of HBM traffic; longest busy: {chosen.bound}",
-        f"SBUF {max(chosen.sbuf) / 1024:.1f} of {core.sbuf_partition_bytes // 1024} KiB per partition "
+        f"SBUF {max(chosen.sbuf) / 1024:.1f} of {core.sbuf_usable_bytes // 1024} KiB per partition "
         f"(stage by stage {stages}), PSUM {chosen.psum_banks} of {core.psum_banks} banks",
         "",
         f"strip  depth  {'act  ' if mlp else ''}panels  SBUF KiB   modelled ms    MFU  traffic MiB",
@@ -190,10 +190,10 @@ def _sizes(tiling: Tiling, mlp: bool) -> str:
 
 
 def _refusal(tiling: Tiling, core: NeuronCore) -> str | None:
-    if max(tiling.sbuf) > core.sbuf_partition_bytes:
+    if max(tiling.sbuf) > core.sbuf_usable_bytes:
         return (
             f"strips of {tiling.blocks.tokens} tokens need {max(tiling.sbuf) / 1024:.1f} KiB per partition of SBUF, "
-            f"{core.device} has {core.sbuf_partition_bytes // 1024}: it would spill"
+            f"{core.device} has {core.sbuf_usable_bytes // 1024} for a kernel: it would spill"
         )
     if tiling.psum_banks > core.psum_banks:
         return f"{tiling.psum_banks} PSUM banks are needed, {core.device} has {core.psum_banks}"

@@ -172,6 +172,14 @@ def operand_shapes(x: Any) -> None:
     nisa.tensor_tensor(sbuf(8, 4), sbuf(8, 4), sbuf(8, 3), op=nl.add)  # broken
 
 
+def broadcast_column(x: Any) -> None:
+    nisa.tensor_tensor(sbuf(8, 4), sbuf(8, 4), sbuf(8, 1), op=nl.add)  # broken
+
+
+def broadcast_activation(x: Any) -> None:
+    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 1))  # broken
+
+
 def out_of_bounds(x: Any) -> None:
     nisa.dma_copy(dst=sbuf(64, 100), src=x[0:64, 100:200])  # broken
 
@@ -309,7 +317,7 @@ def test_each_violation_names_file_and_line(kernel: Callable[..., None], data: b
         (too_many_partitions_from_the_start, "start partition", 32, 96),
         (every_other_partition, "partition stride", 1, 2),
         (stride_beyond_16_bits, "stride", 32_767, 32_768),
-        (tile_beyond_a_partition, "free size", 192 * 1024, 200_000),
+        (tile_beyond_a_partition, "free size", 176 * 1024, 200_000),
         (out_of_bounds, "out of bounds", 127, 199),
         (matmul_result_over_two_banks, "psum bank", 2048, 80),
     ],
@@ -374,7 +382,7 @@ def allocating_kernel(buffers: int, space: Any, columns: int, together: bool) ->
 
 @pytest.mark.parametrize(
     ("space", "columns", "fits"),
-    [(nl.sbuf, 12_000, 4), (nl.psum, 512, 8), (nl.psum, 10, 8)],
+    [(nl.sbuf, 11_000, 4), (nl.psum, 512, 8), (nl.psum, 10, 8)],
     ids=["sbuf", "psum", "bank"],
 )
 def test_capacity_counts_live_ranges(space: Any, columns: int, fits: int) -> None:

@@ -111,7 +111,7 @@ def test_what_is_chosen_fits(problem: Problem | MlpProblem, device: str) -> None
         assert problem.tokens_first and features * DTYPE_BYTES[problem.dtype] > LONG_TOKEN
         assert "lay out features first" in str(error)
         return
-    assert max(tiling.sbuf) <= core.sbuf_partition_bytes
+    assert max(tiling.sbuf) <= core.sbuf_usable_bytes
     assert tiling.psum_banks <= core.psum_banks
     assert 0 < tiling.mfu <= 1
     assert tiling.seconds >= max(tiling.tensor, tiling.dma / 2, tiling.vector / 2)

@@ -56,7 +56,7 @@ def test_decode_reads_every_weight_once_and_nothing_else(kernels: Any, name: str
     assert written == 2 * hidden * tokens
     spread = hidden * (tokens == 1)  # matmuls with 1 spread the only token over the partitions
     assert trace.multiply_adds() == 3 * (hidden + middle) * rank * tokens + spread
-    assert trace.peak(Space.SBUF) <= TRN2.sbuf_partition_bytes
+    assert trace.peak(Space.SBUF) <= TRN2.sbuf_usable_bytes
     long = sum(i.bytes for i in trace.instructions if i.engine is Engine.DMA and i.row_bytes >= 2048)
     assert long >= 0.99 * weights
 
@@ -77,7 +77,7 @@ def test_prefill_keeps_the_activation_on_chip(kernels: Any, name: str) -> None:
 
 
 def test_the_solvers_blocks_fit_the_largest_model(kernels: Any) -> None:
-    assert mlp(kernels, "Llama-3.1-8B", 512).peak(Space.SBUF) <= TRN2.sbuf_partition_bytes
+    assert mlp(kernels, "Llama-3.1-8B", 512).peak(Space.SBUF) <= TRN2.sbuf_usable_bytes
 
 
 def test_traffic_of_the_published_shape_is_that_of_equation_10(kernels: Any) -> None:
@@ -86,7 +86,7 @@ def test_traffic_of_the_published_shape_is_that_of_equation_10(kernels: Any) -> 
     equation = 2 * (tokens * inputs + tokens // strip * (inputs + out) * rank + tokens * out)
     assert sum(trace.traffic()) == equation
     assert trace.multiply_adds() == tokens * rank * (inputs + out)
-    assert trace.peak(Space.SBUF) <= TRN1.sbuf_partition_bytes
+    assert trace.peak(Space.SBUF) <= TRN1.sbuf_usable_bytes
 
 
 def test_a_strip_that_does_not_fit_is_refused(kernels: Any) -> None:

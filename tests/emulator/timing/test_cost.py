@@ -1,0 +1,70 @@
+"""What one instruction costs, beside the cost notes of the ``nki.isa`` pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuronmm.emulator.nki import nki_modules
+from neuronmm.emulator.nki.run import TensorSpec, run
+from neuronmm.emulator.nki.trace import Engine, Space
+from neuronmm.emulator.timing.cost import cost
+from neuronmm.emulator.timing.sketch import Sketch, part
+from neuronmm.kernels.hardware import TRN1
+
+ELEMENTS = 512
+SBUF, PSUM = Space.SBUF, Space.PSUM
+
+
+def cycles(op: str, operands: list[tuple[Space, str, int]], result: str = "float32") -> float:
+    """Return the vector engine's cycles; an operand is its memory, its dtype and its elements per partition."""
+    sketch = Sketch("one")
+    tiles = [sketch.tile(f"{i}", ELEMENTS, dtype, space) for i, (space, dtype, _) in enumerate(operands)]
+    reads = tuple(part(tile, 0, count) for tile, (_, _, count) in zip(tiles, operands, strict=True))
+    sketch.elementwise(
+        Engine.VECTOR, op, part(sketch.tile("dst", ELEMENTS, result), 0, ELEMENTS), reads, ELEMENTS, result
+    )
+    return cost(sketch.trace.instructions[-1], sketch.trace.buffers, TRN1).busy * TRN1.vector_ghz
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "result", "passes"),
+    [
+        ("add", [(SBUF, "float32", ELEMENTS)] * 2, "float32", 2),
+        ("add", [(PSUM, "float32", ELEMENTS), (SBUF, "float32", ELEMENTS)], "float32", 1),
+        ("add", [(PSUM, "float32", ELEMENTS)] * 2, "float32", 2),
+        ("add", [(SBUF, "bfloat16", ELEMENTS)] * 2, "bfloat16", 1),
+        ("multiply", [(SBUF, "bfloat16", ELEMENTS)] * 2, "bfloat16", 1),
+        ("multiply", [(SBUF, "bfloat16", ELEMENTS)] * 2, "float32", 2),
+        ("add", [(SBUF, "float32", ELEMENTS), (SBUF, "bfloat16", ELEMENTS)], "bfloat16", 2),
+        ("maximum", [(SBUF, "bfloat16", ELEMENTS)] * 2, "bfloat16", 2),
+        ("add", [(SBUF, "float32", ELEMENTS), (SBUF, "float32", 1)], "float32", 1),
+        ("copy", [(SBUF, "float32", ELEMENTS)], "float32", 1),
+        ("divide", [(SBUF, "float32", ELEMENTS)] * 2, "float32", 8),
+    ],
+)
+def test_the_vector_engine_reads_one_or_two_operands_per_cycle(
+    op: str, operands: list[tuple[Space, str, int]], result: str, passes: int
+) -> None:
+    assert cycles(op, operands, result) == pytest.approx(passes * ELEMENTS + TRN1.access_cycles)
+
+
+def test_the_instructions_that_kernels_record_have_these_costs() -> None:
+    """Two tiles of float32 in SBUF cost twice as much as a tile and one number per partition."""
+    with nki_modules():
+        import neuronxcc.nki.isa as nisa
+        import neuronxcc.nki.language as nl
+        import numpy as np
+
+        def kernel(x: object, y: object) -> None:
+            tile, other, column = nl.load(x), nl.load(x), nl.load(x[:, 0:1])
+            added = nisa.tensor_tensor(tile, other, np.add)
+            nl.store(y, nisa.tensor_scalar(added, np.add, column))
+
+        trace = run(
+            kernel, TensorSpec((128, ELEMENTS), "float32"), outputs=[TensorSpec((128, ELEMENTS), "float32")]
+        ).trace
+    both, scalar = [i for i in trace.instructions if i.op in ("add", "tensor_scalar")]
+    fixed = TRN1.access_cycles / TRN1.vector_ghz
+    assert cost(both, trace.buffers, TRN1).busy - fixed == pytest.approx(
+        2 * (cost(scalar, trace.buffers, TRN1).busy - fixed)
+    )
