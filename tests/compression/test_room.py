@@ -185,6 +185,23 @@ def test_all_hidden_states_of_a_layer_are_counted(monkeypatch: pytest.MonkeyPatc
             memory.check_row_memory(8, 16, 32, settings[kind], "cpu")
 
 
+def test_kept_rows_need_memory_too(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, settings = dense(), config(method="whitened", calibration=str(text))
+
+    def stop(stage: str, fraction: float) -> None:
+        if stage == "compressing":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, tmp_path / "out", settings, progress=stop)
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="choose fewer or shorter rows"):
+        patched.setattr(memory, "free_memory", lambda device: 0)
+        compress(source, tmp_path / "out", settings, resume=True)
+    compress(source, tmp_path / "out", settings, resume=True)
+
+
 def _content(file: Path) -> int:
     """Return the bytes of the tensors in a safetensors file, complete or partial; 0 for other files."""
     if not file.is_file() or file.suffix not in (".safetensors", ".writing"):
