@@ -105,6 +105,14 @@ def reads_a_partial_sum(x: Any, out: Any) -> None:
         xl.store(out[0:64, i : i + 1], total)
 
 
+def adds_to_what_another_wrote(x: Any, out: Any) -> None:
+    t = xl.zeros((64, 5), dtype=F32)
+    for i in xl.affine_range(4):
+        t[0:64, i + 1 : i + 2] = xl.load(x[0:64, i : i + 1])
+        t[0:64, i : i + 1] += xl.load(x[0:64, i : i + 1])
+    xl.store(out[0:64, 0:5], t)
+
+
 def independent(x: Any, out: Any) -> None:
     total = xl.zeros((64, 1), dtype=F32)
     columns = xl.zeros((64, 8), dtype=F32)
@@ -118,7 +126,14 @@ def independent(x: Any, out: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [carries_a_value, overwrites_an_output, overwrites_what_another_read, reads_a_partial_sum]
+    "kernel",
+    [
+        carries_a_value,
+        overwrites_an_output,
+        overwrites_what_another_read,
+        reads_a_partial_sum,
+        adds_to_what_another_wrote,
+    ],
 )
 @pytest.mark.parametrize("shuffle", [None, 3])
 def test_a_race_in_affine_range_is_refused(kernel: Callable[..., None], shuffle: int | None) -> None:
