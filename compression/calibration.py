@@ -56,8 +56,6 @@ def calibration_tokens(run: Run) -> tuple[Tensor, Tensor]:
     tokens = NO_ROWS
     if processes.rank() == 0:
         tokens = run.workspace.tokens(lambda: run.store.tokens(lambda: make_rows(run)))
-        hidden = _model_config(run.dense.folder).hidden_size
-        check_row_memory(len(tokens), tokens.shape[1], hidden, run.config, run.device)  # rows that were kept, too
     tokens = processes.of_first(tokens)
     held_out = math.ceil(len(tokens) / 9)
     return tokens[:-held_out] if len(tokens) > held_out else tokens, tokens[-held_out:]
@@ -71,7 +69,7 @@ def make_rows(run: Run) -> Tensor:
     """
     folder, rows = run.dense.folder, run.config.rows
     rows = replace(rows, count=rows.count + math.ceil(rows.count / 8))
-    config = _model_config(folder)
+    config = ModelConfig.parse(read_config(folder), str(folder / "config.json"))
     context = load_config(folder).max_position_embeddings
     if rows.length > context:
         longest = f"the model's context is {context} tokens"
@@ -97,10 +95,6 @@ def make_rows(run: Run) -> Tensor:
         model, sampling = StreamedModel(folder, None, run.device), partial(run.progress, "sampling text")
         parts[SELF] = from_model(model, prefixes(tokenizer), replace(rows, count=to_sample), sampling)
     return mixed([parts[text] for text in texts])
-
-
-def _model_config(folder: Path) -> ModelConfig:
-    return ModelConfig.parse(read_config(folder), str(folder / "config.json"))
 
 
 def shares(count: int, parts: int) -> list[int]:

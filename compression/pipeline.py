@@ -24,7 +24,7 @@ from neuronmm.compression.fisher import measure_gradients, working_bytes
 from neuronmm.compression.identity import of_model, of_run, of_texts
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.member import check_processes, check_rows, workspace_of
-from neuronmm.compression.memory import check_disk, check_room, forget_peak, peak_rss
+from neuronmm.compression.memory import check_disk, check_room, check_row_memory, forget_peak, peak_rss
 from neuronmm.compression.plan import Plan, has_spectra, make_plan, measure_spectra, needs_spectra, targeted
 from neuronmm.compression.ranks import Linear, realised
 from neuronmm.compression.reader import Reader
@@ -94,6 +94,9 @@ def compress(
 
         rows, held_out = calibration_tokens(run)
         check_rows(rows, held_out)
+        if config.needs_text and not _factorised(run, plan.linears, contents.config.num_hidden_layers):
+            count = len(rows) + len(held_out)  # rows that were kept have to fit, too
+            check_row_memory(count, rows.shape[1], contents.config.hidden_size, config, device)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
         if _needs_gradients(config) and not _factorised(run, plan.linears, len(streamed)):

@@ -162,20 +162,24 @@ def elementwise(
     write_mask = mask if source_shape is None else dst_mask
     written = check_operand(machine, dst, f"the result of {op}", spaces, write_mask)
     check_distinct_elements(machine, dst, write_mask)
-    reads = []
+    reads: list[Region] = []
+    full: list[int] = []
     shape = dst.shape if source_shape is None else source_shape
+    elements = prod(shape[1:])
     for source in sources:
         if isinstance(source, Tile):
             region = check_operand(machine, source, f"an operand of {op}", spaces, mask)
             if broadcast and not _fits(source, shape):
                 machine.fail("shape", f"an operand of {op} does not fit the result", shape, source.shape)
             check_no_overlap(machine, dst, written, source, region)
+            if source.elements == elements:
+                full.append(len(reads))
             reads.append(region)
         elif isinstance(source, LoopIndex) or (isinstance(source, np.ndarray) and source.ndim):
             machine.fail("operand", f"an operand of {op} must be a tile or a number, not {source!r}")
     machine.emit(
         engine, op, tuple(reads), (written,), dtype=dtype_name(dst.dtype), partitions=dst.shape[0],
-        elements=prod(shape[1:]),
+        elements=elements, full=tuple(full),
     )  # fmt: skip
     register_writer(dst, written, engine)
     if machine.has_data:

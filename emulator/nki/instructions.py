@@ -225,6 +225,7 @@ def scan(
     mask: Mask = None,
 ) -> None:  # fmt: skip
     """``dst[:, t] = (a[:, t] op0 dst[:, t-1]) op1 b[:, t]`` along the free axis, on the vector engine."""
+    check_equal_sizes("tensor_tensor_scan", dst, a, b)
     first, second = as_op(op0).function, as_op(op1).function
 
     def function(x: np.ndarray, y: np.ndarray, start: Any) -> np.ndarray:

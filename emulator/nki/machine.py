@@ -44,10 +44,10 @@ class Storage:
 
     ``data``: flat array, None in a shape-only run. ``free_size``: elements per partition (in HBM, per leading index).
     ``allocated_at``: number of instructions before the allocation. ``zeroed``: declared as zeros in PSUM, without an
-    instruction. ``last_writes``: for each element the instruction that wrote it last (-1: none), as :mod:`.races`
-    notes it, kept only where a race is possible. ``writers``: written PSUM region -> engine, None outside of PSUM.
-    ``scope``: the loop body of the allocation. ``preset``: has its values before the kernel starts. ``read_only``: the
-    kernel must not write it.
+    instruction. ``last_writes`` and ``last_sets``: for each element the number of the instruction that wrote it last,
+    and of the last one that neither added nor was a matmul (-1: none), kept only where a race is possible. ``writers``:
+    written PSUM region -> engine, None outside of PSUM. ``scope``: the loop body of the allocation. ``preset``: has its
+    values before the kernel starts. ``read_only``: the kernel must not write it.
     """
 
     record: Buffer
@@ -57,6 +57,7 @@ class Storage:
     allocated_at: int
     zeroed: bool = False
     last_writes: np.ndarray | None = None
+    last_sets: np.ndarray | None = None
     writers: dict[tuple[int, int, int, int], Engine] | None = None
     scope: Scope | None = None
     preset: bool = False

@@ -137,6 +137,7 @@ def tensor_copy(dst: Tile, src: Tile, engine: Any = None, name: str | None = Non
 
 def reciprocal(dst: Tile, data: Tile, name: str | None = None) -> None:
     """``dst = 1 / data`` on the vector engine."""
+    instructions.check_equal_sizes("reciprocal", dst, data)
     engines.elementwise(Engine.VECTOR, "reciprocal", dst, (data,), np.reciprocal)
 
 

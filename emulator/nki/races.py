@@ -2,10 +2,8 @@
 
 Rules for memory allocated outside the loop: no iteration reads or overwrites an element that another iteration wrote,
 and none writes an element that another read. Sums (``tile += value``) may accumulate over iterations, but not onto what
-another iteration wrote; only the tensor engine's first matmul into a PSUM location may write it, and others add. Only
-runs with data detect races; a shape-only run does not.
-
-A storage's ``last_writes`` has two times the number of the instruction, plus 1 if it added.
+another iteration set; the tensor engine's matmuls are exempt, of which the first sets a PSUM location and others add.
+Only runs with data detect races; a shape-only run does not.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from neuronmm.emulator.nki.machine import Loop, Machine, Storage, current
-from neuronmm.emulator.nki.trace import Space
+from neuronmm.emulator.nki.trace import Engine
 
 if TYPE_CHECKING:
     from neuronmm.emulator.nki.tile import Mask, Tile
@@ -39,17 +37,19 @@ def note_write(tile: Tile, mask: Mask, accumulating: bool) -> None:
     if not loops:
         return
     if storage.last_writes is None:  # allocated on first use: most tiles live within one iteration
-        storage.last_writes = np.full(prod(storage.record.shape), -1, np.int64)
-    writers = tile.gather(storage.last_writes, mask)
-    if not accumulating:
-        _check_writes(machine, loops, storage, writers, "overwrites")
-    elif tile.space is not Space.PSUM:
-        _check_writes(machine, loops, storage, writers[writers % 2 == 0], "adds to")
+        storage.last_writes, storage.last_sets = np.full((2, prod(storage.record.shape)), -1, np.int64)
+    assert storage.last_sets is not None
+    if accumulating:
+        _check_writes(machine, loops, storage, tile.gather(storage.last_sets, mask), "adds to")
+    else:
+        _check_writes(machine, loops, storage, tile.gather(storage.last_writes, mask), "overwrites")
     for loop in loops:
         for number, view, view_mask in loop.reads.get(storage, ()):
             if number < loop.iteration and _overlap(tile, mask, view, view_mask):
                 _refuse(machine, loop, storage, "writes", "read")
-    tile.scatter(storage.last_writes, 2 * (len(machine.trace.instructions) - 1) + accumulating, mask)
+    tile.scatter(storage.last_writes, len(machine.trace.instructions) - 1, mask)
+    if not accumulating and machine.trace.instructions[-1].engine is not Engine.TENSOR:
+        tile.scatter(storage.last_sets, len(machine.trace.instructions) - 1, mask)
 
 
 def _parallel_loops(machine: Machine, storage: Storage) -> list[Loop]:
@@ -58,9 +58,8 @@ def _parallel_loops(machine: Machine, storage: Storage) -> list[Loop]:
 
 
 def _check_writes(machine: Machine, loops: list[Loop], storage: Storage, writers: np.ndarray, verb: str) -> None:
-    numbers = writers // 2
     for loop in loops:
-        if ((numbers >= loop.started) & (numbers < loop.iteration)).any():
+        if ((writers >= loop.started) & (writers < loop.iteration)).any():
             _refuse(machine, loop, storage, verb, "wrote")
 
 

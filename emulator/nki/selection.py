@@ -13,7 +13,7 @@ import numpy as np
 
 from neuronmm.emulator.nki.dtypes import FLOAT32
 from neuronmm.emulator.nki.engines import elementwise
-from neuronmm.emulator.nki.instructions import check_column, elementwise_and_reduce, reduction_of
+from neuronmm.emulator.nki.instructions import check_column, check_equal_sizes, elementwise_and_reduce, reduction_of
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import as_op
 from neuronmm.emulator.nki.tile import Mask, Tile
@@ -46,6 +46,7 @@ def copy_predicated(dst: Tile, src: Any, predicate: Tile, reverse: bool = False,
 
     ``src`` is a number or a tile of the dtype of ``dst``.
     """
+    check_equal_sizes("tensor_copy_predicated", dst, src, predicate)
     _check_not_both_in_psum(predicate, src)
     check_one_of(predicate, COPY_PREDICATES, "the predicate of tensor_copy_predicated")
     check_same(dst, src, "tensor_copy_predicated")
@@ -63,6 +64,7 @@ def select(
 
     ``reduce_res`` receives the maximum of the result.
     """
+    check_equal_sizes("select_reduce", dst, predicate, on_true)
     _check_not_both_in_psum(predicate, on_true)
     check_one_of(predicate, SELECT_PREDICATES, "the predicate of select_reduce")
     check_narrow(on_true, "on_true of select_reduce")

@@ -69,7 +69,8 @@ class Instruction:
 
     * matmul: ``k``, ``m``, ``n`` (stationary [k, m], moving [k, n], result [m, n]) and ``accumulate``. A transpose on
       the tensor engine has op ``transpose`` and the same fields.
-    * elementwise: ``partitions``, and ``elements`` per partition of the largest operand.
+    * elementwise: ``partitions``, ``elements`` per partition of the largest operand, and ``full``, the places in
+      ``reads`` of the operands with as many elements.
     * DMA: ``bytes`` in total, ``row_bytes`` that are contiguous on both sides (one descriptor), ``partitions`` on the
       SBUF side, ``source`` and ``target``.
     """
@@ -87,6 +88,7 @@ class Instruction:
     accumulate: bool = False
     partitions: int = 0
     elements: int = 0
+    full: tuple[int, ...] = ()
     bytes: int = 0
     row_bytes: int = 0
     source: Space | None = None

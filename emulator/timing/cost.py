@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuronmm.emulator.nki.trace import Buffer, Engine, Instruction, Region, Space
+from neuronmm.emulator.nki.trace import Buffer, Engine, Instruction, Space
 from neuronmm.kernels.hardware import DTYPE_BYTES, NeuronCore
 
 
@@ -40,23 +40,24 @@ def _tensor_cycles(instruction: Instruction, core: NeuronCore) -> float:
 def _passes(instruction: Instruction, buffers: list[Buffer]) -> int:
     """Return cycles per element: 8 to divide, 1 or 2 otherwise.
 
-    Two operands of full size take 2, unless one is in SBUF and the other in PSUM, or both are in SBUF and a sum,
-    difference or product of bfloat16 only. A number, or one element per partition, is not an operand of full size.
-    Source: the cost note of ``nki.isa.tensor_tensor``.
+    On the vector engine two operands of full size take 2, unless one is in SBUF and the other in PSUM, or both are in
+    SBUF, contiguous, and added, subtracted or multiplied in bfloat16 only (cost note of ``nki.isa.tensor_tensor``).
+    ``tensor_tensor_scan`` always takes 2. So does ``scalar_tensor_tensor`` here: its note in the first dialect says so
+    but for one pair of operators, that of the second likens it to ``tensor_tensor``.
     """
     if instruction.op in ("reciprocal", "divide"):
         return 8
-    operands = [buffers[region.buffer] for region in instruction.reads if not _one_element(region, buffers)]
-    if len(operands) < 2:
+    if instruction.engine is not Engine.VECTOR or len(instruction.full) < 2:
         return 1
-    spaces = {operand.space for operand in operands}
-    narrow = {operand.dtype for operand in operands} | {instruction.dtype} == {"bfloat16"}
-    quick = narrow and spaces == {Space.SBUF} and instruction.op in ("add", "subtract", "multiply")
-    return 1 if len(spaces) == 2 or quick else 2
-
-
-def _one_element(region: Region, buffers: list[Buffer]) -> bool:
-    return region.high - region.low <= DTYPE_BYTES.get(buffers[region.buffer].dtype, 4)
+    if instruction.op in ("tensor_tensor_scan", "scalar_tensor_tensor"):
+        return 2
+    operands = [(instruction.reads[i], buffers[instruction.reads[i].buffer]) for i in instruction.full]
+    if {buffer.space for _, buffer in operands} == {Space.SBUF, Space.PSUM}:
+        return 1
+    narrow = {buffer.dtype for _, buffer in operands} | {instruction.dtype} == {"bfloat16"}
+    contiguous = all(region.high - region.low == 2 * instruction.elements for region, _ in operands)
+    in_sbuf = all(buffer.space is Space.SBUF for _, buffer in operands)
+    return 1 if narrow and contiguous and in_sbuf and instruction.op in ("add", "subtract", "multiply") else 2
 
 
 def _dma(instruction: Instruction, core: NeuronCore) -> Cost:

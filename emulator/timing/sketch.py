@@ -63,9 +63,13 @@ class Sketch:
     def elementwise(
         self, engine: Engine, op: str, target: Region, operands: tuple[Region, ...], elements: int, dtype: str
     ) -> None:
-        """Compute target = op(*operands) over ``elements`` columns."""
+        """Compute target = op(*operands) over ``elements`` columns; an operand of fewer bytes has one per partition."""
+        largest = max((region.high - region.low for region in operands), default=0)
+        full = tuple(i for i, region in enumerate(operands) if 2 * (region.high - region.low) >= largest)
         self._add(
-            Instruction(engine, op, operands, (target,), "", self._loop, dtype, partitions=128, elements=elements)
+            Instruction(
+                engine, op, operands, (target,), "", self._loop, dtype, partitions=128, elements=elements, full=full
+            )
         )
 
     def _dma(

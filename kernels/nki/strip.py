@@ -80,7 +80,7 @@ class Strip:
         # one buffer: the next block starts after the last matmul that reads this one
         act = block * self.tokens * self.size
         sbuf = sum(self._result_bytes(f) for f in inputs) + act + self._sum_bytes(down_a, turns)
-        middle = self._stage(streamed, 0, 0.0, self._addition_ns(down_a, turns), sbuf)
+        middle = self._stage(streamed, 0, 0.0, self._addition_ns(down_a, block), sbuf)
         return [self._first(inputs, p.hidden), middle, self._last(down_b, p.hidden, self._result_bytes(down_a))]
 
     def _count_table(self, factors: list[Packing]) -> None:
@@ -107,7 +107,8 @@ class Strip:
         sbuf = copies * depth * self.tokens * size + sum(self._sum_bytes(f, turns) for f in factors)
         sbuf += (p.tokens_first or one_token) * self.token_tiles * deep * PARTITIONS * size
         sbuf += p.norm * (4 * self.tokens + 2 * (self.moving + PARTITIONS) * size + 8)
-        vector = sum(self._addition_ns(f, turns) for f in factors)
+        scaled_late = p.norm and turns > 1  # the sum of several blocks is multiplied by 1 / rms in SBUF
+        vector = sum(self._addition_ns(f, depth) + self._vector_ns(0, f.columns.count * scaled_late) for f in factors)
         first_panel = factors[0].elements * self.weight * factors[0].group / factors[0].columns.count
         self.fill = self.core.dma_start_ns + (self._dma(moved, row) + self._dma(int(first_panel), 1 << 12)) / turns
         streamed = [Streamed(f, depth, turns) for f in factors]
@@ -177,16 +178,20 @@ class Strip:
             return self._result_bytes(a)
         return a.columns.count * self.tokens * 4 + a.group * self.tokens * self.size
 
-    def _addition_ns(self, a: Packing, turns: int) -> float:
-        """Nanoseconds in which the vector engine adds up the sums of the blocks, and the pivots.
+    def _addition_ns(self, a: Packing, depth: int) -> float:
+        """Nanoseconds in which the vector engine adds up the sums of blocks of ``depth`` row chunks, and the pivots.
 
-        It reads a block's sum from PSUM, but the pivots and the float32 sum they are added to both from SBUF, at half
-        the rate (``nki.isa.tensor_tensor``).
+        It reads a block's sum from PSUM, but the pivots and the float32 sum they are added to both from SBUF.
         """
-        core, columns = self.core, a.columns.count
-        banks = max(1.0, self.tokens / core.moving_columns)
-        plain, pivots = columns * (turns - 1), a.rows.count - a.stored
-        if pivots:
-            plain += columns - pivots
-        cycles = (plain + 2 * pivots) * core.moving_columns + (plain + pivots) * core.access_cycles
-        return banks * cycles / core.vector_ghz
+        pivots = a.rows.count - a.stored
+        plain = a.columns.count * max(0, -(-a.stored // depth) - 1)
+        return self._vector_ns(plain + (a.columns.count - pivots if pivots else 0), pivots)
+
+    def _vector_ns(self, plain: int, slow: int) -> float:
+        """Nanoseconds for ``plain`` and ``slow`` result chunks of all tokens, at one and two cycles per element.
+
+        Two operands in SBUF that are not both in bfloat16 are slow (``nki.isa.tensor_tensor``).
+        """
+        core = self.core
+        cycles = (plain + 2 * slow) * core.moving_columns + (plain + slow) * core.access_cycles
+        return max(1.0, self.tokens / core.moving_columns) * cycles / core.vector_ghz

@@ -113,6 +113,23 @@ def adds_to_what_another_wrote(x: Any, out: Any) -> None:
     xl.store(out[0:64, 0:5], t)
 
 
+def adds_after_its_own_sum(x: Any, out: Any) -> None:
+    t = xl.zeros((64, 5), dtype=F32)
+    for i in xl.affine_range(4):
+        t[0:64, i + 1 : i + 2] = xl.load(x[0:64, i : i + 1])
+        t[0:64, i + 1 : i + 2] += xl.load(x[0:64, i : i + 1])
+        t[0:64, i : i + 1] += xl.load(x[0:64, i : i + 1])
+    xl.store(out[0:64, 0:5], t)
+
+
+def adds_in_psum_to_what_another_wrote(x: Any, out: Any) -> None:
+    t = xl.zeros((64, 5), dtype=F32, buffer=xl.psum)
+    for i in xl.affine_range(4):
+        t[0:64, i + 1 : i + 2] = xisa.tensor_copy(xl.load(x[0:64, i : i + 1]))
+        t[0:64, i : i + 1] += xl.load(x[0:64, i : i + 1])
+    xl.store(out[0:64, 0:5], xisa.tensor_copy(t))
+
+
 def independent(x: Any, out: Any) -> None:
     total = xl.zeros((64, 1), dtype=F32)
     columns = xl.zeros((64, 8), dtype=F32)
@@ -133,6 +150,8 @@ def independent(x: Any, out: Any) -> None:
         overwrites_what_another_read,
         reads_a_partial_sum,
         adds_to_what_another_wrote,
+        adds_after_its_own_sum,
+        adds_in_psum_to_what_another_wrote,
     ],
 )
 @pytest.mark.parametrize("shuffle", [None, 3])

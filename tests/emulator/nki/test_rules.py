@@ -176,6 +176,10 @@ def broadcast_column(x: Any) -> None:
     nisa.tensor_tensor(sbuf(8, 4), sbuf(8, 4), sbuf(8, 1), op=nl.add)  # broken
 
 
+def broadcast_reciprocal(x: Any) -> None:
+    nisa.reciprocal(sbuf(8, 4), sbuf(8, 1))  # broken
+
+
 def broadcast_activation(x: Any) -> None:
     nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 1))  # broken
 
@@ -382,7 +386,7 @@ def allocating_kernel(buffers: int, space: Any, columns: int, together: bool) ->
 
 @pytest.mark.parametrize(
     ("space", "columns", "fits"),
-    [(nl.sbuf, 11_000, 4), (nl.psum, 512, 8), (nl.psum, 10, 8)],
+    [(nl.sbuf, 12_000, 3), (nl.psum, 512, 8), (nl.psum, 10, 8)],
     ids=["sbuf", "psum", "bank"],
 )
 def test_capacity_counts_live_ranges(space: Any, columns: int, fits: int) -> None:

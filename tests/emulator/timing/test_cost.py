@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from neuronmm.emulator.nki import nki_modules
@@ -40,6 +42,8 @@ def cycles(op: str, operands: list[tuple[Space, str, int]], result: str = "float
         ("add", [(SBUF, "float32", ELEMENTS), (SBUF, "float32", 1)], "float32", 1),
         ("copy", [(SBUF, "float32", ELEMENTS)], "float32", 1),
         ("divide", [(SBUF, "float32", ELEMENTS)] * 2, "float32", 8),
+        ("scalar_tensor_tensor", [(PSUM, "float32", ELEMENTS), (SBUF, "bfloat16", ELEMENTS)], "bfloat16", 2),
+        ("tensor_tensor_scan", [(PSUM, "float32", ELEMENTS), (SBUF, "float32", ELEMENTS)], "float32", 2),
     ],
 )
 def test_the_vector_engine_reads_one_or_two_operands_per_cycle(
@@ -49,22 +53,24 @@ def test_the_vector_engine_reads_one_or_two_operands_per_cycle(
 
 
 def test_the_instructions_that_kernels_record_have_these_costs() -> None:
-    """Two tiles of float32 in SBUF cost twice as much as a tile and one number per partition."""
+    """A view that repeats an element is an operand of full size; eight searched values are not."""
     with nki_modules():
         import neuronxcc.nki.isa as nisa
         import neuronxcc.nki.language as nl
         import numpy as np
 
-        def kernel(x: object, y: object) -> None:
+        def kernel(x: Any, y: Any) -> None:
             tile, other, column = nl.load(x), nl.load(x), nl.load(x[:, 0:1])
             added = nisa.tensor_tensor(tile, other, np.add)
-            nl.store(y, nisa.tensor_scalar(added, np.add, column))
+            added = nisa.tensor_tensor(added, column.broadcast_to((128, ELEMENTS)), np.subtract)
+            added = nisa.tensor_scalar(added, np.multiply, column)
+            nisa.nc_find_index8(data=added, vals=nisa.max8(src=added))
+            nl.store(y, added)
 
-        trace = run(
-            kernel, TensorSpec((128, ELEMENTS), "float32"), outputs=[TensorSpec((128, ELEMENTS), "float32")]
-        ).trace
-    both, scalar = [i for i in trace.instructions if i.op in ("add", "tensor_scalar")]
-    fixed = TRN1.access_cycles / TRN1.vector_ghz
-    assert cost(both, trace.buffers, TRN1).busy - fixed == pytest.approx(
-        2 * (cost(scalar, trace.buffers, TRN1).busy - fixed)
-    )
+        spec = TensorSpec((128, ELEMENTS), "float32")
+        trace = run(kernel, spec, outputs=[spec]).trace
+    passes = {"add": 2, "subtract": 2, "tensor_scalar": 1, "max8": 1, "nc_find_index8": 1}
+    for op, count in passes.items():
+        (instruction,) = [i for i in trace.instructions if i.op == op]
+        busy = cost(instruction, trace.buffers, TRN1).busy * TRN1.vector_ghz
+        assert busy == pytest.approx(count * ELEMENTS + TRN1.access_cycles), op

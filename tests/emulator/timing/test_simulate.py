@@ -233,6 +233,23 @@ def test_a_trace_that_does_not_fit_is_refused_and_fits_when_spilled() -> None:
     simulate(spilled, TRN1)
 
 
+@pytest.mark.parametrize(
+    ("columns", "fits"), [(TRN1.sbuf_usable_bytes // 2, True), (TRN1.sbuf_usable_bytes // 2 + 1, False)]
+)
+def test_a_kernel_leaves_the_compiler_its_bytes(columns: int, fits: bool) -> None:
+    sketch = Sketch("large")
+    tile, hbm = sketch.tile("tile", columns), sketch.tensor("hbm", 128, columns)
+    sketch.load(tile, 0, columns, hbm)
+    sketch.store(hbm, tile, 0, columns)
+    sketch.free(tile)
+    if fits:
+        assert spill(sketch.trace, TRN1) is sketch.trace
+        simulate(sketch.trace, TRN1)
+    else:
+        with pytest.raises(CapacityError):
+            simulate(sketch.trace, TRN1)
+
+
 def test_a_timeline_is_written_as_a_chrome_trace_and_a_png(tmp_path: Path) -> None:
     timeline = simulate(dense_xw(2048, 1024, 512), TRN1)
     write_chrome_trace(timeline, tmp_path / "trace.json")
