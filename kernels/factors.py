@@ -61,8 +61,9 @@ class LowRank(NamedTuple):
 
     def shares_a(self, other: LowRank) -> bool:
         """Whether both apply one A tensor in the same way, so that the rank-r intermediate is computed only once."""
-        one, two = (stored(part.A)[0] for part in (self, other))
-        return one is two and (self.form is Form.COLUMNS) == (other.form is Form.COLUMNS)
+        one, two = stored(self.A), stored(other.A)
+        same = len(one) == len(two) and all(a is b for a, b in zip(one, two, strict=True))
+        return same and (self.form is Form.COLUMNS) == (other.form is Form.COLUMNS)
 
     def expanded(self, dtype: torch.dtype = torch.float32) -> LowRank:
         """Return the same linear in the form TWO. A pivoted form of few bits is dequantised to ``dtype``."""

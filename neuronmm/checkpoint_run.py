@@ -32,7 +32,7 @@ def add_factor_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--factor-dtype",
         choices=choices,
-        help="dtype of the stored factors (default the model's); int4 needs --form two, fp8 is for Trainium",
+        help="dtype of the stored factors (default the model's); int4 needs the form two, fp8 is for Trainium",
     )
     parser.add_argument("--factors", choices=choices, help=argparse.SUPPRESS)
 

@@ -49,10 +49,12 @@ struct Linear {
     const Matrix& last() const { return low_rank() ? b : a; }
     int in() const { return a.cols + (form == kColumns ? a.rows : 0); }
     int out() const { return last().rows + (form == kRows ? a.rows : 0); }
-    // Whether both linears are factorised and have one h, which is computed once.
+    // Whether both linears are factorised and have one h, which is computed once. Factors of different ranks may begin at
+    // one address.
     bool shares_a(const Linear& other) const {
-        return low_rank() && other.low_rank() && a.data == other.a.data &&
-               (form == kColumns) == (other.form == kColumns);
+        const Matrix& b_a = other.a;
+        return low_rank() && other.low_rank() && a.data == b_a.data && a.scale == b_a.scale && a.rows == b_a.rows &&
+               a.cols == b_a.cols && a.type == b_a.type && (form == kColumns) == (other.form == kColumns);
     }
 };
 

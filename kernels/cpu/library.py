@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ INT8, INT8_X16, INT4 = 2, 3, 4
 INT4_PIVOTED = "pivoted factors in int4, which lose too much (docs/results/low_bits.md); the core takes floats or int8"
 
 FP8_FACTORS = "factors in fp8, which are Trainium's; the core takes floats or int8"
+
+NO_RANK = "factors of rank 0"
 
 FORMS = {Form.TWO: 0, Form.ROWS: 1, Form.COLUMNS: 2}
 """Form numbers of the core."""
@@ -104,8 +107,10 @@ class Linear(ctypes.Structure):
 
         Raises:
             KernelError: the pivots are not strictly increasing outputs of the linear, pivoted factors are int4, or the
-                factors are fp8.
+                factors are fp8 or have rank 0.
         """
+        if not factors.rank:
+            raise KernelError(NO_RANK)
         if pivoted_int4(factors):
             raise KernelError(INT4_PIVOTED)
         if isinstance(factors.A, Fp8) or isinstance(factors.B, Fp8):
@@ -148,9 +153,9 @@ class Model(ctypes.Structure):
 @cache
 def core() -> ctypes.CDLL | None:
     """Return the loaded core, or None if it was not built, cannot be loaded or does not match this module."""
-    for file in sorted(Path(__file__).parent.glob("_core*.so")):
+    for suffix in EXTENSION_SUFFIXES:  # a build for another Python may lie beside this one's
         try:
-            library = ctypes.CDLL(str(file))
+            library = ctypes.CDLL(str(Path(__file__).parent / f"_core{suffix}"))
         except OSError:
             continue
         if _matches(library):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from neuronmm.kernels.cpu.library import TYPES, Linear, Matrix, core, malformed
+from neuronmm.kernels.cpu.library import NOT_BUILT, TYPES, Linear, Matrix, core, malformed
 from neuronmm.kernels.cpu.step import LinearWeights
 from neuronmm.kernels.low_bits import Weight, stored
 from neuronmm.kernels.ops import KernelError, width_after
@@ -76,8 +76,11 @@ def _linears(x: Tensor, described: Tensor, out_features: int) -> Tensor:
     width = ctypes.c_int64(x.shape[-1])
     count, rows = described.numel() // ctypes.sizeof(Linear), x.shape[:-1].numel()
     linears, x_at, y_at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (described, x, y))
+    if x.dtype not in TYPES or described.numel() % ctypes.sizeof(Linear):
+        raise KernelError(f"linears for x of {x.dtype}, described in {described.numel()} bytes")
     library = core()
-    assert library is not None  # `describe` needs it, too
+    if library is None:
+        raise KernelError(NOT_BUILT)
     sizes = (TYPES[x.dtype], rows, width, y_at, ctypes.c_int64(out_features), torch.get_num_threads())
     if library.neuronmm_linear_group(linears, count, x_at, *sizes):
         raise KernelError(f"linears that do not take {x.shape[-1]} features, or do not return {out_features}")

@@ -94,9 +94,13 @@ void neuronmm_low_rank_linear(const Linear* linear, const void* x, int32_t type,
 
 int neuronmm_linear_group(const Linear* linears, int32_t count, const void* x, int32_t type, int32_t rows, int64_t in,
                           void* y, int64_t out, int32_t threads) {
+    if (count < 1 || count > kMaxGroup) return -1;
     int64_t sum = 0;
-    for (int i = 0; i < count; i++) sum += linears[i].out();
-    if (linears[0].in() != in || sum != out) return -1;
+    for (int i = 0; i < count; i++) {
+        if (linears[i].in() != in) return -1;
+        sum += linears[i].out();
+    }
+    if (sum != out) return -1;
     const size_t bytes = type == kFloat32 ? 4 : 2;
     const bool gemm = rows > kGemvRows && has_gemm(linears, count, type);
     for (size_t done = 0, n; done < static_cast<size_t>(rows); done += n) {

@@ -15,6 +15,7 @@ from torch import Tensor
 from neuronmm.kernels.cpu.library import (
     INT4_PIVOTED,
     MAX_BATCH,
+    NO_RANK,
     NOT_BUILT,
     TYPES,
     Linear,
@@ -37,6 +38,8 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
         return "a tensor is not in main memory"
     if x.dtype not in TYPES or any(tensor.dtype != x.dtype for tensor in floats):
         return "it takes float32 or bfloat16, the same for all tensors, or factors of few bits"
+    if not all(factor.rank for factor in factors):
+        return NO_RANK
     if any(map(pivoted_int4, factors)):
         return INT4_PIVOTED
     for reason in map(malformed, (weight for factor in factors for weight in factor[:2])):
@@ -46,7 +49,7 @@ def _refuses(x: Tensor, *factors: LowRank) -> str | None:
         return "it has no backward; use torch.inference_mode()"
     if not all(tensor.is_contiguous() for tensor in tensors):
         return "a weight is not contiguous"
-    rows = x.numel() // x.shape[-1]
+    rows = x.numel() // max(x.shape[-1], 1)
     if not 1 <= rows <= MAX_BATCH:
         return f"it takes 1 to {MAX_BATCH} rows, here are {rows}"
     return None

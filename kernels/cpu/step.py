@@ -264,5 +264,5 @@ class DecodeStep:
             raise KernelError(
                 f"a tensor {list(tensor.shape)} on {tensor.device}: it has to be contiguous, in main memory"
             )
-        self._alive.append(tensor)
+        self._alive.append(tensor.detach())  # an alias: a parameter that gets other data lets its old memory go
         return tensor.data_ptr()

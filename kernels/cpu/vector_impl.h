@@ -111,10 +111,10 @@ inline float max_lane(Vec v) {
 }
 
 // e^x by range reduction to |r| <= ln 2 / 2 and the Taylor polynomial of degree 7, relative error below 2e-7.
-// Arguments are clamped to where the result is a normal number.
+// Arguments are clamped to where the result is a normal number; NaN stays NaN.
 inline Vec exp(Vec x) {
-    x = x < 88.0f ? x : splat(88.0f);
-    x = x > -87.0f ? x : splat(-87.0f);
+    x = x > 88.0f ? splat(88.0f) : x;
+    x = x < -87.0f ? splat(-87.0f) : x;
     const Vec shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const Vec n = (x * 1.44269504f + shifter) - shifter;
     const Vec r = (x - n * 0.693145752f) - n * 1.42860677e-6f;

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--align",
         type=alignment,
         metavar="auto|N",
-        help="ranks are multiples of this tile (default auto: 128, less for small models)",
+        help="ranks are multiples of this tile (default auto: 128, less for a small linear)",
     )
     parser.add_argument(
         "--calibration",

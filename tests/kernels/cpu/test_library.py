@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,10 @@ def test_a_core_with_fewer_types_is_rejected(fresh: None, monkeypatch: pytest.Mo
 
 def test_a_core_that_does_not_report_its_struct_sizes_is_rejected() -> None:
     assert not library._matches(ctypes.CDLL(None))
+
+
+def test_a_core_for_another_python_is_passed_over(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = next(Path(library.__file__).parent.glob(f"_core{EXTENSION_SUFFIXES[0]}"))
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    (tmp_path / "_core.cpython-310-x86_64-linux-gnu.so").write_bytes(built.read_bytes())
+    assert library.core() is None

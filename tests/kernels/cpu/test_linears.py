@@ -175,6 +175,7 @@ def test_an_input_or_a_result_of_another_width_is_refused(form: str) -> None:
         ("bias", [LinearWeights(torch.zeros(2, 4), bias=torch.zeros(2).bfloat16())]),
         ("bias is not contiguous", [LinearWeights(torch.zeros(2, 4), bias=torch.zeros(4)[::2])]),
         ("do not fit", [LinearWeights(torch.zeros(2, 4), torch.zeros(5, 3))]),
+        ("rank 0", [LinearWeights(torch.zeros(0, 4), torch.zeros(5, 0))]),
     ],
 )
 def test_it_says_what_it_cannot_describe(reason: str, changed: list[LinearWeights]) -> None:
@@ -188,3 +189,27 @@ def test_pivots_that_are_a_view_are_refused() -> None:
     describe([LinearWeights(A, B, None, Form.ROWS, pivots.contiguous())], torch.float32)
     with pytest.raises(KernelError, match="a tensor of pivots is not contiguous"):
         describe([LinearWeights(A, B, None, Form.ROWS, pivots)], torch.float32)
+
+
+def test_factors_that_begin_at_one_address_are_not_shared() -> None:
+    """Nested ranks: the A of the first linear is the first rows of the other's."""
+    A = torch.randn(32, 24)
+    group: Group = [
+        LowRank(A[:8], torch.randn(40, 8)),
+        LowRank(A, torch.randn(40, 32)),
+        LowRank(A[:16], torch.randn(40, 16)),
+    ]
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(run(x, group), exact(x, group).float())
+
+
+def test_a_tensor_that_describes_no_group_is_refused() -> None:
+    one = describe([LinearWeights(torch.randn(8, 4))], torch.float32)
+    other = describe([LinearWeights(torch.randn(8, 6))], torch.float32)
+    for described, out in ((one[:0], 0), (torch.cat([one] * 4), 32), (torch.cat([one, other]), 16)):
+        with pytest.raises(KernelError, match="do not take 4 features"):
+            torch.ops.neuronmm.linears(torch.zeros(3, 4), described, out)
+    with pytest.raises(KernelError, match=f"described in {one.numel() - 1} bytes"):
+        torch.ops.neuronmm.linears(torch.zeros(3, 4), one[1:], 8)
+    with pytest.raises(KernelError, match="float16"):
+        torch.ops.neuronmm.linears(torch.zeros(3, 4).half(), one, 8)

@@ -182,6 +182,19 @@ def test_the_arena_moves_weights_without_changing_a_result() -> None:
     assert_equals_transformers(model, 2)
 
 
+def test_a_decoder_keeps_the_weights_that_it_was_made_with() -> None:
+    """Its addresses stay valid if the parameters get other memory later."""
+    model, (ids, mask) = make_model("llama", "mixed"), make_prompts(1)
+    decoder = CpuDecoder(model, 1, PROMPT + 1)
+    token = decoder.prefill(ids, mask).argmax(-1)
+    first = decoder.decode(token)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    junk = [torch.full(parameter.shape, torch.nan) for parameter in model.parameters() for _ in range(8)]
+    decoder.prefill(ids, mask)
+    assert junk and torch.equal(decoder.decode(token), first)
+
+
 def test_what_it_cannot_serve_is_refused() -> None:
     assert refuses(make_model("llama", "mlp"), 8) is None
     assert "9 rows" in (refuses(make_model("llama", "dense"), 9) or "")
