@@ -195,6 +195,16 @@ def test_a_decoder_keeps_the_weights_that_it_was_made_with() -> None:
     assert junk and torch.equal(decoder.decode(token), first)
 
 
+def test_scores_that_are_nan_stay_nan() -> None:
+    """A softmax that clamps them would hide a fault of the weights."""
+    model, (ids, mask) = make_model("llama", "dense"), make_prompts(1)
+    decoder = CpuDecoder(model, 1, PROMPT + 1)
+    token = decoder.prefill(ids, mask).argmax(-1)
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.self_attn.q_proj.weight, torch.nan)
+    assert decoder.decode(token).isnan().all()
+
+
 def test_what_it_cannot_serve_is_refused() -> None:
     assert refuses(make_model("llama", "mlp"), 8) is None
     assert "9 rows" in (refuses(make_model("llama", "dense"), 9) or "")
