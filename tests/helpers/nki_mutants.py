@@ -342,6 +342,10 @@ def battery(kernels: Any, make: Any) -> None:
             (make.linear(200, 300, 700, 70, torch.float32, pivots=130, bias=True, residual=True), small),
             (make.linear(200, 1300, 1700, 520, torch.float32, pivots=129, residual=True), wide),
             (make.linear(571, 270, 300, 70, torch.float32, pivots="columns"), small),
+            (
+                make.linear(571, 270, 300, 1, torch.float32, pivots="columns"),
+                kernels.problem.Blocks(tokens=1, moving=1),
+            ),
             (make.linear(571, 270, 300, 1, torch.float32, pivots="columns"), None),
             (make.linear(571, 270, 300, 150, torch.float32, pivots="columns", tokens_first=True), None),
             (make.linear(200, 130, 300, 150, torch.float32, pivots=70, tokens_first=True), None),
