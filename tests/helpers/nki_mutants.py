@@ -317,7 +317,7 @@ def battery(kernels: Any, make: Any) -> None:
     """What the kernels are held to, on a few small shapes that have every kind of tail."""
     small = kernels.problem.Blocks(tokens=40, moving=24, depth=1, intermediate=2, panels=2)
     parts = kernels.problem.Blocks(tokens=30, moving=30, depth=1)
-    long = kernels.problem.Blocks(tokens=520)
+    long, single = kernels.problem.Blocks(tokens=520), kernels.problem.Blocks(tokens=1, moving=1)
     wide = kernels.problem.Blocks(tokens=520, panels=2)
     for dialect in ("neuronxcc", "nki"):
         for case, sizes in (
@@ -342,10 +342,7 @@ def battery(kernels: Any, make: Any) -> None:
             (make.linear(200, 300, 700, 70, torch.float32, pivots=130, bias=True, residual=True), small),
             (make.linear(200, 1300, 1700, 520, torch.float32, pivots=129, residual=True), wide),
             (make.linear(571, 270, 300, 70, torch.float32, pivots="columns"), small),
-            (
-                make.linear(571, 270, 300, 1, torch.float32, pivots="columns"),
-                kernels.problem.Blocks(tokens=1, moving=1),
-            ),
+            (make.linear(571, 270, 300, 1, torch.float32, pivots="columns"), single),
             (make.linear(571, 270, 300, 1, torch.float32, pivots="columns"), None),
             (make.linear(571, 270, 300, 150, torch.float32, pivots="columns", tokens_first=True), None),
             (make.linear(200, 130, 300, 150, torch.float32, pivots=70, tokens_first=True), None),
@@ -359,7 +356,7 @@ def battery(kernels: Any, make: Any) -> None:
     even.x = even.x.sign() * 1.18  # each block adds the same to the sum of squares, and bfloat16 rounds that up
     for case, sizes in (
         (even, kernels.problem.Blocks(tokens=8, moving=8, depth=1)),
-        (make.linear(65_700, 8, 64, 1, torch.bfloat16), kernels.problem.Blocks(tokens=1, moving=1)),
+        (make.linear(65_700, 8, 64, 1, torch.bfloat16), single),
         (make.linear(8192, 64, 64, 8, torch.bfloat16), kernels.problem.Blocks(tokens=8, moving=8, depth=1)),
         (make.linear(576, 300, 576, 30, torch.bfloat16), None),
     ):
