@@ -94,12 +94,13 @@ def compress(
 
         rows, held_out = calibration_tokens(run)
         check_rows(rows, held_out)
-        if config.needs_text and not _factorised(run, plan.linears, contents.config.num_hidden_layers):
+        factorised = _factorised(run, plan.linears, contents.config.num_hidden_layers)
+        if config.needs_text and not factorised:
             count = len(rows) + len(held_out)  # rows that were kept have to fit, too
             check_row_memory(count, rows.shape[1], contents.config.hidden_size, config, device)
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
-        if _needs_gradients(config) and not _factorised(run, plan.linears, len(streamed)):
+        if _needs_gradients(config) and not factorised:
             if processes.rank() == 0:
                 needed = _moment_bytes(config, plan, store) + working_bytes(rows.numel(), contents.config)
                 check_disk(workspace.out, needed, ("moments/*", "inputs-*", "gradient-*"))

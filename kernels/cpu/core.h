@@ -52,9 +52,9 @@ struct Linear {
     // Whether both linears are factorised and have one h, which is computed once. Factors of different ranks may begin at
     // one address.
     bool shares_a(const Linear& other) const {
-        const Matrix& b_a = other.a;
-        return low_rank() && other.low_rank() && a.data == b_a.data && a.scale == b_a.scale && a.rows == b_a.rows &&
-               a.cols == b_a.cols && a.type == b_a.type && (form == kColumns) == (other.form == kColumns);
+        const Matrix& its = other.a;
+        return low_rank() && other.low_rank() && a.data == its.data && a.scale == its.scale && a.rows == its.rows &&
+               a.cols == its.cols && a.type == its.type && (form == kColumns) == (other.form == kColumns);
     }
 };
 
