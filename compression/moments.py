@@ -28,6 +28,8 @@ BETWEEN = "post_attention_layernorm"
 
 ATTENTION, MLP = "self_attn", "mlp"
 
+_IN_CACHE = 256  # tokens whose inputs take a few MB as float64: more of them cost new pages, fewer cost barriers
+
 
 class Moments:
     """Sums over the calibration tokens for one linear ``y = W x`` (without the bias).
@@ -78,7 +80,8 @@ class Moments:
             if self.of_inputs:
                 self.squares = self.gram.diagonal().clone()
             else:
-                self.squares = self.squares + inputs.double().square().sum(dim=0)
+                parts = inputs.split(_IN_CACHE)
+                self.squares = self.squares + sum(part.double().square().sum(dim=0) for part in parts)
 
     @property
     def damping(self) -> float:

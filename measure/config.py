@@ -148,7 +148,7 @@ class PredictionConfig:
     """The model and the Trainium setup to predict.
 
     Attributes:
-        model: a folder with a config.json, or that file.
+        model: a folder with a config.json, that file, a GGUF file, or a hub id.
         ratio: fraction of the targeted weights to remove, in two factors of uniform rank; None: as compress.
         targets: the linears to factorise: mlp, attention or all; None: as compress. Without ratio and targets the
             ranks of a compressed config.json are taken.

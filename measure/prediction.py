@@ -1,4 +1,4 @@
-"""Predict the speed of a model on Trainium from its config.json: what ``neuronmm predict`` prints."""
+"""Predict the speed of a model on Trainium from its sizes: what ``neuronmm predict`` prints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neuronmm.models.neuronx.checkpoint import layer_name
 from neuronmm.models.neuronx.expansion import low_rank
 from neuronmm.models.neuronx.heads import distribute
 from neuronmm.models.neuronx.intermediate import MLP, Split, split_mlp
-from neuronmm.models.source import expanded, read_config
+from neuronmm.models.source import config_folder, expanded, is_gguf, read_config
 from neuronmm.models.spec import QUANT_METHOD, CompressionSpec
 
 
@@ -100,12 +100,7 @@ def _simulate(decoder: Decoder, config: PredictionConfig) -> ModelPrediction:
 
 def _decoders(config: PredictionConfig) -> tuple[Decoder, Decoder, str, float]:
     """Return the dense and the compressed decoder, the targets, and the realised ratio."""
-    path = expanded(config.model)
-    folder = path.parent if path.name == "config.json" else path
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{path}: no config.json there; give the folder of a Hugging Face checkpoint or the file")
-    where, document = str(folder / "config.json"), read_config(folder)
-    dimensions = ModelConfig.parse(document, where)
+    where, dimensions, block = _read(config.model)
     cores, heads, intermediate = config.parallel, dimensions.num_attention_heads, dimensions.intermediate_size
     if cores > heads or intermediate % cores:
         raise UserError(
@@ -122,7 +117,6 @@ def _decoders(config: PredictionConfig) -> tuple[Decoder, Decoder, str, float]:
         vocabulary=dimensions.vocab_size,
     )
     shapes = dimensions.linears
-    block = document.get("quantization_config")
     if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and not config.asks:
         spec = CompressionSpec.parse(block, where)
         _check_ranks(spec, shapes, dense.layers, where)
@@ -147,6 +141,19 @@ def _decoders(config: PredictionConfig) -> tuple[Decoder, Decoder, str, float]:
         tuple((name, rank) for name, full in layer.items() if (rank := ranks[full]) is not None) for layer in names
     )
     return dense, replace(dense, ranks=by_layer), targets, realised(linears, ranks)
+
+
+def _read(model: str | Path) -> tuple[str, ModelConfig, object]:
+    """Return the file that describes ``model``, its sizes, and its ``quantization_config``, if any."""
+    path = expanded(model)
+    if path.name != "config.json" and is_gguf(path):
+        from neuronmm.models.gguf_header import read_header
+        from neuronmm.models.gguf_names import sizes_of
+
+        return str(path), sizes_of(path, read_header(path)), None
+    folder = config_folder(model)
+    where, document = str(folder / "config.json"), read_config(folder)
+    return where, ModelConfig.parse(document, where), document.get("quantization_config")
 
 
 def _check_ranks(spec: CompressionSpec, shapes: Mapping[str, tuple[int, int]], layers: int, where: str) -> None:

@@ -35,14 +35,30 @@ def resolve(model: str | Path, progress: Progress = no_progress) -> Path:
     path = expanded(model)
     if is_gguf(path):
         return _unpack_gguf(path.resolve(), progress)
-    folder = path if path.is_dir() else _download(str(model))
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json there; give the folder of a Hugging Face checkpoint")
+    folder = config_folder(path if path.is_dir() else _download(str(model), _HUB_FILES))
     if not list(folder.glob("*.safetensors")):
         pickles = [file.name for file in folder.glob("*.bin")]
         hint = f"only {pickles[0]}, a pickle; convert it to safetensors first" if pickles else "the weights are missing"
         raise UserError(f"{folder}: no .safetensors file there ({hint})")
     _check_side_files(folder)
+    return folder
+
+
+def config_folder(model: str | Path) -> Path:
+    """Return the folder with the config.json of ``model``, whose weights need not be there.
+
+    Args:
+        model: a folder, its config.json, or a hub id, from which nothing else is downloaded.
+
+    Raises:
+        UserError: the model or its config.json does not exist.
+    """
+    path = expanded(model)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    folder = path if path.is_dir() else _download(str(model), ["config.json"])
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json there; give the folder of a Hugging Face checkpoint")
     return folder
 
 
@@ -110,14 +126,14 @@ def _check_side_files(folder: Path) -> None:
         raise UserError(f"{folder}: holds an adapter (adapter_config.json), not a model; merge it into its model")
 
 
-def _download(model: str) -> Path:
+def _download(model: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise UserError(f"{model}: no such file or folder")
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=files))
     except HFValidationError:
         raise UserError(f"{model}: no such file or folder, and not a hub id") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -1,4 +1,4 @@
-"""predict TTFT, TPOT and tokens/s on Trainium from a config.json, dense and compressed
+"""predict TTFT, TPOT and tokens/s on Trainium from a model's sizes, dense and compressed
 
 Nothing runs: the figures come from the emulator's timing model. Its errors against published measurements are printed
 with them. TTFT is not validated: the one published context encoding took five times as long as predicted. The
@@ -10,6 +10,7 @@ examples:
   neuronmm predict ./Llama-3.2-1B --ratio 0.2 --targets mlp --device trn1
   neuronmm predict ./Qwen3-4B/config.json --device trn2 --tp 4 --batch 8 --prompt-length 2048
   neuronmm predict out/llama-1b-low --device trn3 --json
+  neuronmm predict SmolLM2.gguf
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LINEARS = {"mlp": "the MLP", "attention": "the attention", "all": "all linears"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("model", metavar="MODEL", help="a model folder or a config.json; weights are not read")
+    parser.add_argument("model", metavar="MODEL", help="a folder, config.json, GGUF file or hub id; no weight is read")
     parser.add_argument("--ratio", type=float, help="fraction of the targets to remove, 0.05 to 0.6 (default 0.15)")
     add_targets(parser)
     parser.add_argument("--device", default="trn1", choices=("trn1", "trn2", "trn3"), help="default trn1")

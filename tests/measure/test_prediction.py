@@ -1,4 +1,4 @@
-"""What ``predict`` takes from a compressed checkpoint's config.json, whose weights it does not read."""
+"""Where ``predict`` finds a model's sizes and ranks; it reads no weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from neuronmm.measure.config import PredictionConfig
 from neuronmm.measure.prediction import _decoders, predict
 from neuronmm.models import UserError
 from neuronmm.models.families import LAYERS, TARGETS
+from neuronmm.models.gguf_file import unpack
+from tiny_gguf import write_gguf
 from tiny_models import tiny_checkpoint
 
 QUERIES = f"{LAYERS}.1.self_attn.q_proj"
@@ -29,6 +31,29 @@ def with_rank(folder: Path, rank: int) -> Path:
 def test_a_rank_that_no_linear_can_have_is_refused(rank: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{QUERIES} has 32 inputs, so its rank cannot be {rank};"):
         predict(with_rank(tmp_path / "out", rank))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_is_predicted_as_the_checkpoint_in_it(tied: bool, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", tied=tied)
+    (tmp_path / "folder").mkdir()
+    unpack(tmp_path / "model.gguf", tmp_path / "folder")
+    models = (tmp_path / "model.gguf", tmp_path / "folder", tmp_path / "folder" / "config.json")
+    file, *others = ({**predict(model), "model": None} for model in models)
+    assert others == [file, file] and file["dense"]["weight_bytes"] > file["compressed"]["weight_bytes"] > 0
+
+
+def test_only_the_config_of_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_checkpoint(tmp_path, linears=TARGETS["mlp"])
+    asked = []
+
+    def download(model: str, *, allow_patterns: list[str]) -> str:
+        asked.append((model, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert predict("somebody/model")["dense"] == predict(tmp_path)["dense"]
+    assert asked == [("somebody/model", ["config.json"])]
 
 
 def test_a_linear_whose_factors_are_more_weights_is_predicted_as_the_dense_one(tmp_path: Path) -> None:
