@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="make sampling reproducible")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
-    parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
+    parser.add_argument("--dtype", default="auto", help="auto (default: as stored, fp16 as bf16), bf16, fp16 or fp32")
     add_weight_dtype(parser)
     parser.add_argument("--impl", default="auto", help="low-rank kernel: auto (default), naive, torch, reference, ...")
     add_draft(parser, "for one prompt")

@@ -1,7 +1,8 @@
 """show what a model consists of: parameters, bytes, forms and ranks, and what a ratio would remove
 
-No weight is loaded: config.json and the headers of the weights say it, in a second. For a dense model the last table
-shows what each ratio removes from each choice of targets, with uniform ranks in the default form.
+No weight is loaded: config.json and the headers of the weights say it, in a second; a hub id is downloaded first. For a
+dense model the last table shows what each ratio removes from each choice of targets, with uniform ranks in the default
+form.
 
 examples:
   neuronmm inspect meta-llama/Llama-3.2-1B

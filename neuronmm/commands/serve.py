@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"require the key in FILE (or in ${KEY_VARIABLE}) from clients",
     )
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
-    parser.add_argument("--dtype", default="auto", help="auto (default: as the checkpoint), bf16, fp16 or fp32")
+    parser.add_argument("--dtype", default="auto", help="auto (default: as stored, fp16 as bf16), bf16, fp16 or fp32")
     add_weight_dtype(parser)
     add_draft(parser, "while one row runs alone")
     add_neuron_arguments(parser, continuous=False)
