@@ -29,7 +29,7 @@ from neuronmm.models import processes
 from neuronmm.models.chat import ChatTemplate
 from neuronmm.models.documents import read_rows, read_text
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import load_config, load_tokenizer
+from neuronmm.models.load import load_config, load_tokenizer, positions_of
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
 from neuronmm.models.tensors import check_tokens
@@ -70,7 +70,7 @@ def make_rows(run: Run) -> Tensor:
     folder, rows = run.dense.folder, run.config.rows
     rows = replace(rows, count=rows.count + math.ceil(rows.count / 8))
     config = ModelConfig.parse(read_config(folder), str(folder / "config.json"))
-    context = load_config(folder).max_position_embeddings
+    context = positions_of(load_config(folder))
     if rows.length > context:
         longest = f"the model's context is {context} tokens"
         raise UserError(f"calibration_length {rows.length}: {longest}; give a lower one")

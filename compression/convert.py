@@ -101,7 +101,7 @@ def _open(folder: Path, form: str) -> tuple[Contents, CompressionSpec]:
     Raises:
         UserError: it is not compressed, its factors have few bits, or it has that form already.
     """
-    contents = inspect(folder) if "quantization_config" in read_config(folder) else None
+    contents = inspect(folder) if read_config(folder).get("quantization_config") is not None else None
     if contents is None or contents.spec is None:
         raise UserError(f"{folder}: is not compressed, so it has no factors to convert; use compress --form {form}")
     if not contents.spec.ranks:

@@ -20,7 +20,7 @@ from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel, advance
 from neuronmm.models import processes
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import load_config, load_tokenizer
+from neuronmm.models.load import load_config, load_tokenizer, positions_of
 
 LARGEST_KL = 0.25
 """Nats per token on held-out text above which a checkpoint gets a warning.
@@ -145,7 +145,7 @@ def _samples(run: Run, folder: Path) -> list[dict[str, Any]]:
         prompts = list(_openings(tokenizer))
     except UserError:  # the weights alone are a complete input
         return []
-    longest = min(max(len(ids) for _, ids in prompts) + _NEW_TOKENS, config.max_position_embeddings)
+    longest = min(max(len(ids) for _, ids in prompts) + _NEW_TOKENS, positions_of(config))
     if any(len(ids) >= longest or max(ids) >= config.vocab_size for _, ids in prompts):
         return []
     ends = _ends(config, tokenizer)

@@ -151,7 +151,7 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
     """
     folder = resolve(model, progress)
     workspace.protect(folder)
-    if "quantization_config" in read_config(folder):
+    if read_config(folder).get("quantization_config") is not None:
         raise UserError(f"{folder}: is already compressed or quantised; compress the original checkpoint")
     contents = inspect(folder)
     return Reader(folder, contents.files), contents

@@ -171,7 +171,7 @@ def _open(folder: Path) -> tuple[CompressionSpec, ModelConfig, dict[str, Any]]:
     Raises:
         UserError: it is not compressed, or its factors have few bits or were recovered already.
     """
-    if "quantization_config" not in read_config(folder):
+    if read_config(folder).get("quantization_config") is None:
         raise UserError(f"{folder}: is not compressed, so it has no factors to train; use compress --recover")
     contents = inspect(folder)
     spec = contents.spec
@@ -230,7 +230,7 @@ def _dense_folder(folder: Path, recorded: str, asked: str | Path | None, progres
             raise
         raise UserError(f"{error}; {_GIVE_DENSE}") from None
     settings, compressed = read_config(dense), read_config(folder)
-    if "quantization_config" in settings:
+    if settings.get("quantization_config") is not None:
         raise UserError(f"{dense}: is compressed or quantised itself; {_GIVE_DENSE}")
     for key in _SAME:
         if settings.get(key) != compressed.get(key):

@@ -84,8 +84,10 @@ def _same_vocabulary(
 ) -> Path:
     folder = resolve(draft, progress)
     other = load_config(folder).vocab_size
-    if other != vocabulary or load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{draft}: has another vocabulary than the model; a draft has to have the same tokenizer")
+    if other != vocabulary:
+        raise UserError(f"{draft}: has embeddings of {other} tokens, the model of {vocabulary}; a draft needs as many")
     return folder
 
 

@@ -24,12 +24,17 @@ from neuronmm.engine.speculation import Speculation
 from neuronmm.engine.text import TextStream
 from neuronmm.models import processes
 from neuronmm.models.chat import ChatTemplate
+from neuronmm.models.contents import stored_dtype
 from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError, without_panics
-from neuronmm.models.load import DTYPES, load_config, load_tokenizer
+from neuronmm.models.load import DTYPES, load_config, load_tokenizer, positions_of
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.tensors import check_tokens
+
+
+class PromptTooLong(UserError):
+    """A prompt that leaves no room for an answer."""
 
 
 class Engine:
@@ -97,9 +102,9 @@ class Engine:
         if not ids:
             raise UserError("the prompt is empty and the model has no beginning-of-sequence token; write a prompt")
         if len(ids) >= self.context:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens, but prompt and answer have to fit the model's context of "
-                f"{self.context} tokens; shorten the prompt"
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens, but prompt and answer have to fit the context of {self.context} "
+                "tokens; shorten the prompt"
             )
         check_tokens(torch.tensor(ids), self.vocabulary)
         return ids
@@ -271,28 +276,31 @@ def load(
     runner = chosen.load(folder, pick_dtype(folder, amp or dtype), impl, **options)
     tokenizer = load_tokenizer(folder)
     config = load_config(folder)
-    context = min(config.max_position_embeddings, runner.max_len or config.max_position_embeddings)
+    positions = positions_of(config)
+    context = min(positions, runner.max_len or positions)
     drafts = None if draft is None else Drafts(draft, folder, runner, tokenizer, config.vocab_size, progress)
     return Engine(runner, tokenizer, end_tokens(folder, config, tokenizer), context, config.vocab_size, drafts)
 
 
 def pick_dtype(folder: Path, name: str) -> torch.dtype:
-    """Return the dtype ``name``; ``auto`` is the checkpoint's, with bf16 instead of fp16.
+    """Return the dtype ``name``; ``auto`` is what config.json names, else what is stored, with bf16 instead of fp16.
 
     Raises:
         UserError: ``name`` is unknown.
     """
     if name == "auto":
         config = read_config(folder)
-        stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-        return torch.bfloat16 if stored in ("bfloat16", "float16") else torch.float32
+        named = str(config.get("dtype") or config.get("torch_dtype") or stored_dtype(folder)).removeprefix("torch.")
+        return torch.bfloat16 if named in ("bfloat16", "float16", "BF16", "F16") else torch.float32
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}; there are: auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def end_tokens(folder: Path, config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids that end a sequence: the generation config's, else the model config's, else the tokenizer's.
+    """Return the ids that end a sequence: the tokenizer's, and the generation config's or else the model config's.
+
+    Fine-tuning often changes one of them only, and leaves that of the base model in the other.
 
     Raises:
         UserError: generation_config.json is malformed.
@@ -301,9 +309,7 @@ def end_tokens(folder: Path, config: Any, tokenizer: PreTrainedTokenizerBase) ->
     eos: Any = read_object(path).get("eos_token_id") if path.is_file() else None
     if not all(type(token) is int for token in _as_list(eos)):
         raise UserError(f"{path}: eos_token_id has to be a token id or a list of them; fix it or remove the file")
-    for fallback in (config.eos_token_id, tokenizer.eos_token_id):
-        eos = fallback if eos is None else eos
-    return frozenset(_as_list(eos))
+    return frozenset([*(_as_list(eos) or _as_list(config.eos_token_id)), *_as_list(tokenizer.eos_token_id)])
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -98,10 +98,10 @@ class Sampler:
         self._greedy = params.temperature == 0
         self._process: Any = LogitsProcessorList()
         if params.repetition_penalty != 1:
-            self._process.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+            self._process.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
         if not self._greedy:
             if params.temperature != 1:
-                self._process.append(TemperatureLogitsWarper(params.temperature))
+                self._process.append(TemperatureLogitsWarper(float(params.temperature)))
             if params.top_k:
                 self._process.append(TopKLogitsWarper(params.top_k))
             if params.top_p < 1:

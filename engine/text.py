@@ -17,13 +17,15 @@ class TextStream:
 
     An incomplete UTF-8 character is held back until it is complete, and dropped if the text ends before. Text that may
     be the beginning of a stop string is held back too. The text ends just before a stop string. The tokens ``special``
-    have no text.
+    have no text; one that a stop string names ends the text nevertheless.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer: Any = tokenizer
         added = self._tokenizer.added_tokens_decoder.items()
-        self.special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+        named = {token.content: number for number, token in added if token.special}
+        self.special = {*tokenizer.all_special_ids, *named.values()}
+        self._ends = {named[text] for text in stop if text in named}
         self._stop = tuple(stop)
         self._ids = list(prompt[-_CONTEXT:])
         self._start, self._end = 0, len(self._ids)
@@ -38,6 +40,9 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is now final; it is often empty."""
+        if token in self._ends:
+            self.stopped = True
+            return self.finish()
         if token in self.special:  # has no text
             return ""
         self._ids.append(token)

@@ -37,6 +37,7 @@ from neuronmm.measure.config import BenchmarkConfig
 from neuronmm.measure.machine import describe_machine, measure_growth
 from neuronmm.measure.statistics import summarise
 from neuronmm.models.errors import UserError
+from neuronmm.models.load import positions_of
 from neuronmm.models.low_bits import weight_dtype_of
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
@@ -119,7 +120,7 @@ def _benchmark(config: BenchmarkConfig, progress: Progress) -> BenchmarkResult:
     compression = _compression(folder)
     variants = _load(config, folders, pick_dtype(folder, config.dtype))
     runner = next(iter(variants.values())).runner
-    context = runner.model.config.max_position_embeddings
+    context = positions_of(runner.model.config)
     if config.longest > context:
         raise UserError(
             f"{max(config.prompt_lengths)} prompt tokens and {config.new_tokens} new tokens exceed the model's context "

@@ -21,7 +21,7 @@ from neuronmm.measure.statistics import Estimate, estimate
 from neuronmm.measure.tasks import Choice, Question, answer, encode, guessing, read_task, score
 from neuronmm.models.contents import inspect
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import load_config, load_tokenizer
+from neuronmm.models.load import load_config, load_tokenizer, positions_of
 from neuronmm.models.low_bits import check_rounding, weight_dtype_of
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import resolve
@@ -198,7 +198,7 @@ def _prepare(
     spec = inspect(folder).spec
     if rounded is not None:
         check_rounding(rounded, "model" if spec is None else spec.weights)
-    tokenizer, context = load_tokenizer(folder), load_config(folder).max_position_embeddings
+    tokenizer, context = load_tokenizer(folder), positions_of(load_config(folder))
     windows = None
     if content is not None:
         sizes = {"context": config.context, "stride": config.stride, "limit": config.limit}

@@ -55,12 +55,12 @@ class ChatTemplate:
         with self._turn:
             if self._child is None:
                 self._child = _Child(self._tokenizer)
-                weakref.finalize(self, self._child.end)
+                self._end = weakref.finalize(self, self._child.end)
             try:
                 reply = self._child.ask(request)
             finally:
                 if not reply:
-                    self._child.end()
+                    self._end()
                     self._child = None
         if reply[:1] != b"+":
             raise UserError(f"{problem} ({reply[1:].decode(errors='replace') or _ENDLESS})")

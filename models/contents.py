@@ -18,7 +18,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import read_config
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.tensors import EMBEDDING, HEAD, check_tensors
+from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, check_tensors, headers
 
 _PIECE = 1 << 24  # bytes
 _PLAIN_NAME = re.compile(r"[\w .-]{1,200}\.safetensors", re.ASCII)
@@ -50,12 +50,24 @@ def inspect(folder: Path) -> Contents:
     settings = read_config(folder)
     config = ModelConfig.parse(settings, where)
     block = settings.get("quantization_config")
-    spec = None if "quantization_config" not in settings else CompressionSpec.parse(block, where)
+    spec = None if block is None else CompressionSpec.parse(block, where)
     files = weight_files(folder)
     check_tensors(folder, files, config, spec)
     if config.tie_word_embeddings and HEAD in files:
         _check_tied(folder, files)
     return Contents(settings, config, spec, files)
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the dtype of the final norm, which stands for that of the model, as safetensors names it.
+
+    Raises:
+        UserError: a shard is missing or corrupt, or there is no final norm.
+    """
+    files = weight_files(folder)
+    if NORM not in files:
+        raise UserError(f"{folder}: {NORM} is in no shard; download the checkpoint again")
+    return next(dtype for name, (_, dtype) in headers({NORM: files[NORM]}) if name == NORM)
 
 
 def _check_tied(folder: Path, files: dict[str, Path]) -> None:

@@ -20,8 +20,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError, reading
@@ -29,6 +28,7 @@ from neuronmm.models.families import family_of
 from neuronmm.models.gguf_header import StoredTensor, read_header
 from neuronmm.models.gguf_names import ROPE_FACTORS, gguf_names
 from neuronmm.models.gguf_rope import with_scaling
+from neuronmm.models.gguf_tokenizer import end_tokens, read_tokenizer
 from neuronmm.models.load import DTYPE, SAFELY, quiet
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.portable import make_portable
@@ -49,20 +49,20 @@ def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
         UserError: the file is damaged, the model is not supported, or weights are NaN or infinite.
     """
     header = read_header(file)
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, **SAFELY}
     unreadable = f"{file}: transformers cannot read this GGUF file"
     with quiet(), reading(unreadable):
-        config = AutoConfig.from_pretrained(**where)
+        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, **SAFELY)
     sizes = ModelConfig.parse(config.to_dict(), str(file))
     source = _Weights(file, header.tensors, sizes)
-    # without the type, transformers parses the whole header once more to find it
-    known = {"tokenizer_type": config.model_type} if config.model_type in TOKENIZER_MAPPING_NAMES else {}
     with quiet(), reading(unreadable):
-        AutoTokenizer.from_pretrained(**where, **known).save_pretrained(folder)
+        tokenizer = read_tokenizer(file, config.model_type, header.tokenizer, **SAFELY)
+        tokenizer.save_pretrained(folder)
     clean = _clean(config, header.rope, source.rope_factors(), str(file))
     with quiet():
         clean.save_pretrained(folder)
-        GenerationConfig.from_model_config(clean).save_pretrained(folder)
+        generation = GenerationConfig.from_model_config(clean)
+        generation.eos_token_id = end_tokens(tokenizer, header.tokenizer, sizes.vocab_size) or None
+        generation.save_pretrained(folder)
     source.write(folder, progress)
     make_portable(folder)
 

@@ -28,6 +28,7 @@ _SCALARS = {**_INTEGERS, 6: "f", 7: "?", 12: "d"}
 """The same for all numbers."""
 _UINT16, _UINT32, _STRING, _ARRAY = 2, 4, 8, 9
 _ARCHITECTURE, _SPLITS = b"general.architecture", b"split.count"
+_TOKENIZER = "ggml."  # after the first dot of a name such as tokenizer.ggml.pre
 SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -71,12 +72,14 @@ class StoredTensor:
 class Header:
     """What the header says: the architecture, the :data:`SIZES` that it has, named as in config.json, the tensors.
 
-    ``rope`` has the entries that scale RoPE, without the architecture in their names.
+    ``rope`` has the entries that scale RoPE, without the architecture in their names; ``tokenizer`` those of the
+    tokenizer that are no arrays, without ``tokenizer.ggml.``.
     """
 
     architecture: str
     sizes: dict[str, int]
     rope: dict[str, str | float]
+    tokenizer: dict[str, str | float]
     tensors: dict[str, StoredTensor]
 
 
@@ -132,7 +135,7 @@ class _Parser:
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is none of {_VERSIONS}")
         tensors, entries = self._number("Q"), self._number("Q")
-        architecture, sizes, rope = "", {}, {}
+        architecture, sizes, rope, tokenizer = "", {}, {}, {}
         for _ in range(entries):
             key, kind = self._string(), self._number("I")
             size = key.partition(b".")[2].decode(errors="replace")
@@ -145,7 +148,9 @@ class _Parser:
             elif size in SIZES and kind in _INTEGERS:
                 sizes[SIZES[size]] = self._number(_INTEGERS[kind])
             elif size.startswith(ROPE_SCALING) and (kind in _SCALARS or kind == _STRING):
-                rope[size] = self._string().decode() if kind == _STRING else self._number(_SCALARS[kind])
+                rope[size] = self._text_or_number(kind)
+            elif size.startswith(_TOKENIZER) and (kind in _SCALARS or kind == _STRING):
+                tokenizer[size.removeprefix(_TOKENIZER)] = self._text_or_number(kind)
             else:
                 self._skip_value(kind)
         listed, weights = [], 0
@@ -160,7 +165,7 @@ class _Parser:
         start = -(-self._at // self._alignment) * self._alignment
         stored = {name.decode(): self._stored(shape, kind, start + offset) for name, shape, kind, offset in listed}
         _check_apart(stored)
-        return Header(architecture, sizes, rope, stored)
+        return Header(architecture, sizes, rope, tokenizer, stored)
 
     def _shape(self) -> tuple[int, ...]:
         dimensions = self._number("I")
@@ -180,6 +185,9 @@ class _Parser:
         (value,) = struct.unpack_from(f"<{code}", self._content, self._at)
         self._at += struct.calcsize(code)
         return value
+
+    def _text_or_number(self, kind: int) -> str | float:
+        return self._string().decode() if kind == _STRING else self._number(_SCALARS[kind])
 
     def _skip(self, size: int) -> None:
         if size > len(self._content) - self._at:

@@ -117,6 +117,20 @@ def load_config(folder: Path) -> Any:
     return config
 
 
+def positions_of(config: Any) -> int:
+    """Return how many positions a model reads.
+
+    With yarn that is its factor times the original number: Qwen's recipe for long texts leaves
+    ``max_position_embeddings`` at the original one.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    positions: int = config.max_position_embeddings
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return positions
+    original = rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(original * rope["factor"]))
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint folder.
 

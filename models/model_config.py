@@ -95,6 +95,8 @@ class ModelConfig(BaseModel):
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
     tie_word_embeddings: bool = False
     layer_types: list[Literal["full_attention"]] | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
     pad_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     rope_theta: Positive | None = None
@@ -127,6 +129,14 @@ class ModelConfig(BaseModel):
     def head(self) -> int:
         """Features per head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def has_bias(self, linear: str) -> bool:
+        """Return whether the linear of this short name has a bias, which the family or config.json says."""
+        if linear in ("gate", "up", "down"):
+            return self.model_type == "llama" and bool(self.mlp_bias)
+        if self.model_type == "qwen2":
+            return linear != "o"
+        return bool(self.attention_bias)
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:

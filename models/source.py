@@ -19,7 +19,7 @@ from neuronmm.models.progress import Progress, no_progress
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _GGUF_MAGIC = b"GGUF"
 _TEMPLATES = "additional_chat_templates"  # a folder that transformers reads, too
-_CACHE_FORMAT = 3
+_CACHE_FORMAT = 4
 
 
 def resolve(model: str | Path, progress: Progress = no_progress) -> Path:

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from neuronmm.engine.engine import PromptTooLong
 from neuronmm.models.errors import UserError
 from neuronmm.serving.answers import Answer
 from neuronmm.serving.errors import ApiError
@@ -22,6 +23,8 @@ from neuronmm.serving.logprobs import Logprobs
 from neuronmm.serving.reply import LEFT, Reply
 from neuronmm.serving.requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, Request, parse
 from neuronmm.serving.service import Service
+
+_TOO_LONG = "context_length_exceeded"
 
 
 class Api:
@@ -71,6 +74,8 @@ class Api:
                 raise ApiError(499, "the client left before its request was complete") from None
             try:
                 return answer(bytes(body))
+            except PromptTooLong as error:
+                raise ApiError(400, str(error), "prompt", _TOO_LONG) from None
             except UserError as error:
                 raise ApiError(400, str(error)) from None
 
@@ -80,6 +85,9 @@ class Api:
         request, engine = parse(CompletionRequest, body), self._service.engine
         self._check_model(request)
         self._check_choices(request, len(request.prompts))
+        for token in (token for prompt in request.prompts if not isinstance(prompt, str) for token in prompt):
+            if token >= engine.vocabulary:
+                raise ApiError(400, f"the vocabulary has {engine.vocabulary} tokens, and no token {token}", "prompt")
         prompts = [engine.encode(p) if isinstance(p, str) else engine.check_prompt(p) for p in request.prompts]
         limit = self._limit(request.max_tokens, prompts)
         return self._reply(request, prompts, limit or COMPLETION_TOKENS, chat=False)
@@ -115,7 +123,7 @@ class Api:
                 f"the prompt has {longest} tokens and max_tokens is {asked}, but together they have to fit the context "
                 f"of {limits.context} tokens",
                 "max_tokens",
-                "context_length_exceeded",
+                _TOO_LONG,
             )
         return asked
 

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from neuronmm.engine import continuous
 from neuronmm.engine.backends import BACKENDS, choose
 from neuronmm.engine.backends.torch_runner import MAX_BATCH
-from neuronmm.engine.engine import load, pick_dtype
+from neuronmm.engine.engine import end_tokens, load, pick_dtype
 from neuronmm.engine.sampling import SamplingParams
 from neuronmm.models import UserError
+from neuronmm.models.load import load_config, load_pretrained
+from tiny_models import make_tiny
 
 
 def test_streaming_equals_generating(checkpoint: Callable[..., Path]) -> None:
@@ -166,6 +169,55 @@ def test_options_choose_a_backend_that_has_them(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose("auto").name == "cuda"
     assert choose("auto", {"weight_dtype": "int4"}).name == "cpu"
+
+
+def test_numbers_of_sampling_may_be_integers(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    whole = SamplingParams(max_new_tokens=8, temperature=2, repetition_penalty=2, seed=1)
+    assert engine.generate(["w9"], whole)[0].token_ids == (
+        engine.generate(["w9"], SamplingParams(max_new_tokens=8, temperature=2.0, repetition_penalty=2.0, seed=1))[
+            0
+        ].token_ids
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "ends"), [(5, {5, 2}), ([5, 6], {5, 6, 2}), ([], {1, 2}), (None, {1, 2})], ids=str
+)
+def test_a_sequence_ends_with_the_tokens_of_all_files(
+    generation: object, ends: set[int], checkpoint: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    folder = checkpoint()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    config = load_config(folder)
+    config.eos_token_id = 1
+    assert tokenizer.eos_token_id == 2
+    assert end_tokens(folder, config, tokenizer) == ends
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+def test_without_a_dtype_in_the_config_that_of_the_weights_counts(stored: torch.dtype, tmp_path: Path) -> None:
+    make_tiny().to(stored).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "dtype" not in k}))
+    assert pick_dtype(tmp_path, "auto") is (torch.float32 if stored is torch.float32 else torch.bfloat16)
+
+
+def test_yarn_reads_as_many_positions_as_its_factor_says(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """As Qwen's recipe for long texts writes it: the number of positions stays the original one."""
+    folder = tmp_path / "long"
+    shutil.copytree(checkpoint(compressed=False), folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope, "rope_scaling": rope}))
+    engine, prompt = load(folder, dtype="fp32"), " ".join(f"w{3 + 7 * i % 60}" for i in range(200))
+    assert config["max_position_embeddings"] == 128 and engine.context == 512
+    (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    ids = torch.tensor([engine.encode(prompt)])
+    expected = load_pretrained(folder, torch.float32).generate(
+        ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert result.token_ids == expected[0, ids.shape[1] :].tolist()
 
 
 def test_rope_that_depends_on_the_longest_row_has_each_prompt_alone_and_whole(

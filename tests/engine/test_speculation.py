@@ -256,7 +256,7 @@ def test_what_cannot_draft_is_refused_in_one_line(
     prompts.write_text("w9\nw10\n")
     one = ["--prompt", "w9"]
     for options, words in (
-        ([*one, "--draft", str(other)], "another vocabulary"),
+        ([*one, "--draft", str(other)], "embeddings of 70 tokens, the model of 64"),
         ([*one, "--draft", str(renamed)], "another vocabulary"),
         ([*one, "--draft", str(tmp_path / "nothing")], "nothing"),
         ([*one, "--draft", "ngram", "--impl", "torch"], "C++ core"),

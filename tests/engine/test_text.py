@@ -71,6 +71,12 @@ def test_the_earliest_of_several_stops_cuts(byte_tokenizer: PreTrainedTokenizerB
     assert stream.text == "one t"
 
 
+def test_a_special_token_that_a_stop_string_names_ends_the_text(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    for stop, text in ((("</s>", "x"), "one"), (("x",), "one two")):
+        out, stream = pieces(byte_tokenizer, "one</s> two", stop)
+        assert ("".join(out), stream.text, stream.stopped) == (text, text, "</s>" in stop)
+
+
 def test_an_unfinished_stop_string_comes_out_at_the_end(byte_tokenizer: PreTrainedTokenizerBase) -> None:
     _, stream = pieces(byte_tokenizer, "all the ST", ("STOP",))
     assert stream.text == "all the ST"

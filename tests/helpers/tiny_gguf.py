@@ -23,12 +23,16 @@ def write_gguf(
     tied: bool = False,
     extra: dict[str, np.ndarray] | None = None,
     rope: dict[str, str | float] | None = None,
+    pre: str = "default",
+    tokenizer: dict[str, bool | int] | None = None,
+    special: tuple[str, str, str] = ("<s>", "</s>", "<pad>"),
     parts: int = 1,
 ) -> None:
     """Write a one-layer model to ``path``: matrices of type ``kind``, norms, biases and ``extra`` in float32.
 
-    ``rope`` has further entries of the header, without the architecture in their names; ``parts`` is the number of
-    files that the header says the model is in.
+    ``rope`` has further entries of the header, without the architecture in their names; ``tokenizer`` those of the
+    tokenizer, which splits words as ``pre`` says and has the tokens ``special`` for the beginning, the end and padding.
+    ``parts`` is the number of files that the header says the model is in.
     """
     writer = GGUFWriter(path, family)
     writer.add_name("tiny")  # transformers 4.47 needs one
@@ -45,14 +49,16 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(hidden // heads)
-    for name, value in (rope or {}).items():
+    others = {f"{family}.{name}": value for name, value in (rope or {}).items()}
+    others |= {f"tokenizer.ggml.{name}": value for name, value in (tokenizer or {}).items()}
+    for name, value in others.items():
         add_value = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}
-        add_value[type(value)](f"{family}.{name}", value)
+        add_value[type(value)](name, value)
     writer.add_vocab_size(vocabulary)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(pre)
     characters = [chr(33 + index) for index in range(vocabulary - 5)]
-    writer.add_token_list([*characters, "<s>", "</s>", "<pad>", '!"', "#$"])
+    writer.add_token_list([*characters, *special, '!"', "#$"])
     writer.add_token_types([1] * len(characters) + [3, 3, 3, 1, 1])
     writer.add_token_merges(['! "', "# $"])  # transformers 4.47 fails with a single one
     for add, offset in ((writer.add_bos_token_id, 5), (writer.add_eos_token_id, 4), (writer.add_pad_token_id, 3)):

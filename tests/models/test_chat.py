@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -91,7 +93,10 @@ def test_a_new_child_replaces_one_that_was_killed(words: PreTrainedTokenizerBase
     template(CHAT, answer=True, problem="fails")
     assert template._child is not None
     os.kill(template._child._process, signal.SIGKILL)
+    killed = weakref.ref(template._child)
     time.sleep(0.01)
     with pytest.raises(UserError, match="fails"):
         template(CHAT, answer=True, problem="fails")
+    gc.collect()
+    assert killed() is None  # a server keeps no dead child
     assert template(CHAT, answer=True, problem="fails") == "w3 w9 w4 w5"

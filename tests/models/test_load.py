@@ -133,6 +133,8 @@ DAMAGES = [
     (set_config(num_hidden_layers=1), r"layers\.1\..* belongs to no part of the model"),
     (set_config(num_hidden_layers=3), "disagree"),
     (set_config(vocab_size=99), "disagree"),
+    (set_config(attention_bias=True), r"q_proj\.bias is in no shard"),
+    (set_config(mlp_bias=True), r"gate_proj\.B\.bias is in no shard"),
 ]
 
 

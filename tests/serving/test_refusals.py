@@ -114,8 +114,9 @@ def test_a_prompt_beyond_the_context(server: Server) -> None:
     for fields in ({}, {"stream": True}):
         status, error = post(server, json.dumps({"model": "tiny", "prompt": prompt, **fields}).encode())
         assert status == 400 and "16384 tokens" in error["message"]
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     status, error = post(server, json.dumps({"model": "tiny", "prompt": [9, 64]}).encode())
-    assert status == 400 and "vocabulary" in error["message"]
+    assert status == 400 and "no token 64" in error["message"] and error["param"] == "prompt"
 
 
 def test_a_body_that_is_too_large(server: Server) -> None:
