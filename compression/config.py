@@ -137,6 +137,8 @@ class CompressionConfig(BaseModel):
             raise ValueError("ratio 0: removes nothing and rounds nothing; give a weight_dtype or a higher ratio")
         if not self.factorises and (self.recover != "off" or self.factor_dtype != "model"):
             raise ValueError("ratio 0: leaves no factors to recover or to round; give a higher ratio")
+        if self.recover != "off" and self.calibration_rows < 2:
+            raise ValueError("calibration_rows 1: recovery trains on one row and is measured on another; give more")
         if self.factor_dtype == "int4" and self.form != "two":
             raise ValueError("factor_dtype int4: pivoted factors lose too much in 4 bits; use the form two")
         if self.factor_dtype == "fp8" and self.weight_dtype != "model":

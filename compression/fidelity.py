@@ -46,16 +46,22 @@ def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
         rows: held-out token ids [rows, length]; without rows nothing is measured, and the models only write samples.
 
     Returns:
-        Plain values for the report. ``kl`` is the KL divergence of the next-token distributions from the dense ones in
-        nats per token, None if it is not finite; ``agreement`` the fraction of positions at which both models' most
-        probable token is the same.
+        Plain values for the report. ``text`` names the calibration text, of which the rows are. ``kl`` is the KL
+        divergence of the next-token distributions from the dense ones in nats per token, None if it is not finite;
+        ``agreement`` the fraction of positions at which both models' most probable token is the same.
     """
     measured = _distance(run, folder, rows) if rows.numel() else None
     samples = _samples(run, folder) if processes.rank() == 0 else []
     warnings = _warnings(run.config, measured, samples)
     if measured is not None and not math.isfinite(measured["kl"]):
         measured |= {"kl": None, "kl_standard_error": None}  # JSON has no such number
-    return {"kind": "measured", "distance": measured, "samples": samples, "warnings": warnings}
+    return {
+        "kind": "measured",
+        "text": run.config.calibration,
+        "distance": measured,
+        "samples": samples,
+        "warnings": warnings,
+    }
 
 
 def divergences(

@@ -92,12 +92,14 @@ def check_processes(config: CompressionConfig) -> None:
         )
 
 
-def check_rows(rows: Tensor, held_out: Tensor) -> None:
-    """Check that every process gets some of the rows [rows, length] and of the held-out rows.
+def check_rows(rows: Tensor, held_out: Tensor, config: CompressionConfig) -> None:
+    """Check that recovery has rows to train on, and that every process gets some of the rows [rows, length].
 
     Raises:
         UserError: there are too few.
     """
+    if config.recover != "off" and len(rows) < 2:
+        raise UserError(f"recovery trains on two or more calibration rows, not {len(rows)}; calibrate on more")
     count = processes.size()
     if count > 1 and min(len(rows), len(held_out)) < count:
         raise UserError(

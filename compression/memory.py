@@ -14,6 +14,7 @@ import torch
 from rich.filesize import decimal
 
 from neuronmm.compression.config import CompressionConfig
+from neuronmm.compression.control_groups import free_in_groups
 from neuronmm.compression.workspace import work_folder
 from neuronmm.models import processes
 from neuronmm.models.errors import UserError
@@ -43,7 +44,7 @@ def forget_peak() -> bool:
 def free_memory(device: str | torch.device) -> int:
     """Return the bytes that are free in the memory of ``device``."""
     if torch.device(device).type != "cuda":
-        return psutil.virtual_memory().available
+        return int(min(psutil.virtual_memory().available, free_in_groups()))
     torch.cuda.empty_cache()  # what torch holds without need does not count as free
     return torch.cuda.mem_get_info(device)[0]
 

@@ -78,9 +78,11 @@ def _distance(report: dict[str, Any]) -> list[str]:
     if not distance or distance["kl"] is None:
         return []
     error = "" if distance["kl_standard_error"] is None else f" ± {distance['kl_standard_error']:.3f}"
+    same = report["fidelity"].get("text") in (None, (report["calibration"] or {}).get("source"))
+    text = "calibration" if same else "recovery's"
     return [
         "",
-        f"Measured on {distance['rows']} x {distance['length']} held-out tokens of the calibration text: a KL "
+        f"Measured on {distance['rows']} x {distance['length']} held-out tokens of the {text} text: a KL "
         f"divergence of {distance['kl']:.3f}{error} nats per token from the dense model, and the same next token in "
         f"{distance['agreement']:.1%}.",
     ]

@@ -39,7 +39,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import read_config, resolve
+from neuronmm.models.source import expanded, read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 from neuronmm.version import VERSION
 
@@ -93,7 +93,7 @@ def compress(
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows, held_out = calibration_tokens(run)
-        check_rows(rows, held_out)
+        check_rows(rows, held_out, config)
         factorised = _factorised(run, plan.linears, contents.config.num_hidden_layers)
         if config.needs_text and not factorised:
             count = len(rows) + len(held_out)  # rows that were kept have to fit, too
@@ -101,7 +101,8 @@ def compress(
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
         if _needs_gradients(config) and not factorised:
-            if processes.rank() == 0:
+            measured = all(run.store.has_gradients(index) for index in range(contents.config.num_hidden_layers))
+            if processes.rank() == 0 and not measured:
                 needed = _moment_bytes(config, plan, store) + working_bytes(rows.numel(), contents.config)
                 check_disk(workspace.out, needed, ("moments/*", "inputs-*", "gradient-*"))
             processes.meet()  # before another process removes such files
@@ -120,7 +121,7 @@ def compress(
         layers = workspace.layer_facts(len(streamed)) if config.factorises else []
         del streamed  # what follows needs the memory
         spec = _spec(run, plan, rows, layers)
-        result = {"kind": "measured", "model": str(model), **_facts(run, spec, plan, layers), "search": search}
+        result = {"kind": "measured", "model": _recorded(model), **_facts(run, spec, plan, layers), "search": search}
 
         def finish(final: Path) -> None:
             if processes.rank() == 0:
@@ -157,6 +158,12 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
     return Reader(folder, contents.files), contents
 
 
+def _recorded(model: str | Path) -> str:
+    """Return how the report names the dense model: by its path, from any folder, or by its hub id."""
+    path = expanded(model)
+    return str(path.absolute()) if path.exists() else str(model)
+
+
 def _begin(
     config: CompressionConfig,
     workspace: Workspace,
@@ -175,7 +182,7 @@ def _begin(
     # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
     first = processes.rank() == 0
     if first:
-        before, parameters = size + max(size, moments), dense.total_parameters()
+        before, parameters = size + max(size, moments + _state_bytes(config, sizes)), dense.total_parameters()
         working = working_memory(sizes, config)
         check_room(workspace.out, before, size, parameters, plan.parameters, working, config, device)
     workspace.begin({**of_model(dense), **of_run(device), **config.model_dump(), **of_texts(config)})
@@ -194,6 +201,12 @@ def _moment_bytes(config: CompressionConfig, plan: Plan, store: str | Path | Non
     if store is not None or not _reads_moments_twice(config):
         return 0
     return stored_bytes(plan.linears, gradients=_needs_gradients(config))
+
+
+def _state_bytes(config: CompressionConfig, sizes: ModelConfig) -> int:
+    """Return the size of the hidden states of a layer's inputs and outputs, which a run saves between layers."""
+    rows, streams = config.rows, config.streams if config.needs_text and config.factorises else ()
+    return 2 * len(streams) * torch.float32.itemsize * rows.count * rows.length * sizes.hidden_size
 
 
 def _store(
@@ -227,9 +240,10 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
     run.progress("compressing", first / len(model))
     if first == len(model):
         return first
-    streams = model.streams(
-        processes.part(rows), names, run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
-    )
+    saved = run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
+    if first and names and any(processes.of_all(saved is None)):  # its header can be read, the states cannot
+        first, saved = 0, None
+    streams = model.streams(processes.part(rows), names, saved)
     refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of a layer's time that refinement takes
     for index in range(first, len(model)):
         began = time.perf_counter()
@@ -261,6 +275,7 @@ def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]]) -> C
     config, text = run.config, None
     if len(rows):
         text = {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed}
+        text |= {"asked_rows": config.calibration_rows}
     forms = {name: form for layer in layers for name, form in layer["forms"].items()}
     return CompressionSpec(
         format=2 if forms else 1 if plan.part_ranks else 3,

@@ -110,7 +110,7 @@ def recover(
         run = Run(config, workspace, source, device, shared or CalibrationStore(), progress)
 
         rows, held_out = calibration_tokens(run)
-        check_rows(rows, held_out)
+        check_rows(rows, held_out, config)
 
         def finish(final: Path) -> None:
             if processes.rank() == 0:
@@ -195,8 +195,14 @@ def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfi
     text = spec.calibration or {}
     names = {"calibration": "source", "calibration_rows": "rows", "calibration_length": "length", "seed": "seed"}
     fitted = {name: text.get(key) for name, key in names.items()} | {"form": "pivoted" if spec.forms else "two"}
+    if "asked_rows" in text:  # which of several texts were divided among, whatever was found
+        fitted["calibration_rows"] = text["asked_rows"]
     fitted |= {"refine": "off"}  # that is what compress does, layer by layer
     asked = {name: value for name, value in settings.items() if value is not None}
+    if asked.get("factor_dtype") == "int4" and spec.forms:
+        raise UserError(
+            "factor_dtype int4: pivoted factors lose too much in 4 bits; first run neuronmm convert --form two"
+        )
     return CompressionConfig.build(**{**fitted, **asked})
 
 

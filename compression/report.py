@@ -15,7 +15,8 @@ class Matrix(TypedDict):
     """One targeted linear, or the leader of several that share an A, with the sizes of all of them.
 
     ``sharing`` names the others. ``rank`` is None for a dense linear. The error is relative to the norm of the dense
-    output; for ``fisher`` it is the root of the fraction of the linear's effect on the predictions that is lost.
+    output; with ``svd`` and ``asvd`` to that of the weight, plain or scaled; for ``fisher`` it is the root of the
+    fraction of the linear's effect on the predictions that is lost.
     ``spectrum`` has the errors at 1/16, 2/16, ..., 15/16 of the full rank; None for a dense linear and in old reports.
     ``pivot_condition`` is the condition number of the pivots; None without pivots, or if they are dependent.
     """
@@ -104,8 +105,10 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def loss_kind(report: dict[str, Any]) -> str:
     """Return what the relative error of a linear is relative to, after the words "of a"."""
-    if not report["calibration"]:
+    if not report["calibration"] or report["method"] == "svd":
         return "weight"
+    if report["method"] == "asvd":
+        return "weight, scaled by the sizes of its inputs"
     if report["method"] == "fisher":
         return "linear's effect on the predictions, on that text"
     return "linear's output, on that text"
@@ -147,8 +150,14 @@ def _distance_row(report: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     error = "" if distance["kl_standard_error"] is None else f" ± {distance['kl_standard_error']:.3f}"
     measured = f"{distance['kl']:.3f}{error} nats per token (KL divergence), the same next token in"
-    size = f"{distance['rows']} x {distance['length']} held-out tokens"
+    size = f"{distance['rows']} x {distance['length']} held-out tokens{of_other_text(report)}"
     return [("distance from dense", f"{measured} {distance['agreement']:.1%} of {size}")]
+
+
+def of_other_text(report: dict[str, Any]) -> str:
+    """Return of which text the held-out tokens are, if it is not that of the calibration: recovery may have its own."""
+    text = report["fidelity"].get("text")  # older reports have none
+    return "" if text is None or text == (report["calibration"] or {}).get("source") else f" of {text}"
 
 
 def _method(report: dict[str, Any]) -> str:

@@ -62,11 +62,9 @@ def stored_dtype(folder: Path) -> str:
     """Return the dtype of the final norm, which stands for that of the model, as safetensors names it.
 
     Raises:
-        UserError: a shard is missing or corrupt, or there is no final norm.
+        UserError: as :func:`inspect`.
     """
-    files = weight_files(folder)
-    if NORM not in files:
-        raise UserError(f"{folder}: {NORM} is in no shard; download the checkpoint again")
+    files = inspect(folder).files
     return next(dtype for name, (_, dtype) in headers({NORM: files[NORM]}) if name == NORM)
 
 

@@ -21,8 +21,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from neuronmm.models.errors import UserError
 
-PATIENCE = timedelta(hours=2)
-"""How long a process waits for another one that is alive. The end of a process is noticed at once."""
+PATIENCE = timedelta(days=2)
+"""How long a process waits for another one that is alive: the first one alone samples texts and rounds large models.
+
+The end of a process is noticed at once.
+"""
 
 _SAME_ERROR = timedelta(seconds=3)  # how long a process waits to learn whether the first one has its error too
 _ERROR = "neuronmm/error"

@@ -60,9 +60,9 @@ class StageLines:
 
     def __init__(self) -> None:
         self._done: dict[str, float] = {}
-        self._begun: dict[str, float] = {}
+        self._first: dict[str, tuple[float, float]] = {}  # the first report of a stage: when, and what was done
         self._printed: dict[str, float] = {}
-        self._start = self._last_call = self._last_line = time.monotonic()
+        self._start = self._last_line = time.monotonic()
         self._stage: str | None = None
         self._lock = threading.Lock()
 
@@ -70,9 +70,9 @@ class StageLines:
         """Add ``fraction`` to ``stage``, and print a line if it is due."""
         with self._lock:
             now = time.monotonic()
-            self._begun.setdefault(stage, self._last_call)  # a first fraction is reported when it is done
-            self._last_call, self._stage = now, stage
+            self._stage = stage
             self._done[stage] = min(self._done.get(stage, 0.0) + fraction, 1.0)
+            self._first.setdefault(stage, (now, self._done[stage]))
             if stage not in self._printed or now - self._printed[stage] >= _INTERVAL:
                 self._print(now)
 
@@ -106,8 +106,9 @@ class StageLines:
             return
         stage, done, left = self._stage, self._done[self._stage], ""
         self._printed[stage] = now
-        if 0 < done < 1 - _ROUNDING:
-            left = f", {_minutes((now - self._begun[stage]) * (1 - done) / done)} left"
+        since, before = self._first[stage]
+        if before < done < 1 - _ROUNDING:  # an interrupted run may have done the first part
+            left = f", {_minutes((now - since) * (1 - done) / (done - before))} left"
         print(f"{stage}: {100 * done:.0f} %{left}", file=sys.stderr, flush=True)
 
 

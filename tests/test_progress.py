@@ -40,9 +40,24 @@ def test_a_stage_prints_a_line_when_it_begins_and_then_one_per_minute(
         clock[0] = float(second)
         progress("compressing", 1 / 400)
     assert capsys.readouterr().err.splitlines() == [
-        "compressing: 0 %, 0:06:39 left",
+        "compressing: 0 %",
         "compressing: 15 %, 0:05:39 left",
         "compressing: 30 %, 0:04:39 left",
+    ]
+
+
+def test_the_time_left_does_not_count_what_an_interrupted_run_did(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = StageLines()
+    progress("compressing", 0.5)
+    for layer in range(1, 3):
+        clock[0] = 120.0 * layer
+        progress("compressing", 1 / 32)
+    assert capsys.readouterr().err.splitlines() == [
+        "compressing: 50 %",
+        "compressing: 53 %, 0:30:00 left",
+        "compressing: 56 %, 0:28:00 left",
     ]
 
 
@@ -77,6 +92,7 @@ def test_a_line_per_minute_is_printed_without_a_report(
     threads = threading.active_count()
     with stage_progress() as progress:
         wait_for("working, 0:00:0")
+        progress("compressing", 0.0)
         progress("compressing", 0.25)
         wait_for("compressing: 25 %, ")
     assert threading.active_count() == threads

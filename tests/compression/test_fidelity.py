@@ -30,7 +30,7 @@ from word_tokenizer import word_tokenizer
 
 
 def run_on(dense: Path, progress: Any = no_progress) -> Any:
-    settings = SimpleNamespace(budget=None, weight_dtype="model", factorises=True)
+    settings = SimpleNamespace(budget=None, weight_dtype="model", factorises=True, calibration="a text")
     return SimpleNamespace(dense=Reader(dense), device="cpu", progress=progress, config=settings)
 
 

@@ -15,9 +15,11 @@ import torch
 from compression_runs import config
 from neuronmm import cli
 from neuronmm.compression import factor_training
+from neuronmm.compression.calibration import calibration_tokens
 from neuronmm.compression.distillation import loss_sum
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
+from neuronmm.compression.run import Run
 from neuronmm.models import UserError
 
 pytestmark = pytest.mark.usefixtures("fast_learning")
@@ -91,7 +93,41 @@ def test_another_text_can_be_given(low: Path, tmp_path: Path) -> None:
     assert report["recovery"]["text"] == str(other)
     assert report["recovery"]["rows"] == {"trained": 7, "held_out": 2, "length": 7}
     assert report["calibration"] == json.loads((low / "compression_report.json").read_text())["calibration"]
+    assert report["fidelity"]["text"] == str(other)
+    assert f"held-out tokens of {other}" in (tmp_path / "out" / "compression_report.md").read_text()
+    assert "held-out tokens of" not in (tmp_path / "same" / "compression_report.md").read_text()
     assert contents(tmp_path / "out") != contents(tmp_path / "same")
+
+
+def test_of_several_texts_it_takes_the_rows_of_the_compression(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of the two fills only some of the rows that it is asked for."""
+    short, low, seen = tmp_path / "short.txt", tmp_path / "low", []
+
+    def watched(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(torch.cat(calibration_tokens(run)))
+        return calibration_tokens(run)
+
+    for module in ("pipeline", "recover"):
+        monkeypatch.setattr(f"neuronmm.compression.{module}.calibration_tokens", watched)
+    short.write_text(" ".join(f"w{3 + i % 61}" for i in range(40)))
+    texts = config(method="whitened", calibration=[str(short), str(text)], calibration_rows=24, calibration_length=8)
+    found = compress(dense(), low, texts)["calibration"]
+    assert found["asked_rows"] == 24 > found["rows"]
+    recover(low, tmp_path / "better")
+    assert torch.equal(*seen)
+
+
+def test_a_text_of_one_row_is_refused_before_anything_is_trained(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text(" ".join(f"w{3 + i}" for i in range(20)))
+    settings = config(method="whitened", recover="factors", calibration=str(short))
+    monkeypatch.setattr("neuronmm.compression.pipeline.compress_layer", Mock(side_effect=AssertionError))
+    with pytest.raises(UserError, match="two or more calibration rows, not 1; calibrate on more"):
+        compress(dense(), tmp_path / "out", settings)
 
 
 @pytest.mark.parametrize("steps", range(3))
@@ -172,6 +208,7 @@ def test_what_cannot_be_recovered_is_refused(low: Path, text: Path, tmp_path: Pa
     refused(low, "no such calibration file", calibration=str(tmp_path / "absent.txt"))
     refused(low, "calibration_length = 1", calibration_length=1)
     refused(low, "calibration_rows = 0", calibration_rows=0)
+    refused(low, "calibration_rows 1: recovery trains on one row", calibration_rows=1)
     int8, again, smaller = tmp_path / "int8", tmp_path / "again", tmp_path / "smaller"
     compress(model, int8, config(method="svd", factor_dtype="int8"))
     refused(int8, "int8 factors cannot be trained")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,38 @@ def test_what_an_interrupted_run_left_counts_as_free(
         compress(source, out, settings, progress=stop)
     assert free(out).free < 0.7 * size, "the run left little, so nothing is tested"
     compress(source, out, settings, **again)
+
+
+def test_stored_gradients_need_no_room_again(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inputs of all layers, from which they were measured, are gone when the run is interrupted later."""
+    source, out, asked = dense(), tmp_path / "out", list[int]()
+    settings = config(method="fisher", calibration=str(text))
+    monkeypatch.setattr(pipeline, "check_disk", lambda folder, needed, counted: asked.append(needed))
+
+    def stop(stage: str, fraction: float) -> None:
+        if stage == "compressing":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, out, settings, progress=stop)
+    assert len(asked) == 1
+    compress(source, out, settings, resume=True)
+    assert len(asked) == 1
+
+
+def test_saved_hidden_states_have_room_beside_the_layers(
+    dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of both models, before and after a layer, in float32."""
+    source, usage = dense(), shutil.disk_usage(tmp_path)
+    settings = config(method="anchored", calibration=str(text), calibration_rows=40, calibration_length=64)
+    needed = Reader(source).total_bytes() + 2 * 2 * 4 * 40 * 64 * 32
+    for free, fits in ((needed - 1, False), (needed, True)):
+        monkeypatch.setattr(memory.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with nullcontext() if fits else pytest.raises(UserError, match=r"of disk free, .* 1 byte more"):
+            compress(source, tmp_path / "out", settings)
 
 
 def test_all_hidden_states_of_a_layer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
