@@ -98,6 +98,10 @@ def compress(
         if config.needs_text and not factorised:
             count = len(rows) + len(held_out)  # rows that were kept have to fit, too
             check_row_memory(count, rows.shape[1], contents.config.hidden_size, config, device)
+            if processes.rank() == 0:
+                states = _state_bytes(config, rows, contents.config.hidden_size)
+                check_disk(workspace.out, dense.total_bytes() + _moment_bytes(config, plan, store) + states)
+            processes.meet()  # before another process removes files that count as free
         streamed = StreamedModel(dense.folder, torch.float32, device)
         search = None
         if _needs_gradients(config) and not factorised:
@@ -182,7 +186,7 @@ def _begin(
     # The layers' files are on the disk together with the moments, unless a store has these, and later with the shards.
     first = processes.rank() == 0
     if first:
-        before, parameters = size + max(size, moments + _state_bytes(config, sizes)), dense.total_parameters()
+        before, parameters = size + max(size, moments), dense.total_parameters()
         working = working_memory(sizes, config)
         check_room(workspace.out, before, size, parameters, plan.parameters, working, config, device)
     workspace.begin({**of_model(dense), **of_run(device), **config.model_dump(), **of_texts(config)})
@@ -203,10 +207,9 @@ def _moment_bytes(config: CompressionConfig, plan: Plan, store: str | Path | Non
     return stored_bytes(plan.linears, gradients=_needs_gradients(config))
 
 
-def _state_bytes(config: CompressionConfig, sizes: ModelConfig) -> int:
+def _state_bytes(config: CompressionConfig, rows: Tensor, hidden: int) -> int:
     """Return the size of the hidden states of a layer's inputs and outputs, which a run saves between layers."""
-    rows, streams = config.rows, config.streams if config.needs_text and config.factorises else ()
-    return 2 * len(streams) * torch.float32.itemsize * rows.count * rows.length * sizes.hidden_size
+    return 2 * len(config.streams) * torch.float32.itemsize * rows.numel() * hidden if config.factorises else 0
 
 
 def _store(
