@@ -73,10 +73,12 @@ def directly(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
     return sums
 
 
+@pytest.mark.parametrize("block", [384, 10])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_moments_are_those_of_one_pass_backwards_through_the_complete_model(
-    family: str, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, block: int, dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fisher, "_BLOCK", block)  # the larger one covers every matrix of this model
     monkeypatch.setattr(fisher, "multiplies_bf16", lambda device: False)
     monkeypatch.setattr(Tensor, "bfloat16", lambda self: self)  # the layers' inputs on the disk
     rows = noted_rows(monkeypatch)
