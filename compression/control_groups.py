@@ -12,10 +12,10 @@ from pathlib import Path
 
 _OWN, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
 }
-"""Controller, as the line of a group names it -> the files with limit and use, and the statistic of unused page cache.
+"""Controller, as the line of a group names it -> the files with limit and use, and the statistics of the page cache.
 
 The second version of control groups names none.
 """
@@ -39,11 +39,12 @@ def _groups() -> Iterator[tuple[str, Path]]:
             yield from ((controller, top / part) for part in (group, *group.parents))
 
 
-def _left(folder: Path, limit: str, used: str, cache: str) -> float:
-    """Return what is left in one group: its limit, without what it uses, but for files that nobody has in use."""
+def _left(folder: Path, limit: str, used: str, cache: tuple[str, ...]) -> float:
+    """Return what is left in one group: its limit, without what it uses, but for the page cache, which gives way."""
     try:
         most, statistics = (folder / limit).read_text(encoding="utf-8"), (folder / "memory.stat").read_text("utf-8")
-        unused = dict(line.split() for line in statistics.splitlines())[cache]
-        return int(most) - int((folder / used).read_text(encoding="utf-8")) + int(unused)
+        numbers = dict(line.split() for line in statistics.splitlines())
+        cached = sum(int(numbers[name]) for name in cache)
+        return int(most) - int((folder / used).read_text(encoding="utf-8")) + cached
     except (OSError, ValueError, KeyError):  # no such group in sight, or the limit "max"
         return math.inf

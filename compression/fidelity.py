@@ -20,7 +20,7 @@ from neuronmm.compression.run import Run
 from neuronmm.compression.streaming import StreamedModel, advance
 from neuronmm.models import processes
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import load_config, load_tokenizer, positions_of
+from neuronmm.models.load import end_tokens, load_config, load_tokenizer, positions_of
 
 LARGEST_KL = 0.25
 """Nats per token on held-out text above which a checkpoint gets a warning.
@@ -154,7 +154,7 @@ def _samples(run: Run, folder: Path) -> list[dict[str, Any]]:
     longest = min(max(len(ids) for _, ids in prompts) + _NEW_TOKENS, positions_of(config))
     if any(len(ids) >= longest or max(ids) >= config.vocab_size for _, ids in prompts):
         return []
-    ends = _ends(config, tokenizer)
+    ends = end_tokens(run.dense.folder, config, tokenizer)
     texts: list[list[tuple[str, bool]]] = []
     for source in (run.dense.folder, folder):
         model = StreamedModel(source, None, run.device)
@@ -180,13 +180,7 @@ def _openings(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[in
         yield prompt, ids or [first_token(tokenizer)]
 
 
-def _ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> set[Any]:
-    """Return the tokens that end a text."""
-    ends: list[Any] = [tokenizer.eos_token_id, config.eos_token_id]
-    return {token for end in ends for token in (end if isinstance(end, list) else [end])}
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: set[Any]) -> tuple[str, bool]:
+def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: frozenset[int]) -> tuple[str, bool]:
     """Return the text of ``ids`` up to its end, and whether it ends in a loop."""
     stop = next((number for number, token in enumerate(ids) if token in ends), len(ids))
     return str(tokenizer.decode(ids[:stop], skip_special_tokens=True)), loops(ids[:stop])

@@ -67,7 +67,6 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
             run.workspace.drop(name)
         run.progress(_STAGE, 1.0)
         return
-    run.progress(_STAGE, 0.0)
     inside = [
         [linear.name.removeprefix(prefix) for linear in linears if linear.name.startswith(prefix)]
         for prefix in (f"{LAYERS}.{index}." for index in range(len(model)))
@@ -80,6 +79,7 @@ def measure_gradients(run: Run, model: StreamedModel, linears: Sequence[Linear],
         gradient = gradients["gradient"].to(model.device)
         run.progress(_STAGE, 1 - (1 - _FORWARDS) * end / len(model))
     else:
+        run.progress(_STAGE, 0.0)
         end, gradient = len(model), _run_forwards(run, model, inside, rows)
     for index in reversed(range(end)):
         began = time.perf_counter()

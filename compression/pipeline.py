@@ -99,7 +99,7 @@ def compress(
             count = len(rows) + len(held_out)  # rows that were kept have to fit, too
             check_row_memory(count, rows.shape[1], contents.config.hidden_size, config, device)
             if processes.rank() == 0:
-                states = _state_bytes(config, rows, contents.config.hidden_size)
+                states = _state_bytes(run, rows, contents.config)
                 check_disk(workspace.out, dense.total_bytes() + _moment_bytes(config, plan, store) + states)
             processes.meet()  # before another process removes files that count as free
         streamed = StreamedModel(dense.folder, torch.float32, device)
@@ -207,9 +207,16 @@ def _moment_bytes(config: CompressionConfig, plan: Plan, store: str | Path | Non
     return stored_bytes(plan.linears, gradients=_needs_gradients(config))
 
 
-def _state_bytes(config: CompressionConfig, rows: Tensor, hidden: int) -> int:
-    """Return the size of the hidden states of a layer's inputs and outputs, which a run saves between layers."""
-    return 2 * len(config.streams) * torch.float32.itemsize * rows.numel() * hidden if config.factorises else 0
+def _state_bytes(run: Run, rows: Tensor, sizes: ModelConfig) -> int:
+    """Return the size of the hidden states of a layer's inputs and outputs, which a run saves between layers.
+
+    With the moments of all layers the dense model need not run again; those of ``fisher`` have room of their own.
+    """
+    config = run.config
+    stored = _needs_gradients(config) or run.store.complete(sizes.num_hidden_layers)
+    if not config.factorises or (stored and config.streams == ("dense",)):
+        return 0
+    return 2 * len(config.streams) * torch.float32.itemsize * rows.numel() * sizes.hidden_size
 
 
 def _store(
@@ -240,12 +247,13 @@ def _compress_layers(run: Run, model: StreamedModel, plan: Plan, rows: Tensor) -
     needs_dense_run = not run.store.complete(len(model))
     names = run.config.streams if len(rows) and (needs_dense_run or run.config.streams != ("dense",)) else ()
     first = min(processes.of_all(run.workspace.layers_done(len(model), names)))
-    run.progress("compressing", first / len(model))
     if first == len(model):
+        run.progress("compressing", 1.0)
         return first
     saved = run.workspace.load(f"hidden-{first:05d}", names) if first and names else None
     if first and names and any(processes.of_all(saved is None)):  # its header can be read, the states cannot
         first, saved = 0, None
+    run.progress("compressing", first / len(model))
     streams = model.streams(processes.part(rows), names, saved)
     refinement = 0.9 if run.config.refine != "off" else 0.0  # fraction of a layer's time that refinement takes
     for index in range(first, len(model)):

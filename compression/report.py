@@ -157,7 +157,9 @@ def _distance_row(report: dict[str, Any]) -> list[tuple[str, str]]:
 def of_other_text(report: dict[str, Any]) -> str:
     """Return of which text the held-out tokens are, if it is not that of the calibration: recovery may have its own."""
     text = report["fidelity"].get("text")  # older reports have none
-    return "" if text is None or text == (report["calibration"] or {}).get("source") else f" of {text}"
+    if text is None or text == (report["calibration"] or {}).get("source"):
+        return ""
+    return f" of {text if isinstance(text, str) else ' and '.join(text)}"
 
 
 def _method(report: dict[str, Any]) -> str:

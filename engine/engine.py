@@ -25,9 +25,8 @@ from neuronmm.engine.text import TextStream
 from neuronmm.models import processes
 from neuronmm.models.chat import ChatTemplate
 from neuronmm.models.contents import stored_dtype
-from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError, without_panics
-from neuronmm.models.load import DTYPES, load_config, load_tokenizer, positions_of
+from neuronmm.models.load import DTYPES, end_tokens, load_config, load_tokenizer, positions_of
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.tensors import check_tokens
@@ -295,22 +294,3 @@ def pick_dtype(folder: Path, name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}; there are: auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def end_tokens(folder: Path, config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids that end a sequence: the tokenizer's, and the generation config's or else the model config's.
-
-    Fine-tuning often changes one of them only, and leaves that of the base model in the other.
-
-    Raises:
-        UserError: generation_config.json is malformed.
-    """
-    path = folder / "generation_config.json"
-    eos: Any = read_object(path).get("eos_token_id") if path.is_file() else None
-    if not all(type(token) is int for token in _as_list(eos)):
-        raise UserError(f"{path}: eos_token_id has to be a token id or a list of them; fix it or remove the file")
-    return frozenset([*(_as_list(eos) or _as_list(config.eos_token_id)), *_as_list(tokenizer.eos_token_id)])
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

@@ -168,14 +168,14 @@ def checkpoints(config: BenchmarkConfig, progress: Progress = no_progress) -> di
         UserError: a model cannot be read, the baseline is compressed, or a dense model has a baseline.
     """
     folder = resolve(config.model, progress)
-    if "quantization_config" not in read_config(folder):
+    if read_config(folder).get("quantization_config") is None:
         if config.baseline is not None:
             raise UserError(f"{config.model} is a dense model; --baseline is for a compressed one")
         return {"dense": folder}
     if config.baseline is None:
         return {"fused": folder}
     baseline = resolve(config.baseline, progress)
-    if "quantization_config" in read_config(baseline):
+    if read_config(baseline).get("quantization_config") is not None:
         raise UserError(f"{config.baseline} is a compressed model itself; --baseline has to be the dense one")
     return {"dense": baseline, "fused": folder}
 

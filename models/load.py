@@ -21,14 +21,18 @@ from transformers import (
 from transformers.utils import logging
 
 from neuronmm.models.contents import inspect
+from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import family_of
 from neuronmm.models.hf import register
+from neuronmm.models.model_config import MOST_POSITIONS
 from neuronmm.models.source import read_config
 from neuronmm.models.tensors import check_finite
 
 # transformers 4.56 renamed the argument and warns about the old name.
 DTYPE = "dtype" if tuple(int(n) for n in transformers.__version__.split(".")[:2]) >= (4, 56) else "torch_dtype"
+
+_YARN_BY_FACTOR = int(transformers.__version__.split(".")[0]) >= 5
 
 SAFELY = {"local_files_only": True, "trust_remote_code": False}
 """A checkpoint is data: nothing is downloaded for it, and none of its code runs."""
@@ -113,6 +117,8 @@ def load_config(folder: Path) -> Any:
     register()
     with quiet(), reading(f"{where}: transformers cannot read it"):
         config = AutoConfig.from_pretrained(folder, **SAFELY)
+        if getattr(config, "quantization_config", None) is None:
+            vars(config).pop("quantization_config", None)  # transformers before 5 fails with null
         config._attn_implementation = "sdpa"  # config.json may name a kernel on the hub, which is code
     return config
 
@@ -121,14 +127,33 @@ def positions_of(config: Any) -> int:
     """Return how many positions a model reads.
 
     With yarn that is its factor times the original number: Qwen's recipe for long texts leaves
-    ``max_position_embeddings`` at the original one.
+    ``max_position_embeddings`` at the original one. transformers before 5 computes the factor from both instead.
     """
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     positions: int = config.max_position_embeddings
-    if rope.get("rope_type", rope.get("type")) != "yarn":
+    if rope.get("rope_type") != "yarn" or not _YARN_BY_FACTOR:
         return positions
     original = rope.get("original_max_position_embeddings") or positions
-    return max(positions, int(original * rope["factor"]))
+    return max(positions, int(min(original * rope["factor"], MOST_POSITIONS)))
+
+
+def end_tokens(folder: Path, config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids that end a sequence: the tokenizer's, and the generation config's or else the model config's.
+
+    Fine-tuning often changes one of them only, and leaves that of the base model in the other.
+
+    Raises:
+        UserError: generation_config.json is malformed.
+    """
+    path = folder / "generation_config.json"
+    eos: Any = read_object(path).get("eos_token_id") if path.is_file() else None
+    if not all(type(token) is int for token in _as_list(eos)):
+        raise UserError(f"{path}: eos_token_id has to be a token id or a list of them; fix it or remove the file")
+    return frozenset([*(_as_list(eos) or _as_list(config.eos_token_id)), *_as_list(tokenizer.eos_token_id)])
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

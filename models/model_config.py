@@ -13,7 +13,8 @@ from neuronmm.models.families import family_of
 Width = Annotated[int, Field(ge=1, le=1 << 20)]
 Layers = Annotated[int, Field(ge=1, le=1 << 12)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
-Positions = Annotated[int, Field(ge=1, le=1 << 31)]
+MOST_POSITIONS = 1 << 31
+Positions = Annotated[int, Field(ge=1, le=MOST_POSITIONS)]
 Labels = Annotated[int, Field(ge=0, le=1 << 16)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[float, Field(ge=1, le=1)]  # no supported family rotates only a part of a head
@@ -92,6 +93,7 @@ class ModelConfig(BaseModel):
     head_dim: Width | None = None
     vocab_size: Count
     max_position_embeddings: Positions | None = None
+    original_max_position_embeddings: Positions | None = None  # replaces the one in the block of RoPE's parameters
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
     tie_word_embeddings: bool = False
     layer_types: list[Literal["full_attention"]] | None = None

@@ -39,8 +39,8 @@ class Api:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
-            Route("/v1/completions", self._posted(self._complete), methods=["POST"]),
-            Route("/v1/chat/completions", self._posted(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._posted(self._complete, "prompt"), methods=["POST"]),
+            Route("/v1/chat/completions", self._posted(self._chat, "messages"), methods=["POST"]),
         ]
         handlers: Any = {ApiError: _answer_error, HTTPException: _answer_http_error, Exception: _answer_defect}
         return self._counted(Starlette(routes=routes, exception_handlers=handlers))
@@ -59,8 +59,11 @@ class Api:
         model = {"id": self._service.name, "object": "model", "created": 0, "owned_by": "neuronmm"}
         return JSONResponse({"object": "list", "data": [{**model, "max_model_len": limits.context}]})
 
-    def _posted(self, answer: Callable[[bytes], Response]) -> Callable[[HttpRequest], Any]:
-        """Return the endpoint that checks the key and the size of a request before ``answer`` reads its body."""
+    def _posted(self, answer: Callable[[bytes], Response], text: str) -> Callable[[HttpRequest], Any]:
+        """Return the endpoint that checks the key and the size of a request before ``answer`` reads its body.
+
+        ``text`` is the field with the prompt.
+        """
 
         async def endpoint(request: HttpRequest) -> Response:
             self._authorize(request)
@@ -75,7 +78,7 @@ class Api:
             try:
                 return answer(bytes(body))
             except PromptTooLong as error:
-                raise ApiError(400, str(error), "prompt", _TOO_LONG) from None
+                raise ApiError(400, str(error), text, _TOO_LONG) from None
             except UserError as error:
                 raise ApiError(400, str(error)) from None
 

@@ -21,12 +21,14 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def group(folder: Path, version: int, limit: object, used: int, unused: int) -> None:
+def group(folder: Path, version: int, limit: object, used: int, cached: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     for name, value in zip(names, (limit, used), strict=True):
         (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{'total_' if version == 1 else ''}inactive_file {unused}\n")
+    total = "total_" if version == 1 else ""
+    halves = f"{total}active_file {cached // 2}\n{total}inactive_file {cached - cached // 2}\n"
+    (folder / "memory.stat").write_text(f"anon 5\n{halves}")
 
 
 def test_the_tightest_group_on_the_way_up_counts(system: Path) -> None:
@@ -42,7 +44,7 @@ def test_the_tightest_group_on_the_way_up_counts(system: Path) -> None:
 def test_a_container_of_the_first_version_sees_its_limit_at_the_top(system: Path) -> None:
     """Its path is that of the machine, which the container does not see."""
     (system / "own").write_text("5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
-    group(system / "mounted" / "memory", 1, 2 * GB, GB, 0)
+    group(system / "mounted" / "memory", 1, 2 * GB, 2 * GB, GB)
     assert free_in_groups() == GB
     (system / "own").write_text("5:cpu,cpuacct:/docker/abc\n")
     assert free_in_groups() == math.inf

@@ -6,17 +6,19 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from compression_runs import EVERYTHING, SMALL, Interrupted, compress_in, config, stop_at, tensors, weights
 from neuronmm.compression import calibration_store, tensor_files
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
+from neuronmm.compression.workspace import Workspace
 from neuronmm.models import UserError
 
 ALL: dict[str, Any] = {
@@ -78,6 +80,28 @@ def test_a_damaged_file_counts_as_missing(
             compress(source, out, config(**settings), resume=True)
             assert weights(out) == expected, (file.name, how)
             shutil.rmtree(out)
+
+
+def test_states_that_cannot_be_read_after_all_begin_with_the_first_layer(
+    reference: tuple[Path, dict[str, Any], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their header was read, and then the disk fails."""
+    source, settings, expected = reference
+    with pytest.raises(Interrupted):
+        compress(source, tmp_path / "out", config(**settings), progress=stop_at("compressing", 8))
+    load, asked, done = Workspace.load, list[str](), list[float]()
+
+    def fails(self: Workspace, name: str, needed: Collection[str] = ()) -> dict[str, Tensor] | None:
+        asked.append(name)
+        return None if name.startswith("hidden-") else load(self, name, needed)
+
+    def progress(stage: str, fraction: float) -> None:
+        done.extend([fraction] if stage == "compressing" else [])
+
+    monkeypatch.setattr(Workspace, "load", fails)
+    compress(source, tmp_path / "out", config(**settings), resume=True, progress=progress)
+    assert "hidden-00001" in asked, "the first layer was not finished, so nothing is tested"
+    assert weights(tmp_path / "out") == expected and sum(done) == pytest.approx(1)
 
 
 def test_a_kill_while_safetensors_writes_under_a_random_name(

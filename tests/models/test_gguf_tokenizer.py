@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from neuronmm.engine.engine import end_tokens
 from neuronmm.models.documents import read_object
 from neuronmm.models.gguf_file import unpack
-from neuronmm.models.load import load_config, load_tokenizer
+from neuronmm.models.load import end_tokens, load_config, load_tokenizer
 from tiny_gguf import write_gguf
 
 BOS, EOS, LAST = 59, 60, 61
@@ -53,6 +52,7 @@ def test_a_text_of_llama_3_begins_with_bos_unless_the_header_denies_it(
         ("<|im_end|>", {}, [EOS, LAST]),
         ("<|endoftext|>", {"eot_token_id": 7, "eom_token_id": LAST}, [EOS, 7, LAST]),
         ("<pad>", {"eot_token_id": EOS, "eom_token_id": 64}, [EOS]),  # one twice, one outside the vocabulary
+        ("<pad>", {"eot_token_id": True}, [EOS]),
     ],
 )
 def test_a_text_ends_with_every_token_that_ends_one(

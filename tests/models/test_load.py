@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from neuronmm.models import LowRankSwiGLU, UserError
 from neuronmm.models import load as load_module
-from neuronmm.models.contents import weight_files
+from neuronmm.models.contents import inspect, weight_files
 from neuronmm.models.load import load_pretrained, load_tokenizer, quiet
 from tiny_models import compress_tiny, layer_ranks, make_tiny, make_tokens, tiny_checkpoint, write_checkpoint
 
@@ -148,6 +148,15 @@ def test_damage_is_one_clear_line(damage: Callable[[Path], None], message: str, 
     with pytest.raises(UserError, match=message) as caught:
         load_pretrained(sharded, torch.float32)
     assert "\n" not in str(caught.value) and str(sharded) in str(caught.value)
+
+
+def test_null_for_the_compression_is_a_dense_model(tmp_path: Path) -> None:
+    make_tiny().save_pretrained(tmp_path)
+    plain = load_pretrained(tmp_path, torch.float32).state_dict()
+    edit(tmp_path / "config.json", lambda config: config.update(quantization_config=None))
+    assert inspect(tmp_path).spec is None
+    for name, tensor in load_pretrained(tmp_path, torch.float32).state_dict().items():
+        assert torch.equal(tensor, plain[name]), name
 
 
 def test_a_folder_without_tokenizer_is_one_clear_line(sharded: Path) -> None:

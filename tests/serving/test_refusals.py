@@ -115,6 +115,9 @@ def test_a_prompt_beyond_the_context(server: Server) -> None:
         status, error = post(server, json.dumps({"model": "tiny", "prompt": prompt, **fields}).encode())
         assert status == 400 and "16384 tokens" in error["message"]
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "w9 " * 16384}]}
+    status, error = post(server, json.dumps(chat).encode(), "chat/completions")
+    assert (status, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")
     status, error = post(server, json.dumps({"model": "tiny", "prompt": [9, 64]}).encode())
     assert status == 400 and "no token 64" in error["message"] and error["param"] == "prompt"
 
