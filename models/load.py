@@ -117,8 +117,6 @@ def load_config(folder: Path) -> Any:
     register()
     with quiet(), reading(f"{where}: transformers cannot read it"):
         config = AutoConfig.from_pretrained(folder, **SAFELY)
-        if getattr(config, "quantization_config", None) is None:
-            vars(config).pop("quantization_config", None)  # transformers before 5 fails with null
         config._attn_implementation = "sdpa"  # config.json may name a kernel on the hub, which is code
     return config
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
@@ -17,6 +18,9 @@ from neuronmm.models import load as load_module
 from neuronmm.models.contents import inspect, weight_files
 from neuronmm.models.load import load_pretrained, load_tokenizer, quiet
 from tiny_models import compress_tiny, layer_ranks, make_tiny, make_tokens, tiny_checkpoint, write_checkpoint
+
+
+OLD = int(transformers.__version__.split(".")[0]) < 5
 
 
 @pytest.fixture
@@ -150,6 +154,7 @@ def test_damage_is_one_clear_line(damage: Callable[[Path], None], message: str, 
     assert "\n" not in str(caught.value) and str(sharded) in str(caught.value)
 
 
+@pytest.mark.skipif(OLD, reason="transformers before 5 cannot read null there")
 def test_null_for_the_compression_is_a_dense_model(tmp_path: Path) -> None:
     make_tiny().save_pretrained(tmp_path)
     plain = load_pretrained(tmp_path, torch.float32).state_dict()
