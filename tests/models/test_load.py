@@ -19,7 +19,6 @@ from neuronmm.models.contents import inspect, weight_files
 from neuronmm.models.load import load_pretrained, load_tokenizer, quiet
 from tiny_models import compress_tiny, layer_ranks, make_tiny, make_tokens, tiny_checkpoint, write_checkpoint
 
-
 OLD = int(transformers.__version__.split(".")[0]) < 5
 
 
