@@ -196,7 +196,7 @@ def test_a_sequence_that_is_too_long_is_refused_before_anything_compiles(
 ) -> None:
     monkeypatch.setattr(cache, "to_cores", lambda *_: pytest.fail("compiled"))
     engine = neuron(neuron_checkpoint())
-    with pytest.raises(UserError, match="80 tokens, but prompt and answer have to fit the model's context of 80"):
+    with pytest.raises(UserError, match="80 tokens, but prompt and answer have to fit the context of 80"):
         engine.generate([" ".join(["w9"] * 80)], PARAMS)
     with pytest.raises(UserError, match="2 rows of 90 positions do not fit graphs of batch_size 1 and n_positions 80"):
         engine.runner.decoder(2, 90)
