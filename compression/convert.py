@@ -27,7 +27,7 @@ from neuronmm.models.contents import Contents, inspect
 from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import read_config, resolve
+from neuronmm.models.source import is_compressed, resolve
 from neuronmm.models.spec import CompressionSpec, bias_name
 from neuronmm.models.tensors import IGNORED, check_finite, check_pivots
 from neuronmm.version import VERSION
@@ -101,7 +101,7 @@ def _open(folder: Path, form: str) -> tuple[Contents, CompressionSpec]:
     Raises:
         UserError: it is not compressed, its factors have few bits, or it has that form already.
     """
-    contents = inspect(folder) if read_config(folder).get("quantization_config") is not None else None
+    contents = inspect(folder) if is_compressed(folder) else None
     if contents is None or contents.spec is None:
         raise UserError(f"{folder}: is not compressed, so it has no factors to convert; use compress --form {form}")
     if not contents.spec.ranks:

@@ -39,7 +39,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import expanded, read_config, resolve
+from neuronmm.models.source import expanded, is_compressed, resolve
 from neuronmm.models.spec import CompressionSpec
 from neuronmm.version import VERSION
 
@@ -156,7 +156,7 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
     """
     folder = resolve(model, progress)
     workspace.protect(folder)
-    if read_config(folder).get("quantization_config") is not None:
+    if is_compressed(folder):
         raise UserError(f"{folder}: is already compressed or quantised; compress the original checkpoint")
     contents = inspect(folder)
     return Reader(folder, contents.files), contents

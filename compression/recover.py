@@ -35,7 +35,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import read_config, resolve
+from neuronmm.models.source import is_compressed, read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
 _SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -171,7 +171,7 @@ def _open(folder: Path) -> tuple[CompressionSpec, ModelConfig, dict[str, Any]]:
     Raises:
         UserError: it is not compressed, or its factors have few bits or were recovered already.
     """
-    if read_config(folder).get("quantization_config") is None:
+    if not is_compressed(folder):
         raise UserError(f"{folder}: is not compressed, so it has no factors to train; use compress --recover")
     contents = inspect(folder)
     spec = contents.spec

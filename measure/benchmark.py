@@ -40,7 +40,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.load import positions_of
 from neuronmm.models.low_bits import weight_dtype_of
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import read_config, resolve
+from neuronmm.models.source import is_compressed, read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
 if TYPE_CHECKING:
@@ -168,14 +168,14 @@ def checkpoints(config: BenchmarkConfig, progress: Progress = no_progress) -> di
         UserError: a model cannot be read, the baseline is compressed, or a dense model has a baseline.
     """
     folder = resolve(config.model, progress)
-    if read_config(folder).get("quantization_config") is None:
+    if not is_compressed(folder):
         if config.baseline is not None:
             raise UserError(f"{config.model} is a dense model; --baseline is for a compressed one")
         return {"dense": folder}
     if config.baseline is None:
         return {"fused": folder}
     baseline = resolve(config.baseline, progress)
-    if read_config(baseline).get("quantization_config") is not None:
+    if is_compressed(baseline):
         raise UserError(f"{config.baseline} is a compressed model itself; --baseline has to be the dense one")
     return {"dense": baseline, "fused": folder}
 

@@ -102,6 +102,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json")
 
 
+def is_compressed(folder: Path) -> bool:
+    """Return whether the model of ``folder`` is compressed or quantised, by whatever tool; ``null`` says it is not.
+
+    Raises:
+        UserError: its config.json is not valid JSON.
+    """
+    return read_config(folder).get("quantization_config") is not None
+
+
 def _check_side_files(folder: Path) -> None:
     """Check the files that are read or copied along with the weights.
 
