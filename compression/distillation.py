@@ -1,4 +1,4 @@
-"""The loss of the whole model: KL divergence from the dense model's next-token distributions, or cross entropy.
+"""The loss of the whole model: KL divergence from the dense model's next-token distributions.
 
 Compression does not change the output head, so the dense model's final hidden states determine its logits. They are
 computed once and stay in memory; the dense and the compressed model are never in memory together.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import kl_div
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.models import processes
@@ -47,17 +47,17 @@ def working_memory(sizes: ModelConfig, config: CompressionConfig) -> tuple[int, 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Rows of token ids [rows, length], and the dense model's final states [rows, length, hidden] or None."""
+    """Rows of token ids [rows, length], and the dense model's final states [rows, length, hidden]."""
 
     tokens: Tensor
-    states: Tensor | None
+    states: Tensor
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def pick(self, rows: Tensor) -> Lesson:
         """Return the rows with the given indices."""
-        return Lesson(self.tokens[rows], None if self.states is None else self.states[rows])
+        return Lesson(self.tokens[rows], self.states[rows])
 
     def passes(self) -> list[Lesson]:
         """Split the rows of this process into forward passes of at most PASS_TOKENS tokens."""
@@ -90,7 +90,7 @@ def dense_states(folder: Path, rows: Tensor, device: str, progress: Progress) ->
 
 @torch.no_grad()
 def evaluate(model: Any, lesson: Lesson) -> float:
-    """Return the mean loss in nats per predicted token: KL from the dense model's distributions, or cross entropy."""
+    """Return the mean KL divergence from the dense model's distributions, in nats per predicted token."""
     return processes.total(sum(loss_sum(model, part) for part in lesson.passes())) / lesson.predictions
 
 
@@ -105,18 +105,15 @@ def loss_sum(model: Any, lesson: Lesson, scale: float | None = None, autocast: b
     tokens = lesson.tokens.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         hidden = model.model(input_ids=tokens, use_cache=False)[0][:, :-1].flatten(0, 1).float()
-    references = tokens[:, 1:].flatten() if lesson.states is None else lesson.states[:, :-1].flatten(0, 1).to(device)
+    references = lesson.states[:, :-1].flatten(0, 1).to(device)
     leaf = hidden.detach().requires_grad_(scale is not None)
     total = 0.0
     for chunk, reference in zip(leaf.split(_CHUNK), references.split(_CHUNK), strict=True):
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = head(chunk).float()
             with torch.no_grad():
-                target = reference if lesson.states is None else head(reference).float().log_softmax(-1)
-        if lesson.states is None:
-            loss = cross_entropy(logits, target, reduction="sum")
-        else:
-            loss = kl_div(logits.log_softmax(-1), target, reduction="sum", log_target=True)
+                target = head(reference).float().log_softmax(-1)
+        loss = kl_div(logits.log_softmax(-1), target, reduction="sum", log_target=True)
         if scale is not None:
             (loss * scale).backward()
         total += loss.item()

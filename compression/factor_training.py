@@ -6,7 +6,7 @@ those of ``A``, so that the gradient of one factor does not depend on simultaneo
 the factors themselves are trained, without adapters.
 
 The loss is that of :mod:`neuronmm.compression.distillation`: the KL divergence from the dense model's next-token
-distributions or, without a dense model, the cross entropy of the rows' own next tokens.
+distributions.
 
 The factors of a bf16 checkpoint are bf16 values. Training changes most of them by less than half a bf16 step, so that
 rounding to nearest would undo the change. Stochastic rounding keeps it on average.
@@ -70,7 +70,7 @@ def train_factors(
     settings: Recovery,
     progress: Progress,
     *,
-    dense: Path | None = None,
+    dense: Path,
     device: str = "cpu",
     work: Path | None = None,
 ) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def train_factors(
         rows: token ids; :func:`neuronmm.compression.refine.split_rows` defines the held-out rows.
         settings: the settings of the training.
         progress: called whenever a fraction of a stage is done.
-        dense: the dense checkpoint to distil from; None trains on the rows' own next tokens.
+        dense: the dense checkpoint to distil from.
         device: where to train.
         work: a folder for the state of each stage after each epoch. If it holds a state of the same arguments, training
             continues from there. The caller removes the files.
@@ -102,7 +102,7 @@ def train_factors(
         raise UserError(f"recovery needs two or more rows of two or more tokens, not {tuple(rows.shape)}")
     generator = torch.Generator().manual_seed(settings.seed)
     training_rows, held_out_rows = split_rows(len(rows))
-    states = None if dense is None else dense_states(dense, rows, device, progress)
+    states = dense_states(dense, rows, device, progress)
     training, held_out = (Lesson(rows, states).pick(part) for part in (training_rows, held_out_rows))
     del states  # both have copies
 
@@ -130,7 +130,7 @@ def train_factors(
     return {
         "kind": "measured",
         **settings.model_dump(),
-        "objective": "next token" if dense is None else "distillation",
+        "objective": "distillation",
         "rows": {"trained": len(training), "held_out": len(held_out), "length": rows.shape[1]},
         "loss_before": before,
         "loss_after": after if improved else before,

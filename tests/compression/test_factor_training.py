@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from draws import examples
 from neuronmm.compression import distillation, factor_training
@@ -60,26 +59,22 @@ def low(dense: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[...,
     return make
 
 
-@pytest.mark.parametrize("distil", [True, False])
 @given(batch=st.integers(1, 3), length=st.integers(2, 9), chunk=st.integers(1, 12), seed=st.integers(0, 5))
 @examples(10)
 def test_the_chunked_loss_and_its_gradients_equal_those_of_all_logits_at_once(
-    distil: bool, batch: int, length: int, chunk: int, seed: int
+    batch: int, length: int, chunk: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
     model, tokens = make_tiny(), make_tokens(batch, length)
-    states = 2 * torch.randn(batch, length, 32) if distil else None
+    states = 2 * torch.randn(batch, length, 32)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(distillation, "_CHUNK", chunk)
         chunked = loss_sum(model, Lesson(tokens, states), scale=0.5)
     gradients = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
     model.zero_grad()
     logits = model(tokens).logits[:, :-1].log_softmax(-1)
-    if states is None:
-        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    else:
-        expected = model.lm_head(states[:, :-1]).log_softmax(-1).detach()
-        loss = (expected.exp() * (expected - logits)).sum()
+    expected = model.lm_head(states[:, :-1]).log_softmax(-1).detach()
+    loss = (expected.exp() * (expected - logits)).sum()
     (0.5 * loss).backward()
     assert chunked == pytest.approx(loss.item(), rel=1e-4)
     expected_gradients = {name: p.grad for name, p in model.named_parameters() if "layers" in name}
@@ -103,10 +98,9 @@ random rows hold too little to lower that."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("distil", [True, False])
 @pytest.mark.parametrize("form", ["two", "pivoted"])
 def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
-    low: Callable[..., tuple[Path, Path]], form: str, distil: bool, case: dict[str, Any]
+    low: Callable[..., tuple[Path, Path]], form: str, case: dict[str, Any]
 ) -> None:
     source, folder = low({"form": form, "ratio": RATIOS[form]}, dtype=torch.bfloat16, max_shard_size="20KB")
     before, config = tensors(folder), (folder / "config.json").read_text()
@@ -115,11 +109,9 @@ def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
     def progress(stage: str, fraction: float) -> None:
         fractions[stage] = fractions.get(stage, 0) + fraction
 
-    # Random rows cannot be told from their past, so without a teacher there is only one row, repeated, to learn.
-    rows = ROWS if distil else ROWS[:1].expand(32, -1)
-    done = train_factors(folder, rows, Recovery(**QUICK, **case), progress, dense=source if distil else None)
+    done = train_factors(folder, ROWS, Recovery(**QUICK, **case), progress, dense=source)
     assert done["kept"] and done["loss_after"] < 0.98 * done["loss_before"]
-    assert fractions == pytest.approx({"recovering": 1, **({"dense model": 1} if distil else {})})
+    assert fractions == pytest.approx({"recovering": 1, "dense model": 1})
     assert json.loads(json.dumps(done)) == done
     assert [stage["factors"] for stage in done["stages"]] == (["B", "A"] if Recovery(**case).two_stage else ["AB"])
     assert done["rows"] == {"trained": 28, "held_out": 4, "length": 20}
@@ -135,15 +127,14 @@ def test_training_lowers_the_held_out_loss_and_changes_the_factors_alone(
     assert changed == {name for name in after if name.endswith(tuple(f".{factor}.weight" for factor in gained))}
     assert all((after[name].dtype, after[name].shape) == (before[name].dtype, before[name].shape) for name in after)
     assert (folder / "config.json").read_text() == config
-    states = dense_states(source, rows, "cpu", silent) if distil else None
-    again = evaluate(load_plain(folder), Lesson(rows, states).pick(torch.arange(28, 32)))
+    states = dense_states(source, ROWS, "cpu", silent)
+    again = evaluate(load_plain(folder), Lesson(ROWS, states).pick(torch.arange(28, 32)))
     assert again == pytest.approx(done["loss_after"], rel=1e-6)
 
 
-@pytest.mark.parametrize("distil", [True, False])
-def test_no_layer_keeps_its_activations(low: Callable[..., tuple[Path, Path]], distil: bool) -> None:
+def test_no_layer_keeps_its_activations(low: Callable[..., tuple[Path, Path]]) -> None:
     source, folder = low()
-    lesson = Lesson(ROWS, dense_states(source, ROWS, "cpu", silent) if distil else None)
+    lesson = Lesson(ROWS, dense_states(source, ROWS, "cpu", silent))
     kept, gradients = [], []
     for block in (nullcontext, factor_training.recomputed_layers):
         model, sizes = load_pretrained(folder, torch.float32), list[int]()
@@ -309,16 +300,17 @@ def test_factors_that_are_worse_once_rounded_are_not_stored(
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[:, :1], ROWS[:0]], ids=["one row", "one token", "none"])
 def test_too_little_text_is_refused(low: Callable[..., tuple[Path, Path]], rows: Tensor) -> None:
     with pytest.raises(UserError, match="two or more rows of two or more tokens"):
-        train_factors(low()[1], rows, Recovery(), silent)
+        source, folder = low()
+        train_factors(folder, rows, Recovery(), silent, dense=source)
 
 
 def test_a_damaged_checkpoint_is_refused(low: Callable[..., tuple[Path, Path]]) -> None:
-    _, folder = low()
+    source, folder = low()
     damaged = tensors(folder)
     damaged["model.layers.0.mlp.up_proj.A.weight"][0, 0] = torch.nan
     factor_training.replace_tensors(folder, damaged)
     with pytest.raises(UserError, match="damaged"):
-        train_factors(folder, ROWS, Recovery(), silent)
+        train_factors(folder, ROWS, Recovery(), silent, dense=source)
 
 
 @pytest.mark.parametrize(("recover", "length", "rows"), [("factors", 256, 4), ("factors", 1500, 1), ("lora", 1024, 8)])
@@ -328,7 +320,7 @@ def test_a_step_of_the_factors_is_one_forward_pass_and_a_step_of_lora_has_the_pu
     settings_of_run = recovery_of(CompressionConfig.build(None, recover=recover, calibration_length=length), "cpu")
     assert settings_of_run.batch == rows
     if recover == "factors":
-        assert len(Lesson(make_tokens(rows, length), None).passes()) == 1
+        assert len(Lesson(make_tokens(rows, length), torch.zeros(rows, length, 1)).passes()) == 1
 
 
 TIMES = 4000
