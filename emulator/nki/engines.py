@@ -118,13 +118,24 @@ def register_matmul(machine: Machine, dst: Tile, written: Region, accumulate: bo
         adds = bool(accumulate)
         if adds and not dst.storage.zeroed and not overlapping:
             machine.fail("accumulate", "the matmul accumulates on PSUM that no matmul wrote")
-        writer = writers[overlapping[0]] if overlapping else None
+        if adds and not dst.storage.zeroed and _covered(location, overlapping) < _covered(location, [location]):
+            machine.fail("accumulate", "the matmul accumulates on PSUM of which no matmul wrote a part")
+        engines = [writers[place] for place in overlapping]
+        writer = next((engine for engine in engines if engine is not Engine.TENSOR), engines[0] if engines else None)
     else:
         adds = accumulate is not False
     if adds and writer not in (None, Engine.TENSOR):
         machine.fail("accumulate", f"the matmul accumulates on PSUM that the {writer.value} engine wrote")
     writers[location] = Engine.TENSOR
     return adds and (writer is not None or not dst.storage.zeroed)
+
+
+def _covered(location: Sequence[int], places: Sequence[Sequence[int]]) -> int:
+    """Return how many partitions x bytes of ``location`` the ``places`` that overlap it have, each counted alone."""
+    first, last, low, high = location
+    return sum(
+        (min(last, place[1]) - max(first, place[0])) * (min(high, place[3]) - max(low, place[2])) for place in places
+    )
 
 
 def register_writer(dst: Tile, written: Region, engine: Engine) -> None:

@@ -17,7 +17,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
+from neuronmm.emulator.nki.arrays import to_numpy
 from neuronmm.emulator.nki.dtypes import as_dtype, dtype_name
 from neuronmm.emulator.nki.run import Kernel, TensorSpec, run
 from neuronmm.emulator.nki.trace import Space, Trace
@@ -138,11 +140,20 @@ def _identity(value: Any) -> Any:
     if isinstance(value, FunctionType):
         cells = [_identity(cell.cell_contents) for cell in value.__closure__ or ()]
         code = hashlib.sha256(value.__code__.co_code + repr(_constants(value.__code__)).encode()).hexdigest()
-        return [value.__module__, value.__qualname__, code, cells, [_identity(d) for d in value.__defaults__ or ()]]
+        named = [[name, _identity(default)] for name, default in sorted((value.__kwdefaults__ or {}).items())]
+        defaults = [_identity(default) for default in value.__defaults__ or ()]
+        return [value.__module__, value.__qualname__, code, cells, defaults, named]
     if isinstance(value, Kernel):
         return [_identity(value.function), value.grid]
     if isinstance(value, ModuleType):
         return value.__name__
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(_identity, value)]
+    if isinstance(value, torch.Tensor):
+        return ["Tensor", _identity(to_numpy(value.detach()))]
+    if isinstance(value, np.ndarray):  # its text leaves elements out
+        content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return [str(value.dtype), list(value.shape), content]
     text = repr(value)
     return f"{type(value).__name__} {text}" if " at 0x" not in text else f"{type(value).__name__} {id(value)}"
 

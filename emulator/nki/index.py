@@ -175,7 +175,8 @@ def index_view(view: View, keys: tuple, on_chip: bool) -> View:
             stop = n if k.stop is None else number(k.stop)
             step = 1 if k.step is None else int(k.step)
             count = -(-(stop - start) // step)
-            if start < 0 or count <= 0 or start + (count - 1) * step >= n:
+            end = start + (count - 1) * step
+            if count <= 0 or min(start, end) < 0 or max(start, end) >= n:
                 overrun = (axis, stop - 1 if count > 0 else start, n)
         else:
             start, step, count = number(k), 1, 1

@@ -22,7 +22,7 @@ from neuronmm.emulator.nki.engines import (
     register_writer,
 )
 from neuronmm.emulator.nki.machine import Machine, current
-from neuronmm.emulator.nki.operands import check_distinct_elements, check_operand
+from neuronmm.emulator.nki.operands import bounding_region, check_distinct_elements, check_operand
 from neuronmm.emulator.nki.ops import OPS, Op
 from neuronmm.emulator.nki.tile import Mask, Tile, declare
 from neuronmm.emulator.nki.trace import Engine, Space
@@ -114,7 +114,11 @@ def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
     last = machine.trace.instructions[-1]
     is_tensor = last.engine is Engine.TENSOR
     if last.engine is Engine.DMA:
-        written = dst.region()
+        if dst.space is not Space.SBUF:
+            machine.fail("operand space", "a load writes SBUF; store from there", "sbuf", dst.space.value)
+        machine.check_scope(dst.storage)
+        dst.check_bounds(value.mask)
+        written = bounding_region(dst)
     else:
         on_chip = (Space.SBUF,) if last.engine is Engine.GPSIMD else (Space.SBUF, Space.PSUM)
         spaces = (Space.PSUM,) if is_tensor else on_chip

@@ -68,7 +68,7 @@ class Kernel:
             if self.dialect == SECOND:
                 check_values(self.__name__, [*arguments, *constants.values()])
             return self.function(*arguments, **constants)
-        if any(isinstance(a, torch.Tensor) for a in arguments):
+        if any(isinstance(a, torch.Tensor) for a in (*arguments, *constants.values())):
             from neuronmm.emulator.nki.tensors import run_on_tensors  # it imports this module
 
             return run_on_tensors(self, *arguments, **constants)

@@ -36,7 +36,17 @@ def run_on_tensors(kernel: Kernel, *arguments: Any, **constants: Any) -> Any:
     """
     if counters:
         counters[-1]["nki"] += 1
-    values = [to_numpy(a.detach()) if isinstance(a, torch.Tensor) else a for a in arguments]
-    outputs = run(kernel, *values, core=target_core(), **constants).outputs
+    values = list(map(_array, arguments))
+    named: dict[str, Any] = {name: _array(value) for name, value in constants.items()}
+    outputs = run(kernel, *values, core=target_core(), **named).outputs
+    for given, array in zip((*arguments, *constants.values()), (*values, *named.values()), strict=True):
+        if isinstance(given, torch.Tensor) and not given.is_contiguous():  # the kernel had a copy, and may write it
+            content = from_numpy(array)
+            if not torch.equal(content, given):
+                given.detach().copy_(content)
     tensors = tuple(from_numpy(array) for array in outputs)
     return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _array(value: Any) -> Any:
+    return to_numpy(value.detach()) if isinstance(value, torch.Tensor) else value

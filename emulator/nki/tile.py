@@ -167,12 +167,12 @@ class Tile:
             NkiError: the pattern leaves the tensor.
         """
         shape, steps = tuple(count for _, count in pattern), tuple(step for step, _ in pattern)
-        last = offset + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
+        spans = [(n - 1) * s for n, s in zip(shape, steps, strict=True)]
+        first, last = (offset + sum(part for part in spans if (part > 0) == up) for up in (False, True))
         size = prod(self.storage.record.shape)
-        if offset < 0 or last >= size or min(shape) < 1:
-            current().fail(
-                "out of bounds", f"access pattern {pattern} leaves a tensor of {size} elements", size - 1, last
-            )
+        if first < 0 or last >= size or min(shape) < 1:
+            message = f"access pattern {pattern} leaves a tensor of {size} elements"
+            current().fail("out of bounds", message, size - 1, first if first < 0 else last)
         return Tile(self.storage, shape, steps, offset, 0)
 
     # --- memory ----------------------------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ def _tasks(module: Any) -> list[_Task]:
             source[i.id] = i
         elif i.opcode not in NEVER_CONSTANT and all(o in constant for o in operands):
             constant.add(i.id)
+        elif i.opcode == "replica-id":
+            continue  # a number that the core knows
         elif i.opcode in _FREE or i.custom_call_target == TRANSFER:
             if operands[0] in source:
                 source[i.id] = source[operands[0]]

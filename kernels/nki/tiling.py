@@ -217,7 +217,8 @@ def _model(problem: Problem | MlpProblem, blocks: Blocks, core: NeuronCore) -> T
         dma=(sum(count * stage.dma for stage, count in counted) + first.table_ns) / 1e9,
         vector=sum(count * stage.vector for stage, count in counted) / 1e9,
         traffic=sum(count * stage.traffic for stage, count in counted) + first.table_bytes,
-        sbuf=tuple(stage.sbuf for stage in first.stages),
+        # A short last strip stores all outputs of a token at once, and may need more memory than the others.
+        sbuf=tuple(max(a.sbuf, b.sbuf) for a, b in zip(first.stages, last.stages, strict=True)),
         psum_banks=2 * -(-first.moving * 4 // core.psum_bank_bytes),
         mfu=2 * problem.multiply_adds / (ns / 1e9 * core.peak_flops(problem.dtype)),
     )

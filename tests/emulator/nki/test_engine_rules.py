@@ -46,6 +46,29 @@ def accumulate_on_a_part_that_a_memset_wrote(x: Any) -> None:
     nisa.nc_matmul(whole[:, 0:4], sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken
 
 
+def accumulate_on_a_whole_of_which_a_memset_wrote_the_last_part(x: Any) -> None:
+    whole = psum(8, 8)
+    nisa.nc_matmul(whole[:, 0:4], sbuf(128, 8), sbuf(128, 4))
+    nisa.memset(whole[:, 4:8], 7.0)
+    nisa.nc_matmul(whole, sbuf(128, 8), sbuf(128, 8), accumulate=True)  # broken
+
+
+def accumulate_on_a_whole_of_which_a_part_is_unwritten(x: Any) -> None:
+    whole = psum(8, 8)
+    nisa.nc_matmul(whole[:, 0:4], sbuf(128, 8), sbuf(128, 4))
+    nisa.nc_matmul(whole, sbuf(128, 8), sbuf(128, 8), accumulate=True)  # broken
+
+
+def load_assigned_to_a_parameter(x: Any) -> None:
+    x[0:64, 0:128] = xl.load(x[0:64, 0:128])  # broken
+
+
+def load_assigned_beyond_a_tile(x: Any) -> None:
+    tile = xl.ndarray((32, 128), F32)
+    p, f = xl.arange(64)[:, None], xl.arange(128)[None, :]
+    tile[p, f] = xl.load(x[p, f])  # broken
+
+
 def gpsimd_result_assigned_to_psum(x: Any) -> None:
     tile = xl.ndarray((8, 4), F32)
     xl.ndarray((8, 4), F32, buffer=xl.psum)[...] = xisa.tensor_tensor(tile, tile, op=xl.power)  # broken
@@ -63,6 +86,10 @@ BROKEN = [
     accumulate_on_unwritten_psum,
     accumulate_on_memset,
     accumulate_on_a_part_that_a_memset_wrote,
+    accumulate_on_a_whole_of_which_a_memset_wrote_the_last_part,
+    accumulate_on_a_whole_of_which_a_part_is_unwritten,
+    load_assigned_to_a_parameter,
+    load_assigned_beyond_a_tile,
     gpsimd_result_assigned_to_psum,
     transpose_of_another_engine,
     transpose_of_another_engine_in_the_first_dialect,

@@ -69,6 +69,34 @@ def test_configs_differ_if_and_only_if_the_kernels_differ() -> None:
     assert config(scaled_copy(2.0), *(HostTensor((4, 8), "BF16"),) * 2)[0] != texts[0]
 
 
+def test_constants_that_only_look_alike_make_two_kernels() -> None:
+    """Defaults of keywords count, and elements that the text of an array leaves out."""
+
+    def named(number: float) -> Any:
+        def kernel(x: Any, y: Any, *, factor: float = number) -> None:
+            nl.store(y[0:4, 0:8], value=nl.multiply(nl.load(x[0:4, 0:8]), factor))
+
+        return kernel
+
+    def tabled(table: Any) -> Any:
+        def kernel(x: Any, y: Any) -> None:
+            nl.store(y[0:4, 0:8], value=nl.multiply(nl.load(x[0:4, 0:8]), float(table[64, 0])))
+
+        return kernel
+
+    shapes, x = (HostTensor((4, 8)), HostTensor((4, 8))), np.ones((4, 8), np.float32)
+    tables = [np.zeros((128, 64), np.float32) for _ in range(3)]
+    tables[1][64], tables[2][64] = 7, 7
+    for kernels in (
+        [named(2.0), named(7.0), named(7.0)],
+        [tabled(table) for table in tables],
+        [tabled(torch.tensor(table)) for table in tables],
+    ):
+        texts = [config(kernel, *shapes)[0] for kernel in kernels]
+        assert texts[0] != texts[1] == texts[2]
+        assert execute(texts[1], [x])[0][0, 0] == 7
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_host_runs_a_low_rank_kernel(dtype: torch.dtype) -> None:
     A, B, x = (torch.randn(s, dtype=dtype) for s in ((40, 200), (150, 40), (200, 7)))

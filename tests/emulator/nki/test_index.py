@@ -128,6 +128,22 @@ def test_access_patterns(count: int, step: int, offset: int, inner: int) -> None
     np.testing.assert_array_equal(run(kernel, values()).outputs[0], expected)
 
 
+@pytest.mark.parametrize("data", [True, False], ids=["data", "shapes"])
+def test_the_lower_end_of_a_negative_step_is_checked(data: bool) -> None:
+    """NumPy would read the row above, or the end of the tensor."""
+
+    def pattern(x: Any) -> None:
+        nisa.dma_copy(dst=nl.ndarray((2, 8), dtype=x.dtype, buffer=nl.sbuf), src=x.ap([[8, 2], [-1, 8]], offset=3))
+
+    def rows(x: Any) -> None:
+        nisa.dma_copy(dst=nl.ndarray((2, 5), dtype=x.dtype, buffer=nl.sbuf), src=x[1:3, 0, 1:-4:-1])
+
+    for kernel, limits in ((pattern, (239, -4)), (rows, None)):
+        with pytest.raises(NkiError, match="out of bounds") as caught:
+            run(kernel, values() if data else TensorSpec(SHAPE))
+        assert limits in (None, (caught.value.limit, caught.value.actual))
+
+
 def test_reshape_and_broadcast() -> None:
     def kernel(x: Any, out: Any) -> None:
         row = xl.load(x.reshape((6, 40))[0:1, 0:40])

@@ -74,6 +74,19 @@ def test_collectives_are_added() -> None:
     assert time.stream == pytest.approx(predict_graph(layers(5, 512), TRN1).stream, rel=1e-6)
 
 
+def test_a_cores_number_costs_nothing() -> None:
+    def graph(scribe: Any, numbered: bool) -> Any:
+        x = scribe.f32[128, 128].Parameter(parameter_number=0)
+        y = scribe.f32[128, 128].Multiply(x, x)
+        if not numbered:
+            return y
+        number = scribe.f32.Convert(scribe.u32.ReplicaId())
+        return scribe.f32[128, 128].Multiply(y, scribe.f32[128, 128].Broadcast(number, dimensions=[]))
+
+    plain, numbered = (predict_graph(HloScribe()(lambda s, n=n: graph(s, n)).module_proto, TRN1) for n in (False, True))
+    assert numbered.collectives == plain.collectives == 0 and numbered.seconds > plain.seconds
+
+
 def test_a_faster_core_is_faster() -> None:
     assert predict_graph(layers(4, 2048), TRN2).seconds < predict_graph(layers(4, 2048), TRN1).seconds
 

@@ -163,6 +163,7 @@ def test_the_simulator_agrees(problem: Problem | MlpProblem, device: str) -> Non
     )
 )  # fmt: skip
 @example(Problem(181, 385, 1, 1, tokens_first=True))  # a static_range that fills a list in each turn
+@example(Problem(4607, 7168, 4096, 18432))  # a last strip of less than 512 tokens, which stores its outputs at once
 def test_the_kernel_needs_no_more_than_is_counted(problem: Problem | MlpProblem) -> None:
     tiling = solve(problem)
     trace = kernel_trace(problem, tiling.blocks, TRN1)  # the emulator raises where memory runs out
@@ -175,6 +176,12 @@ def squares(problem: Problem | MlpProblem) -> int:
     """Multiply-adds of the norm's sum of squares, which also runs on the tensor engine."""
     inputs = problem.inputs if isinstance(problem, Problem) else problem.hidden
     return 128 * inputs * problem.tokens * problem.norm
+
+
+def test_the_last_strip_counts() -> None:
+    with pytest.raises(KernelError, match="would spill"):
+        evaluate(Problem(1535, 128, 128, 30000), Blocks(1024, 512, 0, 8, 1))
+    assert evaluate(Problem(1536, 128, 128, 30000), Blocks(1024, 512, 0, 8, 1))
 
 
 def test_decode_reaches_the_dma_limit() -> None:
