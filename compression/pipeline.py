@@ -41,6 +41,7 @@ from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import expanded, is_compressed, resolve
 from neuronmm.models.spec import CompressionSpec
+from neuronmm.models.tensors import HEAD, promised
 from neuronmm.version import VERSION
 
 
@@ -124,8 +125,10 @@ def compress(
 
         layers = workspace.layer_facts(len(streamed)) if config.factorises else []
         del streamed  # what follows needs the memory
-        spec = _spec(run, plan, rows, layers)
-        result = {"kind": "measured", "model": _recorded(model), **_facts(run, spec, plan, layers), "search": search}
+        parameters = _parameters_of(dense, contents.config)
+        spec = _spec(run, plan, rows, layers, parameters)
+        facts = _facts(run, spec, plan, layers, parameters)
+        result = {"kind": "measured", "model": _recorded(model), **facts, "search": search}
 
         def finish(final: Path) -> None:
             if processes.rank() == 0:
@@ -281,8 +284,15 @@ def _assemble(run: Run, final: Path, contents: Contents, spec: CompressionSpec) 
     assemble(final, run.dense, others, layer_files, {**contents.settings, "quantization_config": spec.model_dump()})
 
 
-def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]]) -> CompressionSpec:
-    """Return the ``quantization_config`` of the checkpoint."""
+def _parameters_of(dense: Reader, config: ModelConfig) -> int:
+    """Return the number of the dense model's parameters; a head that is stored and tied is the embedding."""
+    tied = {HEAD} if config.tie_word_embeddings else set()
+    names = {name for name, _ in promised(config, None)} - tied
+    return sum(dense.parameters(name) for name in dense.names if name in names)
+
+
+def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]], parameters: int) -> CompressionSpec:
+    """Return the ``quantization_config`` of the checkpoint; the dense model has ``parameters``."""
     config, text = run.config, None
     if len(rows):
         text = {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed}
@@ -297,23 +307,25 @@ def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]]) -> C
         targets=config.targets,
         asked_ratio=config.ratio,
         realised_ratio=realised(plan.linears, plan.ranks),
-        model_ratio=plan.removed / run.dense.total_parameters(),
+        model_ratio=plan.removed / parameters,
         align=plan.align,
         calibration=text,
         version=VERSION,
     )
 
 
-def _facts(run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, Any]]) -> dict[str, Any]:
+def _facts(
+    run: Run, spec: CompressionSpec, plan: Plan, layers: list[dict[str, Any]], parameters: int
+) -> dict[str, Any]:
     """Return the content of the report, except for times, sizes and the facts of the recovery."""
     matrices = [matrix for layer in layers for matrix in layer["matrices"]]
     errors = [matrix["relative_error"] for matrix in matrices if matrix["rank"] is not None]
-    total = run.dense.total_parameters()
     return {
         **spec.model_dump(exclude={"ranks", "shared", "forms", "factors", "weights", "quant_method"}),
         **({"format": 3} if run.config.needs_format_3 else {}),
         **run.config.model_dump(include=set(report.SETTINGS)),
-        "parameters": {"dense": total, "compressed": total - plan.removed},
+        "asked_align": run.config.align,
+        "parameters": {"dense": parameters, "compressed": parameters - plan.removed},
         "mean_relative_error": sum(errors) / max(len(errors), 1),
         "block_loss": _block_loss(layers),
         "torch": torch.__version__,

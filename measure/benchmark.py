@@ -196,11 +196,20 @@ def _load(config: BenchmarkConfig, folders: dict[str, Path], dtype: torch.dtype)
         if name == "fused" and weight_dtype_of(runner.model) is None:
             variants["naive"] = _Loaded(runner.sibling("naive"), seconds, step_bytes)  # the same weights
         variants[name] = _Loaded(runner, seconds, step_bytes)
-    if len({variant.runner.model.config.vocab_size for variant in variants.values()}) > 1:
+    check_vocabularies(config, [variant.runner.model.config.vocab_size for variant in variants.values()])
+    return variants
+
+
+def check_vocabularies(config: BenchmarkConfig, sizes: Sequence[int]) -> None:
+    """Check that the models of a benchmark have one vocabulary.
+
+    Raises:
+        UserError: they have not.
+    """
+    if len(set(sizes)) > 1:
         raise UserError(
             f"{config.model} and {config.baseline} have different vocabularies; they are not the same model"
         )
-    return variants
 
 
 def _compression(folder: Path) -> CompressionSpec | None:

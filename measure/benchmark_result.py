@@ -17,7 +17,7 @@ from neuronmm.models.spec import CompressionSpec
 _COMPRESSION_FIELDS = {"method", "targets", "asked_ratio", "realised_ratio", "model_ratio", "align", "factors"}
 
 STALL_PROBE = 0.7
-"""A round is flagged if the bandwidth probe before or after it is below this fraction of the point's median probe."""
+"""A round is flagged if the lower of its two bandwidth probes is below this fraction of the median of such probes."""
 STALL_TIME = 1.5
 """A round is also flagged if a run of a variant takes longer than this multiple of the variant's median run."""
 

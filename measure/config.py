@@ -109,6 +109,8 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.text is None and not self.tasks:
             raise UserError("nothing to measure: give --text, --tasks or both")
+        if self.text is None and (self.context, self.stride) != (None, None):
+            raise UserError("--context and --stride are for --text; tasks use the model's whole context")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"--limit is {self.limit}; it has to be 1 or more")
         if self.backend == "neuron":

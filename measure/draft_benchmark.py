@@ -109,12 +109,12 @@ def benchmark_drafts(config: BenchmarkConfig, progress: Progress = no_progress) 
     figures = {}
     for name, (text, message) in PROMPTS.items():
         rounds = []
+        progress(name, 0.0)
         for index in range(config.runs + 1):  # the first one warms up
-            progress(name, index / (config.runs + 1))
             order = (plain, drafted) if index % 2 else (drafted, plain)
             results = {engine is drafted: _generate(engine, text, chat and message, config) for engine in order}
             rounds.append((results[False], results[True]))
-        progress(name, 1.0)
+            progress(name, 1 / (config.runs + 1))
         figures[name] = _summarise(name, rounds[1:])
     return DraftBenchmarkResult(
         model=str(config.model),

@@ -146,8 +146,9 @@ def _inspection(
     sizes = Counter[str]()
     for name, tensor in tensors.items():
         sizes[tensor.dtype] += tensor.bytes
-        if not name.endswith(_NOT_WEIGHTS):
-            parameters[_kind(name)] += math.prod(promises.get(name, tensor.shape))
+        tied = name == HEAD and config.tie_word_embeddings  # stored, and the embedding once more
+        if name in promises and not tied and not name.endswith(_NOT_WEIGHTS):
+            parameters[_kind(name)] += math.prod(promises[name])
     shapes = {name.removesuffix(".weight"): promise.shape for name, promise in promised(config, None)}
     return Inspection(
         model=str(model),

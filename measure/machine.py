@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from neuronmm.compression.memory import forget_peak, peak_rss
+from neuronmm.version import VERSION
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Machine:
 def describe_machine(device: torch.device) -> Machine:
     """Describe this machine as it measures on ``device``."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    packages = {name: version(name) for name in ("neuronmm", "torch", "transformers")}
+    packages = {"neuronmm": VERSION, **{name: version(name) for name in ("torch", "transformers")}}
     return Machine(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         cores=usable,

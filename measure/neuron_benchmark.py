@@ -17,7 +17,7 @@ from neuronmm.engine.backends import choose, neuron
 from neuronmm.engine.backends.neuron import NeuronRunner
 from neuronmm.engine.engine import pick_dtype
 from neuronmm.kernels.hardware import TRN1
-from neuronmm.measure.benchmark import checkpoints, measure
+from neuronmm.measure.benchmark import check_vocabularies, checkpoints, measure
 from neuronmm.measure.benchmark_result import Run
 from neuronmm.measure.config import BenchmarkConfig
 from neuronmm.measure.statistics import Spread, summarise
@@ -119,6 +119,7 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
     """
     choose("neuron", config.options)
     folders = checkpoints(config, progress)
+    dtype = pick_dtype(list(folders.values())[-1], config.dtype)  # of the model, also for the baseline
     emulated = bool(config.options.get("emulate"))
     positions = config.longest
     if emulated:
@@ -127,10 +128,8 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
     kernels: dict[str, str] = {}
     for batch in config.batches:
         options = {"n_positions": positions, **config.options, "batch_size": batch}
-        runners = {
-            name: neuron.load(folder, pick_dtype(folder, config.dtype), "auto", **options)
-            for name, folder in folders.items()
-        }
+        runners = {name: neuron.load(folder, dtype, "auto", **options) for name, folder in folders.items()}
+        check_vocabularies(config, [runner.shards.checkpoint.architecture.vocabulary for runner in runners.values()])
         for length in config.prompt_lengths:
             advance = partial(progress, f"batch {batch}, prompt {length}")
             advance(0.0)
@@ -155,7 +154,7 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
 
 
 def _prompt(runners: dict[str, NeuronRunner], batch: int, length: int) -> torch.Tensor:
-    vocabulary = min(runner.shards.checkpoint.architecture.vocabulary for runner in runners.values())
+    vocabulary = next(iter(runners.values())).shards.checkpoint.architecture.vocabulary
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from neuronmm.compression import report as compression_report
 from neuronmm.compression.report import REPORT, loss_kind, summary, warnings
 from neuronmm.emulator.timing.measured import CAVEAT
 from neuronmm.measure import page_charts as charts
-from neuronmm.measure.benchmark_result import BenchmarkResult
 from neuronmm.measure.config import PredictionConfig
 from neuronmm.measure.inspection import Inspection, inspect
+from neuronmm.measure.page_commands import repeating
 from neuronmm.measure.page_inputs import EvaluationDocument, read_benchmark, read_evaluation, read_sweep
 from neuronmm.measure.prediction import PredictionResult, run_prediction
 from neuronmm.measure.statistics import with_error
@@ -29,9 +28,6 @@ NEW_TOKENS = 64
 """Tokens of the predicted answer to a prompt of 128 tokens."""
 
 _DEVICES = ("trn1", "trn2", "trn3")
-_OPTIONS = (
-    "targets", "method", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "weight_dtype", "align",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,8 @@ def render(config: PageConfig, command: str) -> str:
     baseline = None if config.baseline is None else inspect(config.baseline)
     evaluations = [read_evaluation(file) for file in config.evaluations]
     benchmark = None if config.benchmark is None else read_benchmark(config.benchmark)
-    predictions = [run_prediction(PredictionConfig(folder, device=device)) for device in _DEVICES]
+    refused = model.spec.few_bits
+    predictions = [] if refused else [run_prediction(PredictionConfig(folder, device=device)) for device in _DEVICES]
     layers = model.config.num_hidden_layers
     matrices = {} if report is None else _matrices(report, layers)
     losses = {place: float(matrix["relative_error"]) for place, matrix in matrices.items()}
@@ -91,11 +88,12 @@ def render(config: PageConfig, command: str) -> str:
         benchmark_charts=[] if benchmark is None else list(map(Markup, charts.benchmark_bars(benchmark))),
         sweep=config.sweep,
         sweep_charts=[] if config.sweep is None else list(map(Markup, charts.sweep_panels(*read_sweep(config.sweep)))),
-        timeline=Markup(charts.prediction_timeline(predictions, NEW_TOKENS)),
+        timeline=Markup(charts.prediction_timeline(predictions, NEW_TOKENS)) if predictions else None,
+        refused=refused,
         timeline_rows=[_prediction(prediction) for prediction in predictions],
         new_tokens=NEW_TOKENS,
         caveat=CAVEAT,
-        commands=[*_commands(config, report, evaluations, benchmark), command],
+        commands=[*repeating(config.out, report, evaluations, benchmark), command],
     )
 
 
@@ -188,46 +186,6 @@ def _evaluation(document: EvaluationDocument) -> dict[str, Any]:
 def _prediction(result: PredictionResult) -> list[str]:
     dense, compressed = result.dense.times, result.compressed.times
     times = [f"{value * 1e3:.2f}" for value in (dense.ttft, compressed.ttft, dense.tpot, compressed.tpot)]
-    return [result.config.device, *times, f"{dense.tpot / compressed.tpot:.2f}x"]
-
-
-def _commands(
-    config: PageConfig,
-    report: dict[str, Any] | None,
-    evaluations: list[EvaluationDocument],
-    benchmark: BenchmarkResult | None,
-) -> list[str]:
-    """Return the command lines that repeat what the page shows, in order."""
-    lines: list[list[Any]] = []
-    if report is not None:
-        budget = report.get("budget")
-        size = ["--ratio", report["asked_ratio"]] if budget is None else ["--budget", budget]
-        words = ["compress", report["model"], "-o", config.out, *size]
-        for option in _OPTIONS:
-            if option in report:
-                words += [f"--{option.replace('_', '-')}", report[option]]
-        sources = (report["calibration"] or {}).get("source", [])
-        for source in sources if isinstance(sources, list) else [sources]:
-            words += ["--calibration", source]
-        lines.append(words)
-    for document in evaluations:
-        if "model" not in document.models or not document.settings:  # written by an older version
-            continue
-        words = ["evaluate", document.models["model"].path]
-        if "baseline" in document.models:
-            words += ["--baseline", document.models["baseline"].path]
-        for option, value in document.settings.items():
-            if value is not None:
-                words += [f"--{option.replace('_', '-')}", *(value if isinstance(value, list) else [value])]
-        lines.append([*words, "--json"])
-    if benchmark is not None:
-        baseline = [] if benchmark.baseline is None else ["--baseline", benchmark.baseline]
-        words = ["benchmark", benchmark.model, *baseline, "--runs", benchmark.runs]
-        for option, values in (
-            ("--prompt-lengths", [point.prompt_length for point in benchmark.points]),
-            ("--batch", [point.batch for point in benchmark.points]),
-            ("--new-tokens", [benchmark.new_tokens]),
-        ):
-            words += [option, ",".join(map(str, dict.fromkeys(values)))]
-        lines.append([*words, "--threads", benchmark.threads, "--json"])
-    return [shlex.join(["neuronmm", *map(str, words)]) for words in lines]
+    missing = [name for name in ("dense", "compressed") if not getattr(result, name).fits]
+    fits = f"no: {' and '.join(missing)}" if missing else "yes"
+    return [result.config.device, *times, f"{dense.tpot / compressed.tpot:.2f}x", fits]

@@ -96,8 +96,8 @@ def panel(axes: Any, points: list[SweepPoint], text: str, cost: str) -> None:
     usual, top = dense["bits"], _TOP * value(dense)
     for method, targets, bits in dict.fromkeys(map(_series, points)):
         series = [p for p in points if _series(p) == (method, targets, bits) and is_measured(p, cost, text)]
-        colour, label = colours.get(method, "#333333"), method
-        label += f", {targets}" if several and targets else ""
+        colour = colours.get(method, "#333333")
+        label = ", ".join(filter(None, (method, targets if several or not method else None)))
         label += "" if bits == usual or f"int{bits}" in method.split("+") else f" ({bits} bit)"
         filling = colour if bits == usual else "white"
         style: dict[str, Any] = {"color": colour, "markerfacecolor": filling, "zorder": 3}

@@ -119,6 +119,8 @@ def _decoders(config: PredictionConfig) -> tuple[Decoder, Decoder, str, float]:
     shapes = dimensions.linears
     if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and not config.asks:
         spec = CompressionSpec.parse(block, where)
+        if spec.few_bits is not None:
+            raise UserError(f"{where}: {spec.few_bits}, which no Neuron host runs; give --ratio for the dense model's")
         _check_ranks(spec, shapes, dense.layers, where)
         mlps = [_mlp(dense, spec, index, config.parallel) for index in range(dense.layers)]
         layers = [

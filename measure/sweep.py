@@ -17,13 +17,14 @@ from neuronmm.compression.run import check_device
 from neuronmm.kernels.durable import replacing
 from neuronmm.measure.machine import Machine, describe_machine
 from neuronmm.measure.pareto import draw_sweep, mark_fronts
-from neuronmm.measure.perplexity import read_text
+from neuronmm.measure.perplexity import cut, read_text
 from neuronmm.measure.sweep_config import PlannedPoint, SweepConfig
 from neuronmm.measure.sweep_folder import SweepSettings, claimed, write_settings
 from neuronmm.measure.sweep_points import SweepPoint, add_point, create_point, read_points
 from neuronmm.measure.sweep_table import as_markdown
-from neuronmm.measure.tasks import read_task
+from neuronmm.measure.tasks import Question, encode, read_task
 from neuronmm.models.documents import write_json
+from neuronmm.models.load import load_config, load_tokenizer, positions_of
 from neuronmm.models.output import keep_apart, output_folder
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import resolve, short_name
@@ -72,14 +73,13 @@ def sweep(
     check_device(device)
     out = output_folder(out)
     texts, tasks = config.text_files.values(), config.task_files.values()
-    for file in texts:  # an unreadable file is reported before hours of work
-        read_text(file)
-    for file in tasks:
-        read_task(file, config.questions)
+    contents = [read_text(file) for file in texts]  # what is wrong is said before hours of work
+    questions = [row for file in tasks for row in read_task(file, config.questions)]
     keep_apart(out, [model, *config.base.text_files, *texts, *tasks])
     with claimed(out, resume):
         dense = resolve(model, progress)
         keep_apart(out, [dense])
+        _check_sizes(dense, config, contents, questions)
         settings = SweepSettings.of(config, dense)
         write_settings(out, settings)
         _fill(out, dense, config, device, progress)
@@ -90,6 +90,19 @@ def sweep(
         with replacing(out / "sweep.png") as new:
             draw_sweep(result.points, result.costs, list(settings.texts), short_name(result.model), new)
         return result
+
+
+def _check_sizes(dense: Path, config: SweepConfig, texts: list[str], questions: list[Question]) -> None:
+    """Check that the windows of the texts and the questions fit the model.
+
+    Raises:
+        UserError: one does not.
+    """
+    tokenizer, context = load_tokenizer(dense), positions_of(load_config(dense))
+    for text in texts:
+        cut(tokenizer, text, context, context=config.context, limit=config.limit)
+    for question in questions:
+        encode(tokenizer, question, context)
 
 
 def _fill(out: Path, dense: Path, config: SweepConfig, device: str, progress: Progress) -> None:

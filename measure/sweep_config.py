@@ -67,6 +67,11 @@ class SweepConfig:
     def __post_init__(self) -> None:
         if not self.points or not self.text_files:
             raise UserError("a sweep needs one or more ratios, methods and texts")
+        for option, value in (("--limit", self.limit), ("--questions", self.questions)):
+            if value is not None and value < 1:
+                raise UserError(f"{option} is {value}; it has to be 1 or more")
+        if self.questions is not None and not self.tasks:
+            raise UserError("--questions is for --tasks; give both or neither")
         by_name(self.tasks)
 
     @property

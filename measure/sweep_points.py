@@ -171,9 +171,9 @@ def _accuracy(folder: Path, tasks: list[str], questions: int | None) -> dict[str
     estimates = run_evaluation(EvaluationConfig(folder, tasks=tasks, limit=questions)).of_model()
     suffix = " acc_norm"
     by_task = {measure.removesuffix(suffix): entry for measure, entry in estimates.items() if measure.endswith(suffix)}
-    errors = [entry.standard_error or 0.0 for entry in by_task.values()]
+    errors = [entry.standard_error for entry in by_task.values() if entry.standard_error is not None]
     mean = sum(entry.value for entry in by_task.values()) / len(by_task)
-    total = Estimate(mean, math.hypot(*errors) / len(by_task))
+    total = Estimate(mean, math.hypot(*errors) / len(by_task) if len(errors) == len(by_task) else None)
     return {**asdict(total), "tasks": {name: asdict(entry) for name, entry in by_task.items()}}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuronmm.measure.statistics import Spread, with_error, with_range
 from neuronmm.measure.sweep_points import SweepPoint
@@ -69,16 +69,22 @@ def speed_cells(speed: dict[str, float] | None) -> list[str]:
     return [with_range(spread, ".1f"), f"{speed['speed_up']:.2f}"]
 
 
+def _percent(accuracy: dict[str, Any]) -> str:
+    """Return ``value ± standard error`` in percent; the accuracy in a single question has no error."""
+    error = accuracy["standard_error"]
+    return f"{accuracy['value']:.1%}" + ("" if error is None else f" ± {error:.1%}")
+
+
 def _row(result: SweepResult, point: SweepPoint) -> list[str]:
     cells = [point["name"], str(point["bits"])]
-    cells += [f"{point['ratio']:.2f}", f"{point['realised_ratio']:.2%}"] if "targets" in point else ["", ""]
+    cells += [f"{point['ratio']:g}", f"{point['realised_ratio']:.2%}"] if "targets" in point else ["", ""]
     cells.append(f"{point['bytes'] / 1e6:.1f}")
     for text in result.settings.texts:
         mark = f" {MARK}" if f"bytes, {text}" in point["fronts"] else ""
         cells.append(with_error(point["perplexity"][text]) + mark if text in point["perplexity"] else "")
     if result.settings.tasks:
         accuracy = point.get("accuracy")
-        cells.append(f"{accuracy['value']:.1%} ± {accuracy['standard_error']:.1%}" if accuracy else "")
+        cells.append(_percent(accuracy) if accuracy else "")
     if "speed" in result.costs:
         rate, gain = speed_cells(point.get("speed"))
         mark = f" {MARK}" if all(f"speed, {text}" in point["fronts"] for text in result.settings.texts) else ""

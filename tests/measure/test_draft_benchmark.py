@@ -13,7 +13,8 @@ from neuronmm.cli import main
 from neuronmm.engine import speculation
 from neuronmm.engine.draft_length import DraftLength
 from neuronmm.measure import draft_benchmark
-from neuronmm.measure.benchmark import benchmark
+from neuronmm.measure.benchmark import benchmark, run_benchmark
+from neuronmm.measure.config import BenchmarkConfig
 
 pytestmark = needs_core
 ARGUMENTS = ["--new-tokens", "12", "--runs", "2", "--dtype", "fp32"]
@@ -47,6 +48,13 @@ def test_document_and_tables(
         assert 0 < figures["speedup"]["min"] <= figures["speedup"]["median"]
     text = "\n".join(table)
     assert all(word in text for word in ("speedup", "100% of 16", "pays from accepted tokens", "equal, token by token"))
+
+
+def test_the_progress_of_a_prompt_adds_up(checkpoint: Callable[..., Path]) -> None:
+    done: dict[str, list[float]] = {}
+    config = BenchmarkConfig(checkpoint(), draft="ngram", new_tokens=12, runs=2)
+    run_benchmark(config, progress=lambda stage, fraction: done.setdefault(stage, []).append(fraction))
+    assert all(done[prompt] == [0.0, *[pytest.approx(1 / 3)] * 3] for prompt in draft_benchmark.PROMPTS)
 
 
 def test_a_text_that_differs_is_an_error(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,14 @@ def test_values_out_of_range(
         evaluate(checkpoint(), text=file if arguments else None, **arguments)
 
 
+@pytest.mark.parametrize("option", ["context", "stride"])
+def test_windows_without_a_text_are_refused(
+    checkpoint: Callable[..., Path], choice_task: tuple[Path, list[dict[str, Any]]], option: str
+) -> None:
+    with pytest.raises(UserError, match="--context and --stride are for --text"):
+        evaluate(checkpoint(), tasks=[choice_task[0]], **{option: 8})
+
+
 def test_models_whose_windows_differ_are_told_the_context(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

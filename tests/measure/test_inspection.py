@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from neuronmm.cli import main
@@ -36,6 +38,18 @@ def test_a_dense_model(model_type: str, tied: bool, tmp_path: Path) -> None:
     assert result.parameters["head"] == (0 if tied else result.parameters["embedding"])
     assert result.bytes == {"F32": 4 * sum(counts.values())}
     assert result.linears == [] and result.spec is None
+
+
+def test_a_tied_head_that_is_stored_too_counts_once(tmp_path: Path) -> None:
+    make_tiny(tied=True).save_pretrained(tmp_path)
+    expected = inspect(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # in old checkpoints
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    result = inspect(tmp_path)
+    assert result.parameters == expected.parameters and result.parameters["head"] == 0
+    assert sum(result.bytes.values()) > sum(expected.bytes.values())
 
 
 @pytest.mark.parametrize("factors", ["model", "int8"])

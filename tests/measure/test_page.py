@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from compression_runs import config
 from neuronmm.cli import main
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.report import REPORT
 from neuronmm.measure import page, page_charts
 from neuronmm.measure.config import PredictionConfig
 from neuronmm.measure.inspection import inspect
 from neuronmm.measure.page import PageConfig, render
+from neuronmm.measure.page_commands import repeating
 from neuronmm.measure.page_inputs import read_benchmark, read_evaluation, read_sweep
 from neuronmm.measure.prediction import run_prediction
 from neuronmm.models import UserError
@@ -123,8 +126,55 @@ def test_a_page_with_everything(measured: Path) -> None:
         assert command in text
     assert re.search(r"neuronmm evaluate \S+out --baseline \S+dense --text \S+text.txt --dtype fp32 --backend c", text)
     assert "--prompt-lengths 4 --batch 1 --new-tokens 2 --threads " in text
-    assert "--weight-dtype model" in text
+    assert "--weight-dtype model" in text and "--align 2 " in text
+    recipe = text.index("printf '%s\\n' 'calibration_rows: 6' 'calibration_length: 12' > recipe.yaml")
+    assert recipe < text.index("--recipe recipe.yaml") < text.index("neuronmm evaluate")
+    assert re.search(r"neuronmm benchmark \S+out --baseline \S+dense .* --backend cpu --dtype fp32 ", text)
+    assert re.search(r"\S+out beside \S+dense, measured on", " ".join(text.split()))
     assert "#000000" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
+
+
+def test_the_recovery_on_another_text_is_a_command_of_its_own(made: Path, tmp_path: Path) -> None:
+    report = json.loads((made / "out" / REPORT).read_text())
+    report |= {"recover": "lora"}
+    rows = {"trained": 20, "held_out": 4, "length": 32}
+    report["recovery"] = {
+        "loss_before": 2.0,
+        "loss_after": 1.0,
+        "kept": True,
+        "rows": rows,
+        "text": ["a b.txt", "self"],
+    }
+    lines = repeating("low", report, [], None)
+    assert len(lines) == 3 and " -o low-before " in lines[1] and "--recover" not in lines[1]
+    texts = "--calibration 'a b.txt' --calibration self"
+    assert lines[2] == (
+        f"neuronmm recover low-before -o low --train lora {texts} --calibration-rows 24 --calibration-length 32"
+    )
+    source = report["calibration"]
+    rows |= {"trained": source["rows"] - 1, "held_out": 1, "length": source["length"]}
+    report["recovery"]["text"] = source["source"]
+    (_, line) = repeating("low", report, [], None)
+    assert " -o low " in line and " --recover lora " in line
+
+
+def test_the_commands_of_few_bits_and_of_default_rows(made: Path) -> None:
+    report = json.loads((made / "out" / REPORT).read_text())
+    usual = CompressionConfig()
+    report["calibration"] |= {"asked_rows": usual.calibration_rows, "length": usual.calibration_length}
+    (line,) = repeating("low", report, [], None)
+    assert "recipe" not in line
+
+
+def test_a_model_that_does_not_fit_or_run_on_a_device_is_said_so(made: Path, tmp_path: Path) -> None:
+    compress(made / "dense", tmp_path / "low", config(ratio=0, method="svd", weight_dtype="int8"))
+    html = render(PageConfig(str(tmp_path / "low")), "neuronmm report low")
+    check_closed(html)
+    text = text_of(html)
+    assert "No Neuron host runs this checkpoint: its dense weights are stored in int8." in text and "trn3" not in text
+    result = run_prediction(PredictionConfig(made / "out"))
+    assert page._prediction(result)[-1] == "yes"
+    assert page._prediction(replace(result, dense=replace(result.dense, fits=False)))[-1] == "no: dense"
 
 
 def test_a_page_of_the_checkpoint_alone(checkpoint: Callable[..., Path]) -> None:

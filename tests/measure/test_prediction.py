@@ -33,6 +33,16 @@ def test_a_rank_that_no_linear_can_have_is_refused(rank: int, tmp_path: Path) ->
         predict(with_rank(tmp_path / "out", rank))
 
 
+def test_what_no_neuron_host_runs_is_not_predicted(tmp_path: Path) -> None:
+    folder = with_rank(tmp_path / "out", 4)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {"format": 3, "weights": "int8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="dense weights are stored in int8, which no Neuron host runs"):
+        predict(folder)
+    assert predict(folder, ratio=0.2)["compressed"]["weight_bytes"] > 0
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_is_predicted_as_the_checkpoint_in_it(tied: bool, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", tied=tied)

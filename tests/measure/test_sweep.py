@@ -178,6 +178,10 @@ def test_an_interrupted_sweep_is_resumed_and_a_finished_one_extended(
         ({"texts": ["a/x.txt", "b/x.txt"]}, "rename one of the files"),
         ({"texts": ["nowhere.txt"]}, "no such file"),
         ({"tasks": ["nowhere.jsonl"]}, "no such"),
+        ({"limit": 0}, "--limit is 0"),
+        ({"questions": 0}, "--questions is 0"),
+        ({"questions": 3}, "--questions is for --tasks"),
+        ({"context": 129}, "model's maximum of 128"),
         ({"model": "./nowhere"}, "no such file or folder"),
     ],
     ids=str,
@@ -287,7 +291,7 @@ def test_a_point_of_fewer_bits_that_beats_all_others_is_the_front(
     mark_fronts(result.points, result.costs, list(result.settings.texts))
     assert len(small["fronts"]) == 4 and not any(point["fronts"] for point in result.points[:-1])
     rows = [line for line in as_markdown(result).splitlines() if line.startswith("| ")]
-    assert rows[-1].startswith("| int8 | 8 |  |  |") and rows[-2].startswith("| whitened | 32 | 0.40 |")
+    assert rows[-1].startswith("| int8 | 8 |  |  |") and rows[-2].startswith("| whitened | 32 | 0.4 |")
     draw_sweep(result.points, result.costs, ["text1"], "model", tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
@@ -346,6 +350,15 @@ def test_the_legend_of_long_names_stays_inside_the_picture(
     drawn[0].draw_without_rendering()
     legend, figure = drawn[0].legends[0].get_window_extent(), drawn[0].bbox
     assert figure.x0 <= legend.x0 and legend.x1 <= figure.x1
+
+
+def test_targets_without_a_method_are_their_own_label(finished: tuple[Path, SweepResult]) -> None:
+    result = copy.deepcopy(finished[1])
+    result.points[1].update(name="mlp")
+    result.points = [point for point in result.points if point["name"] in ("dense", "mlp")]
+    axes = Figure().subplots()
+    pareto.panel(axes, result.points, "text1", "bytes")
+    assert [handle.get_label() for handle in axes.containers] == ["dense", "mlp"]
 
 
 def test_targets_share_a_methods_colour_and_differ_in_the_marker(finished: tuple[Path, SweepResult]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from neuronmm.compression.config import BARE, CompressionConfig
 from neuronmm.compression.report import read as read_report
 from neuronmm.measure import sweep as sweeping
 from neuronmm.measure import sweep_points
+from neuronmm.measure.statistics import Estimate
 from neuronmm.measure.sweep import SweepResult
 from neuronmm.measure.sweep import sweep as run_sweep
 from neuronmm.measure.sweep_config import SweepConfig, parse_method
@@ -54,6 +56,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def sweep(model: Path, out: Path, methods: list[str], text: Path, **options: Any) -> SweepResult:
     return run_sweep(model, out, SweepConfig([0.4], methods, [text], BASE, context=30), **options)
+
+
+def test_the_mean_accuracy_has_an_error_only_if_every_task_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates = {"one acc": Estimate(1, 0.1), "one acc_norm": Estimate(0.5, 0.3), "two acc_norm": Estimate(1, None)}
+    result = Mock(of_model=lambda: estimates)
+    monkeypatch.setattr(sweep_points, "run_evaluation", lambda _: result)
+    found = sweep_points._accuracy(Path("model"), ["one.jsonl", "two.jsonl"], 1)
+    assert found["value"] == 0.75 and found["standard_error"] is None
+    estimates["two acc_norm"] = Estimate(1, 0.4)
+    assert sweep_points._accuracy(Path("model"), ["one.jsonl"], None)["standard_error"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("words", ["lora", "factors", "factors+int8"])

@@ -1,0 +1,105 @@
+"""The command lines that repeat what a report page shows."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from neuronmm.compression.config import CompressionConfig
+from neuronmm.measure.benchmark_result import BenchmarkResult
+from neuronmm.measure.page_inputs import EvaluationDocument
+
+_OPTIONS = ("targets", "method", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "weight_dtype")
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def repeating(
+    out: str, report: dict[str, Any] | None, evaluations: list[EvaluationDocument], benchmark: BenchmarkResult | None
+) -> list[str]:
+    """Return the command lines, in order. Settings that have no option stand in a recipe, which the first line writes.
+
+    Args:
+        out: the compressed checkpoint as the user named it.
+        report: its report; None if it has none.
+        evaluations: what ``evaluate --json`` wrote.
+        benchmark: what ``benchmark --json`` wrote.
+    """
+    lines = [] if report is None else [*_recipe(report), *_compression(out, report)]
+    lines += [_evaluate(document) for document in evaluations if "model" in document.models and document.settings]
+    lines += [] if benchmark is None else [_benchmark(benchmark)]
+    return lines
+
+
+def _line(*words: Any) -> str:
+    return shlex.join(["neuronmm", *map(str, words)])
+
+
+def _recipe(report: dict[str, Any]) -> list[str]:
+    """Return the line that writes recipe.yaml, if a setting without an option differs from the default."""
+    usual, text = CompressionConfig(), report["calibration"] or {}
+    found = {
+        "calibration_rows": text.get("asked_rows", text.get("rows")),
+        "calibration_length": text.get("length"),
+        "seed": text.get("seed"),
+        "damping": report.get("damping"),
+    }
+    others = [f"{name}: {value}" for name, value in found.items() if value not in (None, getattr(usual, name))]
+    return [f"printf '%s\\n' {shlex.join(others)} > recipe.yaml"] if others else []
+
+
+def _compression(out: str, report: dict[str, Any]) -> list[str]:
+    """Return the line that compresses, and that of a recovery on another text."""
+    budget, recovery, text = report.get("budget"), report["recovery"], report["calibration"] or {}
+    size = ["--ratio", report["asked_ratio"]] if budget is None else ["--budget", budget]
+    same = (text.get("source"), text.get("rows"), text.get("length"))
+    other = recovery is not None and "text" in recovery and _text_of_recovery(recovery) != same  # older ones have none
+    first = f"{out}-before" if other else out
+    words = ["compress", report["model"], "-o", first, *size]
+    for option in _OPTIONS:
+        if option in report and not (option == "recover" and other):
+            words += [f"--{option.replace('_', '-')}", report[option]]
+    if "asked_align" in report:  # older reports have only the smallest tile
+        words += ["--align", report["asked_align"]]
+    words += [*_texts(text.get("source")), *(["--recipe", "recipe.yaml"] if _recipe(report) else [])]
+    if not other:
+        return [_line(*words)]
+    source, rows, length = _text_of_recovery(recovery)
+    size = ["--calibration-rows", rows, "--calibration-length", length]
+    return [_line(*words), _line("recover", first, "-o", out, "--train", report["recover"], *_texts(source), *size)]
+
+
+def _text_of_recovery(recovery: dict[str, Any]) -> tuple[Any, int, int]:
+    """Return the source, the number and the length of the rows that a recovery trained on."""
+    rows = recovery["rows"]
+    return recovery["text"], rows["trained"] + rows["held_out"], rows["length"]
+
+
+def _texts(sources: Any) -> list[str]:
+    sources = sources if isinstance(sources, list) else [sources] if sources else []
+    return [word for source in sources for word in ("--calibration", source)]
+
+
+def _evaluate(document: EvaluationDocument) -> str:
+    words = ["evaluate", document.models["model"].path]
+    if "baseline" in document.models:
+        words += ["--baseline", document.models["baseline"].path]
+    for option, value in document.settings.items():
+        if value is not None:
+            words += [f"--{option.replace('_', '-')}", *(value if isinstance(value, list) else [value])]
+    return _line(*words, "--json")
+
+
+def _benchmark(benchmark: BenchmarkResult) -> str:
+    baseline = [] if benchmark.baseline is None else ["--baseline", benchmark.baseline]
+    words = ["benchmark", benchmark.model, *baseline, "--runs", benchmark.runs]
+    for option, values in (
+        ("--prompt-lengths", [point.prompt_length for point in benchmark.points]),
+        ("--batch", [point.batch for point in benchmark.points]),
+        ("--new-tokens", [benchmark.new_tokens]),
+    ):
+        words += [option, ",".join(map(str, dict.fromkeys(values)))]
+    rounded = [name for name in ("int8", "int4") if name in benchmark.variants]
+    words += ["--threads", benchmark.threads, "--backend", benchmark.backend]
+    words += ["--dtype", _DTYPES.get(benchmark.dtype, benchmark.dtype)]
+    words += [word for name in rounded for word in ("--weight-dtype", name)]
+    return _line(*words, "--json")
