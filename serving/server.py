@@ -54,7 +54,7 @@ def serve(
     grace: float,
     ready: Callable[[], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Requests that run then have ``grace`` seconds to end; a second signal ends them.
+    """Serve until SIGTERM or SIGINT. Requests that run then have ``grace`` seconds to end; a second SIGINT ends them.
 
     ``ready`` is called when the server accepts connections.
     """
