@@ -158,7 +158,7 @@ def test_the_recovery_on_another_text_is_a_command_of_its_own(made: Path, tmp_pa
     assert " -o low " in line and " --recover lora " in line
 
 
-def test_the_commands_of_few_bits_and_of_default_rows(made: Path) -> None:
+def test_default_settings_need_no_recipe(made: Path) -> None:
     report = json.loads((made / "out" / REPORT).read_text())
     usual = CompressionConfig()
     report["calibration"] |= {"asked_rows": usual.calibration_rows, "length": usual.calibration_length}
