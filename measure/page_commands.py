@@ -49,10 +49,10 @@ def _recipe(report: dict[str, Any]) -> list[str]:
 
 def _compression(out: str, report: dict[str, Any]) -> list[str]:
     """Return the line that compresses, and that of a recovery on another text."""
-    budget, recovery, text = report.get("budget"), report["recovery"], report["calibration"] or {}
+    budget, recovery, text = report.get("budget"), report["recovery"] or {}, report["calibration"] or {}
     size = ["--ratio", report["asked_ratio"]] if budget is None else ["--budget", budget]
     same = (text.get("source"), text.get("rows"), text.get("length"))
-    other = recovery is not None and "text" in recovery and _text_of_recovery(recovery) != same  # older ones have none
+    other = "text" in recovery and _text_of_recovery(recovery) != same  # older recoveries have none
     first = f"{out}-before" if other else out
     words = ["compress", report["model"], "-o", first, *size]
     for option in _OPTIONS:
