@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.measure.benchmark_result import BenchmarkResult
 from neuronmm.measure.page_inputs import EvaluationDocument
 
-_OPTIONS = ("targets", "method", "allocation", "share_a", "refine", "recover", "form", "factor_dtype", "weight_dtype")
+_OPTIONS = ("targets", "method", "allocation", "share_a", "refine", "form")
+_LAST = ("factor_dtype", "weight_dtype")  # what the last command of a checkpoint rounds
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -54,18 +56,20 @@ def _compression(out: str, report: dict[str, Any]) -> list[str]:
     same = (text.get("source"), text.get("rows"), text.get("length"))
     other = "text" in recovery and _text_of_recovery(recovery) != same  # older recoveries have none
     first = f"{out}-before" if other else out
-    words = ["compress", report["model"], "-o", first, *size]
-    for option in _OPTIONS:
-        if option in report and not (option == "recover" and other):
-            words += [f"--{option.replace('_', '-')}", report[option]]
+    words = ["compress", report["model"], "-o", first, *size, *_options(report, _OPTIONS)]
+    words += [] if other else _options(report, ("recover", *_LAST))
     if "asked_align" in report:  # older reports have only the smallest tile
         words += ["--align", report["asked_align"]]
     words += [*_texts(text.get("source")), *(["--recipe", "recipe.yaml"] if _recipe(report) else [])]
     if not other:
         return [_line(*words)]
     source, rows, length = _text_of_recovery(recovery)
-    size = ["--calibration-rows", rows, "--calibration-length", length]
-    return [_line(*words), _line("recover", first, "-o", out, "--train", report["recover"], *_texts(source), *size)]
+    more = ["--calibration-rows", rows, "--calibration-length", length, *_options(report, _LAST)]
+    return [_line(*words), _line("recover", first, "-o", out, "--train", report["recover"], *_texts(source), *more)]
+
+
+def _options(report: dict[str, Any], names: Sequence[str]) -> list[Any]:
+    return [word for name in names if name in report for word in (f"--{name.replace('_', '-')}", report[name])]
 
 
 def _text_of_recovery(recovery: dict[str, Any]) -> tuple[Any, int, int]:

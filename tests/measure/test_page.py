@@ -136,7 +136,7 @@ def test_a_page_with_everything(measured: Path) -> None:
 
 def test_the_recovery_on_another_text_is_a_command_of_its_own(made: Path, tmp_path: Path) -> None:
     report = json.loads((made / "out" / REPORT).read_text())
-    report |= {"recover": "lora"}
+    report |= {"recover": "lora", "factor_dtype": "int8", "weight_dtype": "model"}
     rows = {"trained": 20, "held_out": 4, "length": 32}
     report["recovery"] = {
         "loss_before": 2.0,
@@ -147,9 +147,11 @@ def test_the_recovery_on_another_text_is_a_command_of_its_own(made: Path, tmp_pa
     }
     lines = repeating("low", report, [], None)
     assert len(lines) == 3 and " -o low-before " in lines[1] and "--recover" not in lines[1]
+    assert "dtype" not in lines[1], "recover takes no rounded factors"
     texts = "--calibration 'a b.txt' --calibration self"
     assert lines[2] == (
-        f"neuronmm recover low-before -o low --train lora {texts} --calibration-rows 24 --calibration-length 32"
+        f"neuronmm recover low-before -o low --train lora {texts} --calibration-rows 24 --calibration-length 32 "
+        "--factor-dtype int8 --weight-dtype model"
     )
     source = report["calibration"]
     rows |= {"trained": source["rows"] - 1, "held_out": 1, "length": source["length"]}
