@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from dataclasses import replace
@@ -41,7 +42,7 @@ from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import expanded, is_compressed, resolve
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.tensors import HEAD, promised
+from neuronmm.models.tensors import parameter_shapes
 from neuronmm.version import VERSION
 
 
@@ -125,7 +126,8 @@ def compress(
 
         layers = workspace.layer_facts(len(streamed)) if config.factorises else []
         del streamed  # what follows needs the memory
-        parameters = _parameters_of(dense, contents.config)
+        counted = parameter_shapes(contents.config, None)
+        parameters = sum(math.prod(shape) for name, shape in counted.items() if name in contents.files)
         spec = _spec(run, plan, rows, layers, parameters)
         facts = _facts(run, spec, plan, layers, parameters)
         result = {"kind": "measured", "model": _recorded(model), **facts, "search": search}
@@ -282,13 +284,6 @@ def _assemble(run: Run, final: Path, contents: Contents, spec: CompressionSpec) 
         layer_files = [run.workspace.part(index) for index in range(contents.config.num_hidden_layers)]
         others = [name for name in others if not name.startswith(f"{LAYERS}.")]
     assemble(final, run.dense, others, layer_files, {**contents.settings, "quantization_config": spec.model_dump()})
-
-
-def _parameters_of(dense: Reader, config: ModelConfig) -> int:
-    """Return the number of the dense model's parameters; a head that is stored and tied is the embedding."""
-    tied = {HEAD} if config.tie_word_embeddings else set()
-    names = {name for name, _ in promised(config, None)} - tied
-    return sum(dense.parameters(name) for name in dense.names if name in names)
 
 
 def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]], parameters: int) -> CompressionSpec:

@@ -111,8 +111,7 @@ class EvaluationConfig:
             raise UserError("nothing to measure: give --text, --tasks or both")
         if self.text is None and (self.context, self.stride) != (None, None):
             raise UserError("--context and --stride are for --text; tasks use the model's whole context")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"--limit is {self.limit}; it has to be 1 or more")
+        check_count("--limit", self.limit)
         if self.backend == "neuron":
             raise UserError("evaluate runs on cpu and cuda; choose one with --backend")
         by_name(self.tasks)
@@ -130,6 +129,16 @@ class EvaluationConfig:
             "backend": self.backend,
             "weight_dtype": self.weight_dtype,
         }
+
+
+def check_count(option: str, value: int | None) -> None:
+    """Check the number of things to measure, if it is given.
+
+    Raises:
+        UserError: it is less than 1.
+    """
+    if value is not None and value < 1:
+        raise UserError(f"{option} is {value}; it has to be 1 or more")
 
 
 def by_name(files: Sequence[str | Path]) -> dict[str, Path]:

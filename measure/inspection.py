@@ -19,7 +19,7 @@ from neuronmm.models.families import LAYERS, LINEARS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.source import expanded, is_gguf, resolve
 from neuronmm.models.spec import CompressionSpec
-from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, headers, promised
+from neuronmm.models.tensors import EMBEDDING, HEAD, NORM, headers, parameter_shapes, promised
 
 KINDS = ("embedding", "attention", "MLP", "norms", "head")
 _NOT_WEIGHTS = (".pivots", "_scale")
@@ -141,13 +141,12 @@ def _inspection(
 ) -> Inspection:
     # int4 packs two elements into a byte; their shapes are those of floats.
     floats = None if spec is None else spec.model_copy(update={"weights": "model", "factors": "model"})
-    promises = {name: promise.shape for name, promise in promised(config, floats)}
+    promises = parameter_shapes(config, floats)
     parameters: dict[str, int] = {kind: 0 for kind in KINDS}
     sizes = Counter[str]()
     for name, tensor in tensors.items():
         sizes[tensor.dtype] += tensor.bytes
-        tied = name == HEAD and config.tie_word_embeddings  # stored, and the embedding once more
-        if name in promises and not tied and not name.endswith(_NOT_WEIGHTS):
+        if name in promises and not name.endswith(_NOT_WEIGHTS):
             parameters[_kind(name)] += math.prod(promises[name])
     shapes = {name.removesuffix(".weight"): promise.shape for name, promise in promised(config, None)}
     return Inspection(

@@ -26,7 +26,10 @@ def repeating(
         evaluations: what ``evaluate --json`` wrote.
         benchmark: what ``benchmark --json`` wrote.
     """
-    lines = [] if report is None else [*_recipe(report), *_compression(out, report)]
+    lines: list[str] = []
+    if report is not None:
+        recipe = _recipe(report)
+        lines += [*recipe, *_compression(out, report, ["--recipe", "recipe.yaml"] if recipe else [])]
     lines += [_evaluate(document) for document in evaluations if "model" in document.models and document.settings]
     lines += [] if benchmark is None else [_benchmark(benchmark)]
     return lines
@@ -49,8 +52,8 @@ def _recipe(report: dict[str, Any]) -> list[str]:
     return [f"printf '%s\\n' {shlex.join(others)} > recipe.yaml"] if others else []
 
 
-def _compression(out: str, report: dict[str, Any]) -> list[str]:
-    """Return the line that compresses, and that of a recovery on another text."""
+def _compression(out: str, report: dict[str, Any], recipe: list[str]) -> list[str]:
+    """Return the line that compresses, with the words of the ``recipe``, and that of a recovery on another text."""
     budget, recovery, text = report.get("budget"), report["recovery"] or {}, report["calibration"] or {}
     size = ["--ratio", report["asked_ratio"]] if budget is None else ["--budget", budget]
     same = (text.get("source"), text.get("rows"), text.get("length"))
@@ -60,7 +63,7 @@ def _compression(out: str, report: dict[str, Any]) -> list[str]:
     words += [] if other else _options(report, ("recover", *_LAST))
     if "asked_align" in report:  # older reports have only the smallest tile
         words += ["--align", report["asked_align"]]
-    words += [*_texts(text.get("source")), *(["--recipe", "recipe.yaml"] if _recipe(report) else [])]
+    words += [*_texts(text.get("source")), *recipe]
     if not other:
         return [_line(*words)]
     source, rows, length = _text_of_recovery(recovery)

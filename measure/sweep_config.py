@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from neuronmm.compression.config import BARE, RENAMED, CompressionConfig
-from neuronmm.measure.config import by_name
+from neuronmm.measure.config import by_name, check_count
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import expanded
 
@@ -67,9 +67,8 @@ class SweepConfig:
     def __post_init__(self) -> None:
         if not self.points or not self.text_files:
             raise UserError("a sweep needs one or more ratios, methods and texts")
-        for option, value in (("--limit", self.limit), ("--questions", self.questions)):
-            if value is not None and value < 1:
-                raise UserError(f"{option} is {value}; it has to be 1 or more")
+        check_count("--limit", self.limit)
+        check_count("--questions", self.questions)
         if self.questions is not None and not self.tasks:
             raise UserError("--questions is for --tasks; give both or neither")
         by_name(self.tasks)

@@ -98,6 +98,14 @@ def _matrix(name: str, shape: tuple[int, int], precision: str) -> Iterator[tuple
     yield f"{name}_scale", Promise(shape[:1], dtypes=("F32",))
 
 
+def parameter_shapes(config: ModelConfig, spec: CompressionSpec | None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the promised tensors by name; a head that is stored and tied is the embedding."""
+    shapes = {name: promise.shape for name, promise in promised(config, spec)}
+    if config.tie_word_embeddings:
+        shapes.pop(HEAD, None)
+    return shapes
+
+
 def check_tensors(folder: Path, files: dict[str, Path], config: ModelConfig, spec: CompressionSpec | None) -> None:
     """Check that the shards hold the tensors that config.json promises and no others.
 

@@ -116,10 +116,8 @@ def register_matmul(machine: Machine, dst: Tile, written: Region, accumulate: bo
                 "accumulation group", "the matmul covers part of another matmul's location", overlapping[0], location
             )
         adds = bool(accumulate)
-        if adds and not dst.storage.zeroed and not overlapping:
-            machine.fail("accumulate", "the matmul accumulates on PSUM that no matmul wrote")
         if adds and not dst.storage.zeroed and _covered(location, overlapping) < _covered(location, [location]):
-            machine.fail("accumulate", "the matmul accumulates on PSUM of which no matmul wrote a part")
+            machine.fail("accumulate", "the matmul accumulates on PSUM that no matmul wrote, or not all of it")
         engines = [writers[place] for place in overlapping]
         writer = next((engine for engine in engines if engine is not Engine.TENSOR), engines[0] if engines else None)
     else:
