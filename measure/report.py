@@ -88,9 +88,12 @@ def results_folder(out: str | Path, inputs: Inputs) -> Path:
     """
     folder = output_folder(out)
     keep_apart(folder, inputs, may_hold=True)
-    present = [name for name in (_DOCUMENT, _PICTURE) if os.path.lexists(folder / name)]
-    if present and (read_own(folder / _DOCUMENT) or {}).get("what") != "benchmark":
-        raise UserError(f"{folder / present[0]}: was not written by benchmark; move it, or give another folder")
+    old = read_own(folder / _DOCUMENT) or {}
+    drew = "draft" not in old and old.get("backend") != "neuron"
+    ours = {_DOCUMENT: old.get("what") == "benchmark", _PICTURE: old.get("what") == "benchmark" and drew}
+    for name, own in ours.items():
+        if not own and os.path.lexists(folder / name):
+            raise UserError(f"{folder / name}: was not written by benchmark; move it, or give another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

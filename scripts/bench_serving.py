@@ -27,6 +27,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -56,12 +57,15 @@ would like so these her long make thing see him two has look more day could go c
 
 @contextmanager
 def serving(command: list[str], url: str) -> Iterator[str]:
-    """Run a server and yield its URL when it is healthy."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """Run a server and yield its URL when it is healthy; one that ends before leaves the end of what it wrote."""
+    written = tempfile.TemporaryFile()
+    process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
     try:
         while True:
             if process.poll() is not None:
-                raise SystemExit(f"{command[0]} ended with status {process.returncode}")
+                written.seek(max(0, written.tell() - 2000))
+                last = written.read().decode(errors="replace")
+                raise SystemExit(f"{last}\n{command[0]} ended with status {process.returncode}")
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5)
                 break
@@ -71,6 +75,7 @@ def serving(command: list[str], url: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+        written.close()
 
 
 def vllm_command(python: str, model: str, port: int, rows: int, context: int, *options: str) -> list[str]:
@@ -186,7 +191,7 @@ def report(path: Path) -> None:
             cells += [f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
             for key in ("ttft", "tpot"):
                 values = sorted(value * 1e3 for row in mine for value in row[key])
-                cells += [f"{statistics.median(values):.1f}", f"{values[int(0.95 * (len(values) - 1))]:.1f}"]
+                cells += [f"{statistics.median(values):.1f}", f"{values[math.ceil(0.95 * len(values)) - 1]:.1f}"]
             print(f"| {streams} | {name} | {' | '.join(cells)} |")
 
 

@@ -76,9 +76,9 @@ def main() -> int:
         print(json.dumps(measure(getattr(options, options.only), options)))
         return 0
     rounds: list[dict[str, Any]] = []
-    for _ in range(options.rounds):
+    for turn in range(options.rounds):
         row = {}
-        for variant in ("dense", "compressed"):
+        for variant in ("dense", "compressed")[:: -1 if turn % 2 else 1]:
             command = [sys.executable, *sys.argv, "--only", variant]
             output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
             row[variant] = json.loads(output.splitlines()[-1])

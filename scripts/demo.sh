@@ -16,7 +16,7 @@ run() {
 if [ -d "$out" ]; then
     echo "$out exists: not compressing again"
 else
-    run compress "$model" -o "$out" --recipe "$(dirname "$0")/../configs/demo.yaml"
+    run compress "$model" -o "$out" --recipe "$(dirname "$0")/../configs/demo.yaml" --resume
 fi
 run generate "$model" --chat --prompt "$prompt" --max-new-tokens 80
 run generate "$out" --chat --prompt "$prompt" --max-new-tokens 80

@@ -70,15 +70,19 @@ def test_benchmark_writes_over_its_own_files_alone_and_not_into_a_model(
         ("a", "benchmark.json", "[]"),
         ("b", "benchmark.json", '{"mine": 1}'),
         ("c", "benchmark.png", ""),
+        ("d", "benchmark.json", '{"what": "benchmark", "draft": "int4"}'),
+        ("d", "benchmark.png", "not of the benchmark with drafts, which draws none"),
+        ("e", "benchmark.json", '{"what": "benchmark", "backend": "neuron"}'),
+        ("e", "benchmark.png", "nor of this one"),
     ):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / file).write_text(content)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(model, target_is_directory=True)
     (tmp_path / "nothing").symlink_to("nowhere")
     before = snapshot(tmp_path)
     capsys.readouterr()
-    for out in ("a", "b", "c", "file", "file/sub", str(model), f"{model}/sub", "link", "nothing"):
+    for out in ("a", "b", "c", "d", "e", "file", "file/sub", str(model), f"{model}/sub", "link", "nothing"):
         assert main(["benchmark", str(model), "--output", str(tmp_path / out)]) == 2
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1 and "error: " in captured.err
