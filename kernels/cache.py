@@ -56,8 +56,9 @@ def write(name: str, document: Any) -> None:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump({"document": document, "sha256": digest(document)}, file)
             os.replace(partial, path)
-        except OSError:
+        except BaseException:
             os.unlink(partial)
+            raise
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:

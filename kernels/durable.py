@@ -38,7 +38,8 @@ def sync_tree(folder: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a new file to write, which replaces ``path`` when the block ends without an error.
 
-    A reader sees the old file or the new one, never a part of it, whatever interrupts the block.
+    A reader sees the old file or the new one, never a part of it, whatever interrupts the block. A file has one writer
+    at a time.
     """
     new = path.with_name(path.name + WRITING)
     try:

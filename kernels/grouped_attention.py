@@ -40,4 +40,4 @@ def _attend(
     packed = query.reshape(*key.shape[:-2], -1, key.shape[-1]) if together else query
     gqa = {"enable_gqa": True} if enable_gqa and not together else {}
     out = scaled_dot_product_attention(packed, key, value, attn_mask, dropout_p, is_causal, scale=scale, **gqa)
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    return out.reshape(*query.shape[:-1], value.shape[-1]) if together else out

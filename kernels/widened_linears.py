@@ -71,6 +71,8 @@ def _widened(
     """Return torch's linear; operands of these ``dtypes`` are widened, or the core computes it."""
     rows = input.numel() // max(input.shape[-1], 1)
     slow = input.dtype in dtypes and rows >= _FEW
+    if not input.dtype is weight.dtype is (input.dtype if bias is None else bias.dtype):
+        return linear(input, weight, bias)  # torch says what is wrong
     wide = None if bias is None else bias.float()
     small = rows <= _STEP_ROWS or (slow and rows <= _CORE_ROWS and weight.numel() >= _LARGE)
     if in_core and small and _fits_core(input, weight, wide):

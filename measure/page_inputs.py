@@ -21,7 +21,7 @@ class EstimateDocument(BaseModel):
     """A mean and its standard error."""
 
     value: FiniteFloat
-    standard_error: FiniteFloat | None
+    standard_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
 class ModelDocument(BaseModel):
@@ -117,6 +117,9 @@ def read_sweep(folder: Path) -> tuple[list[SweepPoint], list[str], list[str]]:
             point.speed is not None and not point.speed.get("tokens_per_second", 0) > 0
         ):
             raise UserError(f"{file}: the point {point.name} has no positive perplexity or speed; sweep again")
+        for cost, _, text in (front.partition(", ") for front in point.fronts):
+            if text not in point.perplexity or (cost == "speed" and point.speed is None):
+                raise UserError(f"{file}: the point {point.name} is in a front without its figures; sweep again")
     points = [cast(SweepPoint, point.model_dump(exclude_none=True)) for point in document.points]
     dense = [point for point in points if point["name"] == "dense"]
     if not dense or not set(texts) <= dense[0]["perplexity"].keys():

@@ -28,6 +28,12 @@ from word_tokenizer import word_tokenizer
 settings.load_profile(draws.SUITE)  # --hypothesis-profile, read after this file, loads another
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Seed torch before a module is imported: what it draws then is the same with every selection of tests."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Seed torch for every test, and restore the generator afterwards."""

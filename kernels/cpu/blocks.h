@@ -16,13 +16,13 @@ class Scratch {
 public:
     // Reserve room for `floats` values and release everything taken before.
     void reserve(size_t floats);
-    // Take `batch` rows of n values, each aligned to a cache line; more than kMaxBatch rows get a bf16 copy.
+    // Take `batch` rows of n values, each aligned to a cache line; more than kMaxBatch rows get a bf16 copy behind them.
     Rows take(int batch, int n);
     // Number of floats that `take` uses. Each row is one cache line longer than needed: rows whose distance is a power
     // of two would compete for the same cache sets.
     static size_t size(int batch, int n) {
         const size_t floats = batch * stride(n);
-        return batch > kMaxBatch ? floats + floats / 2 : floats;
+        return batch > kMaxBatch ? floats + (floats / 2 + 15) / 16 * 16 : floats;
     }
     static size_t stride(int n) { return (n + 15) / 16 * 16 + 16; }
 

@@ -10,7 +10,7 @@
 
 namespace neuronmm {
 
-// Most rows of an op or a decode step; for more rows the GEMMs of other libraries are faster.
+// Most rows of a decode step and of a GEMV, and of the ops of one linear or MLP.
 constexpr int kMaxBatch = 8;
 
 // An int8 matrix of type kInt8 multiplies activations in fp32, and one of type kInt8x16 activations rounded to 16 bits,
@@ -45,7 +45,7 @@ struct Linear {
     int32_t first;
     int32_t form;
 
-    bool low_rank() const { return b.data != nullptr || form != kTwo; }
+    bool low_rank() const { return b.cols > 0 || form != kTwo; }
     const Matrix& last() const { return low_rank() ? b : a; }
     int in() const { return a.cols + (form == kColumns ? a.rows : 0); }
     int out() const { return last().rows + (form == kRows ? a.rows : 0); }

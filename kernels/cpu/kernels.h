@@ -54,9 +54,9 @@ struct Kernels {
     // Convert an element type to fp32, and fp32 to an element type (round to nearest even).
     void (*widen)(const void* from, int type, int n, float* to);
     void (*narrow)(const float* from, int type, int n, void* to);
-    // GEMMs of any number of bf16 rows x with bf16, int8 and int4 matrices: `gemm_nt` is `gemv` for them, y = x m^T, and
-    // `gemm_nn` is y = x m. If x has an odd number of columns, one zero column follows. Null if other libraries
-    // are faster.
+    // GEMMs of any number of bf16 rows x: `gemm_nt` is `gemv` for them, y = x m^T, with bf16, int8 and int4 matrices, and
+    // `gemm_nn` is y = x m with bf16 ones. If x has an odd number of columns, one zero column follows. Null if other
+    // libraries are faster.
     void (*gemm_nt)(const Matrix& m, int begin, int end, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy,
                     const float* bias, Strided addend);
     void (*gemm_nn)(const Matrix& m, const uint16_t* x, size_t ldx, int batch, float* y, size_t ldy);

@@ -20,7 +20,10 @@ from neuronmm.kernels.low_bits import Int4, Int8, Weight
 from neuronmm.kernels.ops import KernelError
 
 MAX_BATCH = 8
-"""Most rows of one call; a cache may have more."""
+"""Most rows of one call of a decode step; a cache may have more."""
+
+MAX_OUTPUTS = 1 << 22
+"""Most outputs of a matrix: threads share the rows of up to three matrices as numbers of 24 bits."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Type numbers of matrices of floats."""
@@ -67,6 +70,8 @@ class Matrix(ctypes.Structure):
 
 def malformed(weight: Weight) -> str | None:
     """Return what the core does not take in a weight; None if it takes it."""
+    if len(weight.shape) == 2 and weight.shape[0] > MAX_OUTPUTS:
+        return f"{weight.shape[0]} outputs are more than {MAX_OUTPUTS}"
     if isinstance(weight, Tensor):
         taken = weight.ndim == 2 and weight.dtype in TYPES
         return None if taken else f"{list(weight.shape)} of {weight.dtype} is not a matrix of float32 or bfloat16"

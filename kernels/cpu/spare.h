@@ -3,6 +3,8 @@
 
 #include <stdlib.h>
 
+#include <new>
+
 namespace neuronmm {
 namespace {
 
@@ -16,8 +18,11 @@ struct Spare {
     T* reserve(size_t n) {
         if (n > size) {
             free(data);
-            size = (n + 63) / 64 * 64;
-            data = static_cast<T*>(aligned_alloc(64, size * sizeof(T)));
+            const size_t enough = (n + 63) / 64 * 64;
+            size = 0;
+            data = static_cast<T*>(aligned_alloc(64, enough * sizeof(T)));
+            if (!data) throw std::bad_alloc();
+            size = enough;
         }
         return data;
     }

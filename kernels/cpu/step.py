@@ -180,11 +180,11 @@ class DecodeStep:
         Raises:
             KernelError: an argument has a wrong dtype or shape, or does not fit the cache or the vocabulary.
         """
-        kinds = [(tensor.dtype, tensor.shape) for tensor in (token_ids, lanes, slots)]
+        kinds = [(tensor.dtype, tensor.shape, tensor.device.type) for tensor in (token_ids, lanes, slots)]
         count = token_ids.numel()
-        if kinds != [(dtype, (count,)) for dtype in (torch.int64, torch.int32, torch.int32)]:
-            raise KernelError(f"tokens, lanes and slots are {kinds}, not int64, int32 and int32 [n]")
-        logits = torch.empty(count, self._vocab)
+        if kinds != [(dtype, (count,), "cpu") for dtype in (torch.int64, torch.int32, torch.int32)]:
+            raise KernelError(f"tokens, lanes and slots are {kinds}, not int64, int32 and int32 [n] on the CPU")
+        logits = torch.empty(count, self._vocab, dtype=torch.float32, device="cpu")
         token_ids, lanes, slots = (tensor.contiguous() for tensor in (token_ids, lanes, slots))
         tokens_at, lanes_at, slots_at, logits_at = (
             ctypes.c_void_p(tensor.data_ptr()) for tensor in (token_ids, lanes, slots, logits)
@@ -206,8 +206,10 @@ class DecodeStep:
             )
         if starts.shape != (self._batch,) or starts.dtype != torch.int32:
             raise KernelError(f"starts are {starts.dtype} {list(starts.shape)}, not int32 [{self._batch}]")
+        if not token_ids.device.type == starts.device.type == "cpu":
+            raise KernelError(f"token_ids are on {token_ids.device} and starts on {starts.device}, not on the CPU")
         token_ids, starts = token_ids.contiguous(), starts.contiguous()
-        logits = torch.empty(shape)
+        logits = torch.empty(shape, dtype=torch.float32, device="cpu")
         model, threads = ctypes.byref(self._model), torch.get_num_threads()
         tokens_at, starts_at, logits_at = (ctypes.c_void_p(t.data_ptr()) for t in (token_ids, starts, logits))
         count = token_ids.shape[1]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from compression_runs import config
 from neuronmm.compression import calibration_store
@@ -49,14 +50,14 @@ def test_later_runs_do_not_run_the_model_but_report_its_time(
     for name in ("advance", "moments_of"):
         monkeypatch.setattr(calibration_store, name, lambda *_: pytest.fail("a layer was run again"))
     settings = config(share_a="auto", allocation="global", ratio=0.4)
+    files = list(store.glob("*.safetensors"))
+    for file in files:
+        save_file(load_file(file), file, metadata={"seconds": "1e6"})
     plain = compress(
         source, tmp_path / "second", settings, store=store, progress=lambda stage, fraction: stages.append(stage)
     )
     assert "sampling text" not in stages
-    metadata = {
-        file.stem: calibration_store.safe_open(file, framework="pt").metadata() for file in store.glob("*.safet*")
-    }
-    assert len(metadata) == 1 + 2 and sum(float(entry["seconds"]) for entry in metadata.values()) < plain["seconds"]
+    assert len(files) == 1 + 2 and 3e6 < plain["seconds"] < 3e6 + 1000
 
 
 def test_a_run_that_needs_the_moments_twice_runs_each_layer_once(

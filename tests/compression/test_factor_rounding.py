@@ -110,7 +110,7 @@ def test_a_checkpoint_of_int4_factors(
         decoder = one.runner.decoder(1, 16)
         decoder.prefill(make_tokens(1, 8), torch.ones(1, 8, dtype=torch.long))
         steps.append(decoder.decode(torch.tensor([9])))
-    assert (steps[0] - steps[1]).norm() <= 2e-3 * steps[1].norm()  # int4 rounds the activations to 16 bits
+    assert (steps[0] - steps[1]).norm() <= 4e-4 * steps[1].norm()  # int4 rounds the activations to 16 bits
 
 
 def test_an_interrupted_run_recovery_and_plain_svd(dense: Callable[..., Path], text: Path, tmp_path: Path) -> None:

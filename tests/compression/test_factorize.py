@@ -72,6 +72,26 @@ def test_the_reported_loss_is_the_dropped_spectrum_and_the_direct_error(
 
 
 @examples(30)
+@given(sizes=SIZES, of_inputs=st.booleans(), seed=st.integers(0, 99))
+def test_asvd_is_the_svd_of_the_weight_scaled_by_the_root_of_the_inputs_sizes(
+    sizes: tuple[int, int, int], of_inputs: bool, seed: int
+) -> None:
+    """ASVD (arXiv 2312.05821): W S is truncated, where S is diagonal, and multiplied by the inverse of S."""
+    out, into, tokens = sizes
+    weight, inputs = draw(out, into, tokens, seed)
+    rank = (min(out, into) + 1) // 2
+    moments = gather(weight, inputs, 1e-3, of_inputs)
+    norms = (inputs.double().square().sum(1) + moments.damping).sqrt()  # of each input feature
+    scale = (norms / norms.square().mean().sqrt()).sqrt()
+    u, s, v = torch.linalg.svd(weight.double() * scale, full_matrices=False)
+    factors = factorize(weight, rank, moments, scaled=True)
+    assert factors.loss == pytest.approx(float(s[rank:].square().sum()), rel=1e-6, abs=1e-9 * factors.energy)
+    assert factors.energy == pytest.approx(float(s.square().sum()), rel=1e-9)
+    truncated = (u[:, :rank] * s[:rank]) @ v[:rank]
+    assert float(((factors.B @ factors.A) * scale - truncated).norm()) <= 1e-5 * float(s.norm())
+
+
+@examples(30)
 @given(sizes=SIZES, seed=st.integers(0, 99))
 def test_plain_svd_equals_torch_svd(sizes: tuple[int, int, int], seed: int) -> None:
     out, into, _ = sizes

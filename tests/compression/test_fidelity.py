@@ -129,6 +129,12 @@ def test_a_passage_that_is_repeated_to_the_end_is_a_loop(start: list[int], passa
     assert not loops([*tokens, 20])
 
 
+def test_a_loop_has_three_turns_and_sixteen_tokens() -> None:
+    assert not loops([7] * 15) and loops([7] * 16)
+    assert not loops([7, 8, 9] * 5) and loops([7, 8, 9] * 6)
+    assert not loops(list(range(8)) * 2) and loops(list(range(8)) * 3)
+
+
 @given(st.permutations(range(60)))
 def test_text_without_repetition_is_no_loop(tokens: list[int]) -> None:
     assert not loops(tokens)

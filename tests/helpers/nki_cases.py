@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from error_rule import assert_twice_plain
 from neuronmm.emulator.nki import Run, TensorSpec, nki_modules, run
 from neuronmm.kernels.factors import Form
 from neuronmm.kernels.fp8 import Fp8, quantise_fp8
@@ -29,6 +30,11 @@ CORES = {"neuronxcc": TRN1, "nki": TRN2}
 
 Pivoted = int | str | tuple[int | str, int] | None
 """The pivots of one linear of a :class:`Case`."""
+
+
+def judge(cases: Sequence[Case], execute: Callable[[Case], Tensor]) -> None:
+    """Assert the rule of kernels: at most twice the error of plain torch in the cases' dtype."""
+    assert_twice_plain(cases, execute, Case.plain, Case.exact)
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -84,3 +84,11 @@ def test_it_acts_on_one_query_and_leaves_other_calls_as_they_are(
         got = scaled_dot_product_attention(query, key, value, **options)
     assert [call.args[0].shape[-2] == 3 for call in reached.call_args_list] == [grouped]
     torch.testing.assert_close(got, plain)
+
+
+@pytest.mark.parametrize("of_query", [(1, 3, 2, 8), (2, 1, 2, 8)])
+def test_queries_that_torch_broadcasts_are_left_to_it(of_query: tuple[int, ...]) -> None:
+    query, key = torch.randn(of_query), torch.randn(2, 3, 9, 8)
+    plain = scaled_dot_product_attention(query, key, key)
+    with grouped_attention():
+        assert torch.equal(scaled_dot_product_attention(query, key, key), plain)

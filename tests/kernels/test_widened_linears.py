@@ -127,8 +127,7 @@ def test_steps_of_few_rows_run_in_the_core_on_every_x86_processor(
         (16, WEIGHT[:39], None),
         (16, torch.randn(24, 40).bfloat16().T, None),
         (16, torch.randn(40, 48).bfloat16()[:, ::2], None),
-        (16, WEIGHT, torch.randn(80)[::2]),
-        (16, WEIGHT, torch.randn(1)),
+        (16, WEIGHT, torch.randn(1).bfloat16()),
         (16, WEIGHT.half(), None),
     ],
 )
@@ -139,7 +138,7 @@ def test_other_linears_are_widened(
     x = torch.randn(rows, 24).to(weight.dtype)
     with widened_linears(CPU, in_core=True), torch.no_grad():
         got = linear(x, weight, bias)
-    assert torch.equal(got, linear(x.float(), weight.float(), bias).to(x.dtype))
+    assert torch.equal(got, linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype))
     with widened_linears(CPU, in_core=True):
         linear(torch.randn(16, 24).bfloat16(), WEIGHT.clone().requires_grad_()).sum().backward()
     with widened_linears(CPU), torch.no_grad():
@@ -147,6 +146,14 @@ def test_other_linears_are_widened(
     with widened_linears(CPU, in_core=True), torch.no_grad(), pytest.raises(RuntimeError, match="cannot be multiplied"):
         linear(torch.randn(16, 25).bfloat16(), WEIGHT)
     assert not calls.called
+
+
+@pytest.mark.usefixtures("old_processor")
+@pytest.mark.parametrize(("weight", "bias"), [(torch.float32, None), (torch.bfloat16, torch.float32)], ids=str)
+def test_operands_of_two_dtypes_are_refused_as_elsewhere(weight: torch.dtype, bias: torch.dtype | None) -> None:
+    added = None if bias is None else torch.randn(40, dtype=bias)
+    with widened_linears(CPU, in_core=True), torch.no_grad(), pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        linear(torch.randn(16, 24, dtype=torch.bfloat16), torch.randn(40, 24, dtype=weight), added)
 
 
 @pytest.mark.usefixtures("old_processor")

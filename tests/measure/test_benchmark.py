@@ -131,6 +131,7 @@ def test_disturbed_rounds_are_flagged_and_kept() -> None:
     point = summarise_point(1, 4, rounds, {"dense": VariantRuns(runs, 1.0, None, 100)})
     assert [entry.stalled for entry in point.rounds] == [False, True, False, True]
     assert point.variants["dense"].tpot.max == pytest.approx(0.1)
+    assert point.variants["dense"].tpot.median == pytest.approx(0.01), "the mean would be 0.0325"
     assert len(point.variants["dense"].runs) == 4
     assert point.variants["dense"].limit_tokens_per_second == 10e9 / 100, "the median probe over the bytes of a step"
 
@@ -198,3 +199,5 @@ def test_the_ninth_decile_of_few_steps_is_not_above_the_slowest(steps: list[floa
     runs = VariantRuns([Run(0.1, steps)], 0.0, None, 1000)
     point = summarise_point(1, 4, [Round(1e9, 1e9)], {"dense": runs})
     assert sum(steps) / len(steps) <= point.variants["dense"].tpot.p90 <= max(steps)
+    expected = {1: 0.01, 2: 0.019, 3: 0.036}[len(steps)]
+    assert point.variants["dense"].tpot.p90 == pytest.approx(expected), "linear between the two nearest"

@@ -99,10 +99,13 @@ def test_any_bytes_are_a_matrix(tied: bool, tmp_path: Path) -> None:
     edit_tensors(folder, scramble)
     model = load_pretrained(folder, torch.float32)
     assert isinstance(model.model.layers[0].mlp.up_proj.matrix, Int4)
-    expected = model(make_tokens(1, 8)).logits[0, -1]
+    tokens = make_tokens(1, 8)
+    expected = model(tokens).logits[0]
     decoder = load(folder).runner.decoder(1, 16)
-    found = decoder.prefill(make_tokens(1, 8), torch.ones(1, 8, dtype=torch.long))[0]
-    assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+    prompt = decoder.prefill(tokens[:, :7], torch.ones(1, 7, dtype=torch.long))[0]
+    for found, exact in ((prompt, expected[6]), (decoder.decode(tokens[:, 7])[0], expected[7])):
+        # Int4 also rounds the activations of a linear to 16 bits, which is off by 3e-4 of the result's norm.
+        assert (found - exact).norm() <= 4e-4 * exact.norm()
 
 
 @pytest.mark.parametrize(

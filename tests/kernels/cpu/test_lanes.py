@@ -61,6 +61,16 @@ def test_every_model(model_type: str, kind: str, dtype: torch.dtype, threads: in
     assert_equals_alone(make_model(model_type, kind, dtype), 3, [(2, 4), (0, 9), (1, 1), (2, 6)], 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_torch_changes_nothing(dtype: torch.dtype) -> None:
+    model, before = make_model("qwen3", "dense", torch.bfloat16), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert_equals_alone(model, 3, [(2, 4), (0, 9)], 2)
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("kind", ["dense", "pivoted"])
 def test_every_instruction_set(kind: str, isa: str) -> None:
     assert_equals_alone(make_model("qwen3", kind, torch.bfloat16), 3, [(2, 4), (0, 9), (1, 1)], 3)

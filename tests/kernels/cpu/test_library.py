@@ -43,5 +43,5 @@ def test_a_core_that_does_not_report_its_struct_sizes_is_rejected() -> None:
 def test_a_core_for_another_python_is_passed_over(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = next(Path(library.__file__).parent.glob(f"_core{EXTENSION_SUFFIXES[0]}"))
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    (tmp_path / "_core.cpython-310-x86_64-linux-gnu.so").write_bytes(built.read_bytes())
+    (tmp_path / "_core.cpython-39-x86_64-linux-gnu.so").write_bytes(built.read_bytes())
     assert library.core() is None

@@ -104,6 +104,16 @@ class TestRule:
 
 
 @torch.inference_mode()
+def test_the_last_rows_of_many_are_rounded_as_the_others(isa: str) -> None:
+    """Equal rows have equal results; the first chunk takes 256."""
+    group = make_group(64, [(48, 16, "two"), (24, 0, "dense")], torch.bfloat16, False, False)
+    x = torch.randn(64).bfloat16().expand(264, 64)
+    for rows in (257, 264):
+        y = run(x[:rows].contiguous(), group)
+        assert torch.equal(y, y[:1].expand_as(y)), rows
+
+
+@torch.inference_mode()
 def test_a_bias_is_added_to_every_form() -> None:
     x, ones = torch.randn(3, 40), LinearWeights(torch.ones(2, 40), bias=torch.ones(2))
     for layout in LAYOUTS:

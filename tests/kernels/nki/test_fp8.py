@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draws import examples
-from error_rule import assert_twice_plain, draws_to_pool
+from error_rule import draws_to_pool
 from neuronmm.emulator.nki import NkiError, TensorSpec, run
 from neuronmm.emulator.nki.trace import Engine, Space
 from neuronmm.emulator.timing import report, simulate
@@ -29,7 +29,7 @@ from neuronmm.kernels.nki.low_rank_matmul_torch import low_rank_matmul
 from neuronmm.kernels.nki.low_rank_mlp_torch import low_rank_swiglu_mlp
 from neuronmm.kernels.nki.problem import FP8, Blocks, MlpProblem, Problem, Ranks
 from neuronmm.kernels.nki.tiling import solve
-from nki_cases import to_torch
+from nki_cases import judge, to_torch
 
 DIALECTS = ("neuronxcc", "nki")
 BF16 = torch.bfloat16
@@ -44,10 +44,6 @@ BLOCKS = st.builds(
     panels=st.sampled_from([1, 2, 3]),
 )
 OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("norm", "residual", "tokens_first")})
-
-
-def judge(cases: list[Any], execute: Any) -> None:
-    assert_twice_plain(cases, execute, lambda c: c.plain(), lambda c: c.exact())
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

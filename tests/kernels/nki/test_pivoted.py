@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draws import examples
-from error_rule import assert_twice_plain, draws_to_pool
+from error_rule import draws_to_pool
 from neuronmm.emulator.nki import TensorSpec, run
 from neuronmm.emulator.nki.trace import Engine, Space, Trace
 from neuronmm.emulator.timing import report, simulate
@@ -28,7 +28,7 @@ from neuronmm.kernels.nki.low_rank_mlp_torch import low_rank_swiglu_mlp
 from neuronmm.kernels.nki.objects import Options, factor
 from neuronmm.kernels.nki.problem import Blocks, MlpProblem, Pivots, Problem, Ranks
 from neuronmm.kernels.nki.tiling import solve
-from nki_cases import to_torch
+from nki_cases import judge, to_torch
 
 DIALECTS = ("neuronxcc", "nki")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,21 +45,9 @@ FLAGS = ("residual", "tokens_first")
 OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in FLAGS})
 
 
-def judge(cases: list[Any], execute: Any) -> None:
-    if cases[0].x.dtype is torch.float32:
-        for case in cases:
-            near(execute(case), case.exact())
-    else:
-        assert_twice_plain(cases, execute, lambda c: c.plain(), lambda c: c.exact())
-
-
 def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
     error = (actual.double() - exact).norm() / exact.norm()
     assert error <= 1e-5, f"relative error {error:.3g}"
-
-
-def seeds_for(dtype: torch.dtype, independent: int) -> range:
-    return range(draws_to_pool(independent) if dtype is torch.bfloat16 else 1)
 
 
 @st.composite
@@ -94,7 +82,7 @@ def mlps(draw: st.DrawFn) -> dict[str, Any]:
 def test_linears(
     kernels: Any, make: Any, dialect: str, dtype: str, sizes: dict[str, Any], tokens: int, blocks: Blocks
 ) -> None:
-    drawn = seeds_for(DTYPES[dtype], tokens * min(sizes["inputs"], sizes["rank"], sizes["out"]))
+    drawn = range(draws_to_pool(tokens * min(sizes["inputs"], sizes["rank"], sizes["out"])))
     cases = [make.linear(tokens=tokens, dtype=DTYPES[dtype], seed=seed, **sizes) for seed in drawn]
     judge(cases, lambda case: case.run(kernels, dialect, blocks))
 
@@ -106,7 +94,7 @@ def test_linears(
 def test_mlps(
     kernels: Any, make: Any, dialect: str, dtype: str, hidden: int, sizes: dict[str, Any], tokens: int, blocks: Blocks
 ) -> None:
-    drawn = seeds_for(DTYPES[dtype], tokens * min(hidden, *sizes["ranks"]))
+    drawn = range(draws_to_pool(tokens * min(hidden, *sizes["ranks"])))
     cases = [make.mlp(hidden, tokens=tokens, dtype=DTYPES[dtype], seed=seed, **sizes) for seed in drawn]
     judge(cases, lambda case: case.run(kernels, dialect, blocks))
 

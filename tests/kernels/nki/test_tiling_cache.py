@@ -44,6 +44,9 @@ def test_a_document_is_read_back_and_no_other_file_remains(folder: Path) -> None
     cache.write("a/b.json", {"x": [1, 2.5, "y"]})
     cache.write("a/b.json", {"x": [3]})
     assert cache.read("a/b.json") == {"x": [3]}
+    with pytest.raises(TypeError):
+        cache.write("a/b.json", {"x": {4}})  # a set is no JSON
+    assert cache.read("a/b.json") == {"x": [3]}
     assert documents(folder) == [folder / "a" / "b.json"]
 
 
