@@ -1,4 +1,4 @@
-"""The text that a compression is fitted to: rows of token ids, from a file or sampled from the model itself.
+"""The text that a compression is fitted to: rows of token ids, from files, from shipped texts or from the model itself.
 
 ``self`` needs no data set: the model samples its own text, as in data-free distillation. Its rows are in turn free
 text, which starts from BOS, chat, which starts from the opening of the chat template, so that the model writes a user's
@@ -24,6 +24,7 @@ from neuronmm.compression.config import SELF, Rows
 from neuronmm.compression.continuation import Sampled, around_user, continue_rows, first_token
 from neuronmm.compression.memory import check_row_memory
 from neuronmm.compression.run import Run
+from neuronmm.compression.shipped_texts import SHIPPED, shipped_documents
 from neuronmm.compression.streaming import StreamedModel
 from neuronmm.models import processes
 from neuronmm.models.chat import ChatTemplate
@@ -82,9 +83,7 @@ def make_rows(run: Run) -> Tensor:
         )
     counts = dict(zip(texts, shares(rows.count, len(texts)), strict=True))
     parts = {
-        text: from_file(Path(text), tokenizer, replace(rows, count=count))
-        for text, count in counts.items()
-        if text != SELF
+        text: from_text(text, tokenizer, replace(rows, count=count)) for text, count in counts.items() if text != SELF
     }
     for part in parts.values():
         check_tokens(part, config.vocab_size)
@@ -108,23 +107,24 @@ def mixed(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))[places.argsort(stable=True)]
 
 
-def from_file(path: Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Tensor:
-    """Return up to ``rows.count`` rows [count, length] of token ids from a text or .jsonl file, in a seeded order.
+def from_text(text: str | Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Tensor:
+    """Return up to ``rows.count`` rows [count, length] of token ids from a text, in a seeded order.
 
-    A .jsonl row holds ``text``, or ``messages`` for the chat template. The tokens of all documents are concatenated
-    and cut into rows. Each row starts with BOS if the tokenizer adds it to every text.
+    ``text`` is ``prose``, ``code``, or a text or .jsonl file. A .jsonl row holds ``text``, or ``messages``
+    for the chat template. The tokens of all documents are concatenated and cut into rows. Each row starts with BOS if
+    the tokenizer adds it to every text.
 
     Raises:
         UserError: the file is missing, empty, not text, malformed, or shorter than one row.
     """
     ids: list[int] = []
-    for document in _documents(path, tokenizer):
+    for document in _documents(text, tokenizer):
         ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
     bos = _automatic_bos(tokenizer)
     body = rows.length - len(bos)
     available = len(ids) // body
     if available == 0:
-        raise UserError(f"{path}: {len(ids)} tokens are fewer than one row of {body}; give a longer calibration file")
+        raise UserError(f"{text}: {len(ids)} tokens are fewer than one row of {body}; give a longer calibration file")
     packed = torch.tensor(ids[: available * body]).reshape(available, body)
     order = torch.randperm(available, generator=torch.Generator().manual_seed(rows.seed))[: rows.count]
     return torch.cat([torch.tensor([bos], dtype=torch.long).expand(len(order), -1), packed[order]], dim=1)
@@ -137,9 +137,12 @@ class _Row(BaseModel):
     messages: list[dict[str, Any]] | None = None
 
 
-def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _documents(text: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    if text in SHIPPED:
+        return shipped_documents(str(text))
+    path = Path(text)
     if not path.exists():
-        raise UserError(f"{path}: no such calibration file; give a text or .jsonl file, or 'self'")
+        raise UserError(f"{path}: no such calibration file; give a text or .jsonl file, 'self', 'prose' or 'code'")
     if path.suffix != ".jsonl":
         return [read_text(path)]
     template = ChatTemplate(tokenizer)

@@ -1,4 +1,4 @@
-"""A folder with the calibration of several runs on one text, which is computed once; the runs take turns.
+"""A folder with the calibration of several runs on one text, which is computed once. One run at a time may use it.
 
 It holds the tokens and, for each decoder layer, the moments of the dense model's linears and, if a run needs them,
 those of their gradients. None of them depends on ratio or shared A. A run that reads them gets what it would compute

@@ -13,10 +13,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from neuronmm.compression.ranks import MAX_RATIO, MIN_RATIO, Align
+from neuronmm.compression.shipped_texts import CODE, PROSE, SHIPPED
 from neuronmm.models.errors import UserError, first_problem, reading
 
 SELF = "self"
 """The calibration text that the model samples itself."""
+
+USUAL_TEXTS = (PROSE, CODE, SELF)
+"""The calibration texts of a run that names none."""
 
 BARE: dict[str, Any] = {
     "method": "whitened",
@@ -84,9 +88,9 @@ class CompressionConfig(BaseModel):
     ``budget``, the largest KL divergence from the dense model in nats per token or a name of :data:`BUDGETS`, it is
     found by measurement; ``ratio`` is then where the search starts.
     ``factor_dtype`` and ``weight_dtype`` are those in which the factors and all other weights are stored at the end.
-    ``calibration`` is ``self``, a file, or a list of these, which get equal shares of the ``calibration_rows`` rows of
-    ``calibration_length`` tokens. ``damping`` is relative to the mean diagonal entry of the Gram matrix. ``seed`` is
-    below 2**32.
+    ``calibration`` is ``self``, ``prose``, ``code``, a file, or a list of these, which get equal shares of the
+    ``calibration_rows`` rows of ``calibration_length`` tokens. ``damping`` is relative to the mean diagonal entry of
+    the Gram matrix. ``seed`` is below 2**32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -103,7 +107,7 @@ class CompressionConfig(BaseModel):
     factor_dtype: Literal["model", "int8", "int4", "fp8"] = "model"
     weight_dtype: Literal["model", "int8", "int4"] = "model"
     align: Align = "auto"
-    calibration: str | Annotated[list[str], Field(min_length=1)] = SELF
+    calibration: str | Annotated[list[str], Field(min_length=1)] = list(USUAL_TEXTS)
     calibration_rows: int = Field(default=128, ge=1)
     calibration_length: int = Field(default=256, ge=2)
     damping: float = Field(default=1e-4, gt=0, le=1e6)
@@ -160,19 +164,23 @@ class CompressionConfig(BaseModel):
         """Whether the run needs calibration text: always, except for plain SVD at uniform ranks without training."""
         if not self.factorises:
             return self.method != "svd"
-        planned = (self.allocation == "global", self.share_a == "auto", self.budget is not None)
-        trained = (self.refine != "off", self.recover != "off")
-        return self.method != "svd" or any(planned) or any(trained)
+        return self.method != "svd" or self.needs_spectra or self.refine != "off" or self.recover != "off"
+
+    @property
+    def needs_spectra(self) -> bool:
+        """Whether the plan of the ranks depends on the calibration text."""
+        planned = self.allocation == "global" or self.share_a == "auto" or self.budget is not None
+        return planned and self.factorises
 
     @property
     def texts(self) -> list[str]:
-        """The sources of the calibration text: files, or ``self``."""
+        """The sources of the calibration text: files, ``self``, ``prose`` or ``code``."""
         return [self.calibration] if isinstance(self.calibration, str) else self.calibration
 
     @property
     def text_files(self) -> list[str]:
         """The files among :attr:`texts`."""
-        return [text for text in self.texts if text != SELF]
+        return [text for text in self.texts if text not in (SELF, *SHIPPED)]
 
     @property
     def rows(self) -> Rows:

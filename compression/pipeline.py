@@ -26,7 +26,7 @@ from neuronmm.compression.identity import of_model, of_run, of_texts
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.member import check_processes, check_rows, workspace_of
 from neuronmm.compression.memory import check_disk, check_room, check_row_memory, forget_peak, peak_rss
-from neuronmm.compression.plan import Plan, has_spectra, make_plan, measure_spectra, needs_spectra, targeted
+from neuronmm.compression.plan import Plan, has_spectra, make_plan, measure_spectra, targeted
 from neuronmm.compression.ranks import Linear, realised
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.recover import last_steps
@@ -66,7 +66,7 @@ def compress(
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
         device: torch's name of the device on which layers run and train: ``cpu`` or ``cuda``.
-        store: a folder for the calibration's tokens and moments, which several runs on one text share.
+        store: a folder for the calibration's tokens and moments, which several runs on one text share, one at a time.
         progress: called whenever a fraction of a stage is done.
 
     The processes that torchrun started share the calibration rows: each runs some of them, and the sums are added up.
@@ -113,7 +113,7 @@ def compress(
                 check_disk(workspace.out, needed, ("moments/*", "inputs-*", "gradient-*"))
             processes.meet()  # before another process removes such files
             measure_gradients(run, streamed, plan.linears, rows)
-        if needs_spectra(config):
+        if config.needs_spectra:
             linears, spectra = plan.linears, measure_spectra(run, streamed, plan.linears, rows)
             if config.budget is not None:
                 ratio, search = find_ratio(run, streamed, linears, spectra, held_out)
@@ -201,7 +201,7 @@ def _begin(
 
 def _factorised(run: Run, linears: list[Linear], layers: int) -> bool:
     """Return whether an interrupted run has planned and compressed all layers, and needs the moments no more."""
-    planned = not needs_spectra(run.config) or has_spectra(run, linears, layers)
+    planned = not run.config.needs_spectra or has_spectra(run, linears, layers)
     return planned and run.workspace.layers_done(layers, ()) == layers
 
 
@@ -239,7 +239,7 @@ def _store(
 
 def _reads_moments_twice(config: CompressionConfig) -> bool:
     """Return whether the dense model's moments decide the ranks and then the factors, or go with the gradients'."""
-    return _needs_gradients(config) or (needs_spectra(config) and config.method != "anchored")
+    return _needs_gradients(config) or (config.needs_spectra and config.method != "anchored")
 
 
 def _needs_gradients(config: CompressionConfig) -> bool:

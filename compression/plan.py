@@ -85,12 +85,6 @@ def targeted(reader: Reader, layers: int, config: CompressionConfig) -> list[Lin
     ]
 
 
-def needs_spectra(config: CompressionConfig) -> bool:
-    """Return whether the plan depends on the calibration text."""
-    planned = config.allocation == "global" or config.share_a == "auto" or config.budget is not None
-    return planned and config.factorises
-
-
 def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[str, Tensor] | None = None) -> Plan:
     """Choose the ranks and the linears that share an A.
 
@@ -101,7 +95,7 @@ def make_plan(linears: list[Linear], config: CompressionConfig, spectra: dict[st
         linears: the targeted linears, each with its own A.
         config: the settings of the run.
         spectra: the result of :func:`measure_spectra`. Without it the ranks are uniform and no A is shared, which is
-            final unless :func:`needs_spectra`.
+            final unless ``config.needs_spectra``.
 
     Raises:
         UserError: the ratio is out of range, or the tile is so wide that no matrix can be compressed.

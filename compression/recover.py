@@ -67,8 +67,8 @@ def recover(
         out: the folder of the new checkpoint; it appears only when it is complete.
         train: the factors themselves, or LoRA adapters on them in SVD-LLM's two stages, merged at the end.
         dense: the dense model; by default the one that the report of ``model`` names.
-        calibration: ``self``, a file or a list of these to train on; by default the text that the compression used,
-            at the same length.
+        calibration: ``self``, ``prose``, ``code``, a file or a list of these to train on; by default the text that the
+            compression used, at the same length.
         calibration_rows: number of rows.
         calibration_length: tokens per row.
         factor_dtype: the dtype in which the trained factors are stored.
@@ -76,7 +76,8 @@ def recover(
         resume: continue an interrupted run of the same settings.
         force: replace ``out`` if it exists.
         device: torch's name of the device to train on: ``cpu`` or ``cuda``.
-        store: a folder for the calibration's tokens, which several runs on one text share; also one of ``compress``.
+        store: a folder for the calibration's tokens, which several runs on one text share, one at a time; also one of
+            ``compress``.
         progress: called whenever a fraction of a stage is done.
 
     The processes that torchrun started share the rows of each step. The first one writes the checkpoint and returns its

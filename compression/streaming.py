@@ -142,7 +142,6 @@ class StreamedModel:
         """
         if self.device.type != "cuda":
             return self.reader.total_bytes() <= RESIDENT_BYTES
-        torch.cuda.empty_cache()  # what torch holds without need does not count as free
         return 4 * self.reader.total_parameters() * self.dtype.itemsize <= free_memory(self.device)
 
     def _weight(self, name: str) -> Tensor:

@@ -252,8 +252,8 @@ def load(
             prompt at a time, on the CPU.
         progress: is told how much of a GGUF file is unpacked.
         options: options of the backend. ``cpu`` has ``weight_dtype`` (``int8`` or ``int4``: round the dense weights);
-            ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout``, ``continuous`` and ``emulate``
-            (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
+            ``neuron`` has ``tp_degree``, ``batch_size``, ``n_positions``, ``layout``, ``continuous``,
+            ``emulate`` and ``host`` (:class:`~neuronmm.engine.backends.neuron.NeuronOptions`).
 
     Raises:
         UserError: the model does not exist, the checkpoint disagrees with its config, an option is out of range, the

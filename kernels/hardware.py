@@ -65,10 +65,6 @@ class NeuronCore:
     """(memory, engine, engine): the memory serves only one of the two engines at a time."""
 
     @property
-    def sbuf_bytes(self) -> int:
-        return self.partitions * self.sbuf_partition_bytes
-
-    @property
     def sbuf_usable_bytes(self) -> int:
         """Bytes of an SBUF partition that a kernel's tiles may take."""
         return self.sbuf_partition_bytes - self.sbuf_reserved_bytes
@@ -76,10 +72,6 @@ class NeuronCore:
     @property
     def psum_partition_bytes(self) -> int:
         return self.psum_banks * self.psum_bank_bytes
-
-    @property
-    def psum_bytes(self) -> int:
-        return self.partitions * self.psum_partition_bytes
 
     @property
     def hbm_bytes(self) -> int:

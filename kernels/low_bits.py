@@ -81,7 +81,7 @@ class Int4(NamedTuple):
 LowBits: TypeAlias = Int8 | Int4 | Fp8
 """A matrix of few bits."""
 
-Weight: TypeAlias = Tensor | Int8 | Int4 | Fp8
+Weight: TypeAlias = Tensor | LowBits
 """A matrix of floats or of few bits."""
 
 

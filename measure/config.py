@@ -30,7 +30,7 @@ class BenchmarkConfig:
         runs: measured rounds per point.
         threads: torch threads; None leaves them as they are.
         options: options of the backend, as ``load`` takes them.
-        draft: ``ngram`` or a checkpoint: compare plain decoding with drafts, on prompts of words.
+        draft: as ``load`` takes it: compare plain decoding with drafts, on prompts of words.
 
     Raises:
         UserError: a number is out of range, or a draft is combined with what it does not support.

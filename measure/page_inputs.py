@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -117,8 +118,9 @@ def read_sweep(folder: Path) -> tuple[list[SweepPoint], list[str], list[str]]:
             point.speed is not None and not point.speed.get("tokens_per_second", 0) > 0
         ):
             raise UserError(f"{file}: the point {point.name} has no positive perplexity or speed; sweep again")
-        for cost, _, text in (front.partition(", ") for front in point.fronts):
-            if text not in point.perplexity or (cost == "speed" and point.speed is None):
+        for cost, text in itertools.product(document.costs, texts):
+            without = text not in point.perplexity or (cost == "speed" and point.speed is None)
+            if without and f"{cost}, {text}" in point.fronts:
                 raise UserError(f"{file}: the point {point.name} is in a front without its figures; sweep again")
     points = [cast(SweepPoint, point.model_dump(exclude_none=True)) for point in document.points]
     dense = [point for point in points if point["name"] == "dense"]

@@ -58,7 +58,7 @@ would like so these her long make thing see him two has look more day could go c
 @contextmanager
 def serving(command: list[str], url: str) -> Iterator[str]:
     """Run a server and yield its URL when it is healthy; one that ends before leaves the end of what it wrote."""
-    written = tempfile.TemporaryFile()
+    written = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
     process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
     try:
         while True:

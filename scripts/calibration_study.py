@@ -2,7 +2,8 @@
 
 Every calibration gets the same number of rows. The model samples free text, chat, code and answers to requests for
 code itself; WikiText-2 is read from a file, Python from the modules of the standard library, of which one half is
-calibrated on and the other half measured. The chat that is measured is what the dense model answers to questions.
+calibrated on and the other half measured, and ``prose`` and ``package`` come with the package. The chat that is
+measured is what the dense model answers to questions.
 
 examples:
   python scripts/calibration_study.py MODEL -o study --wikitext wikitext2.train.txt \\
@@ -26,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from neuronmm.compression import calibration
-from neuronmm.compression.calibration import from_file, from_model, mixed, prefixes, shares
+from neuronmm.compression.calibration import from_model, from_text, mixed, prefixes, shares
 from neuronmm.compression.config import CompressionConfig, Rows
 from neuronmm.compression.continuation import Sampled, around_user, continue_rows
 from neuronmm.compression.fidelity import divergences, final_states
@@ -50,9 +51,11 @@ CALIBRATIONS = (
     "free+chat+code+requests",
     "wikitext+python",
     "wikitext+python+free+chat+code",
+    "prose+package+self",
 )
 MEASURED = Rows(8, 512, 1)
-KINDS = ("free", "chat", "code")  # the order of calibration.prefixes
+KINDS = ("free", "chat", "code")  # the order of calibration.prefixes; together they are "self"
+SHIPPED = {"prose": "prose", "package": "code"}  # the package's texts, by their kind here
 REQUESTS = ("Write a Python function", "Fix this code", "Write a program", "Explain this code", "How do I")
 TASKS = (
     "returns the n-th Fibonacci number",
@@ -76,14 +79,28 @@ class Study:
         self.dense = StreamedModel(self.model, torch.float32)
         self.folder.mkdir(parents=True, exist_ok=True)
 
+    def check_settings(self) -> None:
+        """Keep the settings in the folder; end if rows and results with other settings are there."""
+        file = self.folder / "settings.json"
+        others = {"out", "calibrations"}  # of the results, any may be asked for
+        settings = {name: str(value) for name, value in vars(self.args).items() if name not in others}
+        if file.exists() and json.loads(file.read_text()) != settings:
+            raise SystemExit(f"{self.folder}: holds a study with other settings ({file}); give another -o")
+        write_json(file, settings)
+
     @cache  # noqa: B019 - one study per process
     def rows(self, kind: str) -> Tensor:
         """Return the calibration rows [rows, length] of one kind, enough for a calibration of this kind alone."""
         rows = Rows(self.args.rows + -(-self.args.rows // 8), self.args.length, 0)
+        if kind == "self":
+            parts = shares(rows.count, len(KINDS))
+            return mixed([self.rows(each)[:count] for each, count in zip(KINDS, parts, strict=True)])
+        if kind in SHIPPED:
+            return from_text(SHIPPED[kind], self.tokenizer, rows)
         if kind == "wikitext":
-            return from_file(self.args.wikitext, self.tokenizer, rows)
+            return from_text(self.args.wikitext, self.tokenizer, rows)
         if kind == "python":
-            return from_file(self._python(0), self.tokenizer, rows)
+            return from_text(self._python(0), self.tokenizer, rows)
         openings = prefixes(self.tokenizer)[KINDS.index(kind) :: 3] if kind in KINDS else self._requests()
         model = StreamedModel(self.model, None)
         return self._kept(f"rows-{kind}", lambda: from_model(model, openings, rows, lambda _: None))
@@ -93,10 +110,10 @@ class Study:
         """Return the rows [rows, length] of one kind on which the compressed models are measured."""
         rows = MEASURED
         if kind == "python":
-            return from_file(self._python(1), self.tokenizer, rows)
+            return from_text(self._python(1), self.tokenizer, rows)
         prose = {file.stem: file for file in self.args.prose}
         if kind in prose:
-            return from_file(prose[kind], self.tokenizer, rows)
+            return from_text(prose[kind], self.tokenizer, rows)
         asked = self._questions() if kind == "chat" else [f"Write a Python function that {task}." for task in TASKS]
         before, after = around_user(self.tokenizer, answer=True)
         openings = [self._ids(before + question + after) for question in asked[: rows.count]]
@@ -196,6 +213,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     args = parser.parse_args()
     study, file = Study(args), args.out / "study.json"
+    study.check_settings()
     results = json.loads(file.read_text()) if file.exists() else {}
     for name in args.calibrations:
         if name not in results:

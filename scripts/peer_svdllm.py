@@ -64,14 +64,14 @@ def main() -> None:
         if json.loads(run.read_text(encoding="utf-8"))["speed"]:
             parser.error(f"{args.sweep}: measures speed, which dense-shaped checkpoints cannot show; give one without")
 
-    from neuronmm.compression.calibration import from_file
+    from neuronmm.compression.calibration import from_text
     from neuronmm.compression.config import Rows
     from neuronmm.models.load import load_tokenizer
     from neuronmm.models.source import resolve
 
     folder = resolve(args.model)
     args.out.mkdir(parents=True, exist_ok=True)
-    tokens = from_file(args.calibration, load_tokenizer(folder), Rows(args.rows, args.length, args.seed))
+    tokens = from_text(args.calibration, load_tokenizer(folder), Rows(args.rows, args.length, args.seed))
     save_file({"tokens": tokens}, args.out / "tokens.safetensors")
     job = {
         "model": str(folder.absolute()),

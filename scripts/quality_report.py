@@ -127,6 +127,10 @@ def main(folder: Path, sweeps: list[Path]) -> None:
     data, document = folder / "quality.json", folder / "quality.md"
     result = json.loads(data.read_text(encoding="utf-8"))
     result["points"] = merge(result["points"], sweeps)
+    for point in result["points"]:
+        if set(point["perplexity"]) != set(result["texts"]):
+            raise SystemExit(f"{point['name']}: has the texts {list(point['perplexity'])}, not {list(result['texts'])}")
+        point["perplexity"] = {text: point["perplexity"][text] for text in result["texts"]}
     result["costs"] = ["bytes", "speed"] if any("speed" in point for point in result["points"]) else ["bytes"]
     write_json(data, result)
     before, _, tail = document.read_text(encoding="utf-8").partition(BEGIN)

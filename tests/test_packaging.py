@@ -80,7 +80,7 @@ def test_the_wheel_holds_every_module_recipe_and_the_type_marker(dists: tuple[Pa
         "neuronmm/models/patch.py",
         "neuronmm/kernels/ops.py",
     } <= expected | {"neuronmm/py.typed"}
-    assert expected | {"neuronmm/py.typed"} <= names
+    assert expected | {"neuronmm/py.typed", "neuronmm/compression/prose.txt"} <= names
 
 
 def test_the_wheel_puts_only_neuronmm_at_the_top(dists: tuple[Path, Path]) -> None:
@@ -96,10 +96,8 @@ def test_the_wheel_carries_the_licence(dists: tuple[Path, Path]) -> None:
 def test_the_sdist_holds_all_sources(dists: tuple[Path, Path]) -> None:
     with tarfile.open(dists[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    missing = (
-        tracked(".py", ".yaml", ".jinja", ".cpp", ".h", ".md", ".sh", ".toml", "LICENSE", "Makefile", "py.typed")
-        - names
-    )
+    suffixes = (".py", ".yaml", ".jinja", ".cpp", ".h", ".md", ".sh", ".toml", "prose.txt")
+    missing = tracked(*suffixes, "LICENSE", "Makefile", "py.typed") - names
     assert not missing
 
 

@@ -30,7 +30,7 @@ struct Buffers {
 // Buffers of one worker.
 struct WorkerBuffers {
     Rows normed;  // [kMaxBatch, hidden]
-    Rows scores;  // [kDecodeHeads or kPrefillQueries, slots that a token attends to]
+    Rows scores;  // [kDecodeHeads or kPrefillQueries, slots that a token reads]
     Rows queries; // [kPrefillQueries, head_dim]; prefill keeps the queries in `rounded` and their results in `data`
 };
 
@@ -55,9 +55,8 @@ public:
             const Layer& l = m_.layer[i];
             rank = std::max(rank, max_rank({&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}));
         }
-        const int queries = decode ? kDecodeHeads : kPrefillQueries;
-        int longest = 0;  // slots that a token attends to
-        for (const Sequence& sequence : sequences_) longest = std::max(longest, sequence.slot + count);
+        int longest = count, queries = decode ? kDecodeHeads : kPrefillQueries;
+        for (const Sequence& s : sequences_) longest = std::max(longest, s.slot + count);  // slots that a token reads
         scratch.reserve(2 * Scratch::size(rows, m_.hidden) + 2 * Scratch::size(rows, q_size) +
                         2 * Scratch::size(rows, kv_size) + 2 * Scratch::size(rows, m_.intermediate) +
                         3 * Scratch::size(rows, rank) +

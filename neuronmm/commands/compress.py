@@ -2,7 +2,7 @@
 
 examples:
   neuronmm compress meta-llama/Llama-3.2-1B -o llama-1b-low --budget balanced
-  neuronmm compress ./Qwen3-4B -o qwen3-low --ratio 0.3 --targets all --calibration wiki.txt --calibration self
+  neuronmm compress ./Qwen3-4B -o qwen3-low --ratio 0.3 --targets all --calibration mine.txt --calibration self
   neuronmm compress SmolLM2.gguf -o smol-low --method svd --json
   neuronmm compress ./Qwen3-4B -o qwen3-int4 --ratio 0 --weight-dtype int4
   neuronmm compress ./Llama-3.1-8B -o llama-8b-low --recipe configs/default.yaml --resume
@@ -86,8 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration",
         action="append",
-        metavar="FILE|self",
-        help="text or .jsonl file, or text sampled from the model itself (default self); several share the rows",
+        metavar="FILE|self|prose|code",
+        help="text or .jsonl file, text sampled from the model itself, or the package's prose or code; several share "
+        "the rows (default: prose, code and self)",
     )
     parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings from a file; options override it")
     add_run_arguments(parser)

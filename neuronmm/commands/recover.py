@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration",
         action="append",
-        metavar="FILE|self",
+        metavar="FILE|self|prose|code",
         help="text to train on; several share the rows (default: the calibration text of the compression)",
     )
     parser.add_argument(

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the perplexity")
     add_targets(parser)
-    parser.add_argument("--calibration", action="append", metavar="FILE|self", help="as for compress (default self)")
+    parser.add_argument("--calibration", action="append", metavar="FILE|self|prose|code", help="as for compress")
     parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings that all points share")
     parser.add_argument("--context", type=int, metavar="N", help="tokens per window; default as for evaluate")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N windows of each text")

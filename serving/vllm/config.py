@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from neuronmm.models import CompressionSpec, UserError
-from neuronmm.models.load import inspect
+from neuronmm.models.contents import inspect
 from neuronmm.models.spec import QUANT_METHOD
 from neuronmm.serving.vllm import neuron
 from neuronmm.serving.vllm.head import HeadMethod, core_is_faster

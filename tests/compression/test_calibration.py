@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compression_runs import config
-from neuronmm.compression import calibration, streaming
-from neuronmm.compression.calibration import Rows, from_file, from_model, prefixes
+from neuronmm.compression import calibration, shipped_texts, streaming
+from neuronmm.compression.calibration import Rows, from_model, from_text, prefixes
+from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.continuation import Sampled
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.report import REPORT
+from neuronmm.compression.shipped_texts import shipped_documents
 from neuronmm.compression.streaming import StreamedModel, run_layer
 from neuronmm.kernels import grouped_attention
 from neuronmm.models import FAMILIES, UserError
@@ -25,13 +28,13 @@ from word_tokenizer import word_tokenizer
 
 
 def test_a_text_file_becomes_rows_of_its_own_tokens(text: Path) -> None:
-    rows = from_file(text, word_tokenizer(), Rows(5, 16, seed=0))
+    rows = from_text(text, word_tokenizer(), Rows(5, 16, seed=0))
     assert rows.shape == (5, 16) and rows.dtype == torch.long
     written = [int(word[1:]) for word in text.read_text().split()]
     starts = [written[i : i + 16] for i in range(0, len(written), 16)]
     assert all(row in starts for row in rows.tolist())
-    assert torch.equal(rows, from_file(text, word_tokenizer(), Rows(5, 16, seed=0)))
-    assert not torch.equal(rows, from_file(text, word_tokenizer(), Rows(5, 16, seed=1)))
+    assert torch.equal(rows, from_text(text, word_tokenizer(), Rows(5, 16, seed=0)))
+    assert not torch.equal(rows, from_text(text, word_tokenizer(), Rows(5, 16, seed=1)))
 
 
 def test_the_query_heads_of_sampled_rows_attend_together(
@@ -48,7 +51,7 @@ def test_a_tokenizer_that_adds_bos_gets_it_in_front_of_every_row(text: Path) -> 
 
     tokenizer = word_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    rows = from_file(text, tokenizer, Rows(4, 10, seed=0))
+    rows = from_text(text, tokenizer, Rows(4, 10, seed=0))
     assert rows.shape == (4, 10) and (rows[:, 0] == 1).all() and (rows[:, 1:] > 2).all()
 
 
@@ -56,7 +59,7 @@ def test_jsonl_rows_hold_text_or_messages(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     chat = {"messages": [{"role": "user", "content": "w9 w10"}]}
     file.write_text("\n".join(json.dumps(row) for row in ({"text": "w7 w8"}, chat)) + "\n\n")
-    rows = from_file(file, word_tokenizer(), Rows(9, 3, seed=0))
+    rows = from_text(file, word_tokenizer(), Rows(9, 3, seed=0))
     assert sorted(rows.tolist()) == [[7, 8, 3], [9, 10, 4]]
 
 
@@ -73,9 +76,9 @@ def test_jsonl_rows_hold_text_or_messages(tmp_path: Path) -> None:
 def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        from_file(tmp_path / name, word_tokenizer(), Rows(1, 8, seed=0))
+        from_text(tmp_path / name, word_tokenizer(), Rows(1, 8, seed=0))
     with pytest.raises(UserError, match="no such calibration file"):
-        from_file(tmp_path / "absent", word_tokenizer(), Rows(1, 8, seed=0))
+        from_text(tmp_path / "absent", word_tokenizer(), Rows(1, 8, seed=0))
 
 
 def test_several_texts_share_the_rows_everywhere(
@@ -94,6 +97,40 @@ def test_several_texts_share_the_rows_everywhere(
     assert len(rows) == 27 and set(rows[0::3].flatten().tolist()) <= words
     assert set(rows[1::3, 0].tolist()) == {1, 3} and set(rows[2::3].flatten().tolist()) == {60, 61, 62}
     assert report["calibration"]["source"] == texts and "other.txt" in (tmp_path / "out" / REPORT).read_text()
+
+
+def test_the_default_texts_are_shipped_but_for_one(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the same name is not read."""
+    (tmp_path / "prose").write_text("w7 " * 300)
+    monkeypatch.chdir(tmp_path)
+    words = {"prose": "w60 w61 w62 " * 300, "code": "w50 w51 " * 300}
+    monkeypatch.setattr(calibration, "shipped_documents", lambda word: [words[word]])
+    seen: list[torch.Tensor] = []
+    inner = calibration.make_rows
+    monkeypatch.setattr(calibration, "make_rows", lambda run: seen.append(inner(run)) or seen[-1])
+    texts = CompressionConfig().calibration
+    report = compress(dense(), tmp_path / "out", config(method="whitened", calibration=texts, calibration_rows=24))
+    (rows,) = seen
+    assert len(rows) == 27 and set(rows[0::3].flatten().tolist()) == {60, 61, 62}
+    assert set(rows[1::3].flatten().tolist()) == {50, 51} and set(rows[2::3, 0].tolist()) == {1, 3}
+    assert report["calibration"]["source"] == ["prose", "code", "self"]
+
+
+def test_the_shipped_texts_are_long_enough_and_the_same_every_time() -> None:
+    (prose,) = shipped_documents("prose")
+    assert len(prose) > 400_000 and "\ufffd" not in prose
+    code = shipped_documents("code")
+    assert code == shipped_documents("code") and sum(map(len, code)) > 400_000
+    assert Path(calibration.__file__).read_text() in code and Path(__file__).read_text() not in code
+    assert all(ast.parse(module) for module in code if module)
+
+
+def test_code_needs_the_sources_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped_texts, "_folder", lambda _: tmp_path)
+    with pytest.raises(UserError, match="installed without its sources; give a file of code"):
+        shipped_documents("code")
 
 
 def test_a_short_text_gives_what_it_has(dense: Callable[..., Path], tmp_path: Path, text: Path) -> None:

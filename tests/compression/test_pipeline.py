@@ -93,10 +93,10 @@ def test_whitened_reports_the_error_on_its_calibration_text(
     for name, module in model.named_modules():
         if name in {m["name"] for m in report["matrices"]}:
             module.register_forward_pre_hook(lambda _, x, name=name: inputs.setdefault(name, []).append(x[0]))
-    from neuronmm.compression.calibration import Rows, from_file
+    from neuronmm.compression.calibration import Rows, from_text
 
     with torch.no_grad():
-        model(from_file(text, load_tokenizer(source), Rows(40, 12, 0)))
+        model(from_text(text, load_tokenizer(source), Rows(40, 12, 0)))
     before, white, plain = tensors(source), tensors(tmp_path / "white"), tensors(tmp_path / "plain")
     for matrix in report["matrices"]:
         name = matrix["name"]

@@ -15,7 +15,8 @@ from neuronmm.compression.pipeline import compress
 
 EVERYTHING = {"method": "anchored", "allocation": "global", "share_a": "auto", "refine": "fast"}
 
-SMALL = {"ratio": 0.2, "targets": "mlp", "calibration_rows": 6, "calibration_length": 12, "align": 2, **BARE}
+SMALL = {"ratio": 0.2, "targets": "mlp", "calibration": "self", "calibration_rows": 6, "calibration_length": 12}
+SMALL |= {"align": 2, **BARE}
 
 
 def config(**changes: Any) -> CompressionConfig:

@@ -23,8 +23,8 @@ def test_derived_figures_are_the_documented_ones(
     assert core.peak_flops("float32") == core.peak_flops() / 4
     assert core.dma_rate == pytest.approx(dma, rel=0.01)
     assert core.hbm_rate == pytest.approx(hbm_share, rel=0.01)
-    assert core.sbuf_bytes == sbuf_mib << 20
-    assert core.psum_bytes == 2 << 20
+    assert core.partitions * core.sbuf_partition_bytes == sbuf_mib << 20
+    assert core.partitions * core.psum_partition_bytes == 2 << 20
 
 
 def test_replace_selects_the_other_of_two_contradicting_figures() -> None:

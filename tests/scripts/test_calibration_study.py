@@ -40,3 +40,6 @@ def test_every_calibration_is_measured_on_every_text_and_a_second_start_adds_the
         known = {name: distance for name, distance in result["distances"].items() if name != "python"}  # w3, w4, ...
         assert all(distance["kl"] > 0.1 and distance["rows"] == 2 for distance in known.values())
     assert len(calibration_study.table(results)) == 4
+    monkeypatch.setattr(sys, "argv", [*command, "--ratio", "0.3"])
+    with pytest.raises(SystemExit, match="holds a study with other settings"):
+        calibration_study.main()
