@@ -83,7 +83,9 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
     text = "none"
     if calibration:
         size = f"{calibration['rows']} x {calibration['length']} tokens"
-        text = f"{calibration['source']}, {size}, seed {calibration['seed']}"
+        sources = calibration["source"]
+        names = ", ".join(map(str, sources)) if isinstance(sources, list) else sources
+        text = f"{names}, {size}, seed {calibration['seed']}"
     rounded = report.get("weight_dtype", "model")  # older reports have none
     return [
         ("model", report["model"]),
