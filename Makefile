@@ -142,7 +142,7 @@ test-random: setup
 	$(VENV)/bin/python -m pytest -m "hypothesis and not slow" --hypothesis-profile=random $(ARGS)
 
 $(COMPRESSED): | $(VENV)/.done
-	$(VENV)/bin/neuronmm compress $(MODEL) -o $@ --recipe configs/demo.yaml
+	$(VENV)/bin/neuronmm compress $(MODEL) -o $@ --recipe configs/demo.yaml --resume
 
 bench: $(COMPRESSED)
 	$(VENV)/bin/neuronmm benchmark $(COMPRESSED) --baseline $(MODEL) $(ARGS)

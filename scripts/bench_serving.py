@@ -45,6 +45,8 @@ LLAMA = cpu_peers.python_of("llama.cpp-BF16")
 """The interpreter of the environment that has llama.cpp's own server."""
 PEERS = ["llama.cpp-BF16", "llama.cpp-F16"]
 """llama.cpp with the model in these types."""
+THREADS = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+"""Threads of the other servers: as many as ours takes."""
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 """vLLM's environment. By default it would leave a core without a thread."""
 _PERCENTILES = ("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95")
@@ -80,7 +82,7 @@ def serving(command: list[str], url: str) -> Iterator[str]:
 
 def vllm_command(python: str, model: str, port: int, rows: int, context: int, *options: str) -> list[str]:
     """Return the command of vLLM's server for a folder, compiled (its default), without a cache of prompts."""
-    settings = {**VLLM, "OMP_NUM_THREADS": os.cpu_count()}
+    settings = {**VLLM, "OMP_NUM_THREADS": THREADS}
     limits = ["--port", port, "--max-num-seqs", rows, "--max-model-len", context, "--no-enable-prefix-caching"]
     server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *map(str, limits), *options]
     return ["env", *(f"{name}={value}" for name, value in settings.items()), *server]
@@ -101,7 +103,7 @@ def servers(models: list[str], args: argparse.Namespace) -> dict[str, tuple[list
     for engine in args.engines:
         port, script = next(ports), str(Path(__file__).with_name("llama_server.py"))
         file = str(cpu_peers.write_gguf(models[0], engine.removeprefix("llama.cpp-")))
-        command = [str(LLAMA), script, file, str(port), str(rows), str(context), str(os.cpu_count())]
+        command = [str(LLAMA), script, file, str(port), str(rows), str(context), str(THREADS)]
         commands[engine] = (command, f"http://127.0.0.1:{port}")
     theirs = {"vLLM": (models[0], "bfloat16"), "vLLM float32": (models[0], "float32")}
     theirs |= {f"vLLM {Path(model).name}": (model, "bfloat16") for model in models[1:]}

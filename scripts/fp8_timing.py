@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -25,6 +24,7 @@ from neuronmm.kernels.hardware import CORES
 from neuronmm.kernels.nki.forms import mlp_packings
 from neuronmm.kernels.nki.problem import FP8, MlpProblem, Ranks
 from neuronmm.kernels.nki.tiling import solve
+from neuronmm.models.documents import read_own, write_json
 
 with nki_modules():
     import paper_cases as cases
@@ -32,7 +32,10 @@ with nki_modules():
     from neuronmm.kernels.nki.entry_neuronxcc import low_rank_swiglu_mlp
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("kernels/hardware.py", "kernels/nki/*.py", "emulator/nki/*.py", "emulator/timing/*.py")
+SOURCES = (
+    *("kernels/hardware.py", "kernels/nki/*.py", "emulator/nki/*.py", "emulator/timing/*.py"),
+    *("scripts/paper_cases.py", "scripts/fp8_timing.py"),
+)
 """The files that the figures depend on."""
 RATIO, ALIGN, PROMPT = 0.2, 128, 512
 DECODES, PREFILL = {"trn1": (1, 64), "trn2": (1,), "trn3": (1,)}, 2048
@@ -236,15 +239,14 @@ def one(name: str) -> Any:
 def compute(state: Path, jobs: int) -> None:
     """Fill :data:`RESULTS` in ``jobs`` processes; write each result to ``state`` as soon as it is ready."""
     digest = hashlib.sha256(b"".join(p.read_bytes() for g in SOURCES for p in sorted(ROOT.glob(g)))).hexdigest()
-    if state.is_file():
-        previous = json.loads(state.read_text(encoding="utf-8"))
-        RESULTS.update(previous["results"] if previous["sources"] == digest else {})
+    previous = read_own(state) or {}
+    RESULTS.update(previous["results"] if previous.get("sources") == digest else {})
     state.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(jobs) as pool:
         running = {pool.submit(one, name): name for name in tasks() if name not in RESULTS}
         for future in as_completed(running):
             RESULTS[running[future]] = future.result()
-            state.write_text(json.dumps({"sources": digest, "results": RESULTS}), encoding="utf-8")
+            write_json(state, {"sources": digest, "results": RESULTS})
             print(running[future], flush=True)
 
 

@@ -158,7 +158,9 @@ def verdict(test: Any, root: Path) -> str:
     result = Result()
     test.run(result)
     if result.raised is None:
-        return "passes"
+        if result.skipped:
+            return f"skipped: {result.skipped[0][1]}"
+        return "passes" if result.wasSuccessful() else "**fails**"  # a part of a test fails without raising
     return "**fails**" if result.failures else f"refused: {reason(result.raised, root)}"
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from neuronmm.emulator.timing import simulate
 from neuronmm.emulator.timing.timeline import write_png
 from neuronmm.emulator.timing.validation import context_row, leave_kernels_out, rows
 from neuronmm.kernels.hardware import CORES, TRN1
+from neuronmm.models.documents import read_own, write_json
 
 with nki_modules():
     import paper_cases as cases
@@ -37,6 +37,7 @@ SOURCES = (
     "emulator/nki/*.py",
     "emulator/timing/*.py",
     "scripts/paper_cases.py",
+    "scripts/reproduce_paper.py",
 )
 """The files that the figures depend on."""
 
@@ -96,10 +97,8 @@ def one(name: str) -> Any:
 def compute(state: Path, jobs: int) -> dict[str, Any]:
     """Compute all results by name in ``jobs`` processes; write each to ``state`` as soon as it is ready."""
     digest = hashlib.sha256(b"".join(p.read_bytes() for g in SOURCES for p in sorted(ROOT.glob(g)))).hexdigest()
-    results: dict[str, Any] = {}
-    if state.is_file():
-        previous = json.loads(state.read_text(encoding="utf-8"))
-        results = previous["results"] if previous["sources"] == digest else {}
+    previous = read_own(state) or {}
+    results: dict[str, Any] = previous["results"] if previous.get("sources") == digest else {}
     state.parent.mkdir(parents=True, exist_ok=True)
     todo = [name for name in tasks() if name not in results]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -108,7 +107,7 @@ def compute(state: Path, jobs: int) -> dict[str, Any]:
         running = {pool.submit(one, name): name for name in todo}
         for future in as_completed(running):
             results[running[future]] = future.result()
-            state.write_text(json.dumps({"sources": digest, "results": results}), encoding="utf-8")
+            write_json(state, {"sources": digest, "results": results})
             progress.update(bar, advance=1, description=running[future])
     return results
 

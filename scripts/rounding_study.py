@@ -24,8 +24,11 @@ from torch.nn.functional import kl_div
 
 from neuronmm.compression.checkpoint import copy_checkpoint, round_factors
 from neuronmm.compression.rounding import ROUND
+from neuronmm.measure.config import by_name
 from neuronmm.measure.perplexity import Windows, cut, read_text
 from neuronmm.measure.scoring import hidden_states, negative_log_likelihood
+from neuronmm.measure.statistics import estimate
+from neuronmm.models.documents import write_json
 from neuronmm.models.load import load_pretrained, load_tokenizer
 from neuronmm.progress import stage_progress
 
@@ -41,6 +44,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, help="tokens per window (default as evaluate chooses)")
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write the figures to")
     args = parser.parse_args()
+    if len({folder.name for folder in args.checkpoints}) < len(args.checkpoints):
+        parser.error("two checkpoints have one name, under which results name them; rename one")
     results: dict[str, dict[str, Any]] = {}
     with stage_progress() as progress:
         for folder in args.checkpoints:
@@ -48,7 +53,7 @@ def main() -> None:
             advance = lambda part, name=folder.name: progress(name, part)  # noqa: E731
             results[folder.name] = measure(folder, texts, advance)
             if args.output is not None:
-                args.output.write_text(json.dumps(results, indent=1))
+                write_json(args.output, results)
     print("\n".join(table(results)))
 
 
@@ -56,7 +61,10 @@ def windows_of(folder: Path, texts: list[Path], context: int | None, limit: int)
     """Return the windows of each text by the text's name."""
     tokenizer = load_tokenizer(folder)
     maximum = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
-    return {text.stem: cut(tokenizer, read_text(text), maximum, context=context, limit=limit) for text in texts}
+    return {
+        name: cut(tokenizer, read_text(text), maximum, context=context, limit=limit)
+        for name, text in by_name(texts).items()
+    }
 
 
 def measure(folder: Path, texts: dict[str, Windows], advance: Callable[[float], None]) -> dict[str, Any]:
@@ -81,8 +89,8 @@ def measure(folder: Path, texts: dict[str, Windows], advance: Callable[[float], 
             states += here
             figures[dtype][name] = {
                 "perplexity": float(torch.stack(nll).mean().exp()),
-                "kl": sum(kl) / len(kl),
-                "kl_standard_error": float(torch.tensor(kl).std() / len(kl) ** 0.5),
+                "kl": estimate(kl).value,
+                "kl_standard_error": estimate(kl).standard_error,
             }
             advance(1 / (3 * len(texts)))
         exact = exact or states
@@ -107,7 +115,9 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
     for name, figures in results.items():
         for dtype, one in figures.items():
             cells = [
-                f"{one[t]['perplexity']:.3f} | {one[t]['kl']:.5f} ± {one[t]['kl_standard_error']:.5f}" for t in texts
+                f"{one[t]['perplexity']:.3f} | {one[t]['kl']:.5f}"
+                + ("" if one[t]["kl_standard_error"] is None else f" ± {one[t]['kl_standard_error']:.5f}")
+                for t in texts
             ]
             lines.append(f"| {name} | {dtype} | {one['bytes'] / 1e6:.1f} | {' | '.join(cells)} |")
     return lines

@@ -109,6 +109,10 @@ def main() -> int:
     parser.add_argument("--plant", action="store_true", help="plant a fault, and fail unless the study finds it")
     parser.add_argument("-o", "--out", type=Path, help="a JSON document to write the counts into")
     args = parser.parse_args()
+    known = PLANTED if args.plant else STUDIES
+    for name in args.studies:
+        if name not in known:
+            parser.error(f"{name}: is none of {', '.join(known)}")
     torch.set_num_threads(1)
     status = 0
     for name in args.studies:
