@@ -124,7 +124,8 @@ def from_text(text: str | Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) 
     body = rows.length - len(bos)
     available = len(ids) // body
     if available == 0:
-        raise UserError(f"{text}: {len(ids)} tokens are fewer than one row of {body}; give a longer calibration file")
+        remedy = "lower calibration_length or name other texts" if text in SHIPPED else "give a longer calibration file"
+        raise UserError(f"{text}: {len(ids)} tokens are fewer than one row of {body}; {remedy}")
     packed = torch.tensor(ids[: available * body]).reshape(available, body)
     order = torch.randperm(available, generator=torch.Generator().manual_seed(rows.seed))[: rows.count]
     return torch.cat([torch.tensor([bos], dtype=torch.long).expand(len(order), -1), packed[order]], dim=1)

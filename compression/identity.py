@@ -9,6 +9,7 @@ from typing import Any
 
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.shipped_texts import SHIPPED, shipped_documents
 from neuronmm.models import processes
 from neuronmm.version import VERSION
 
@@ -27,8 +28,14 @@ def of_run(device: str) -> dict[str, Any]:
 
 
 def of_texts(config: CompressionConfig) -> dict[str, Any]:
-    """Return the digest of every calibration file; None for one that cannot be read, which is refused later."""
-    return {"content_of_texts": {text: _digest(Path(text)) for text in config.text_files}}
+    """Return the digest of every text but the model's own; None for one that cannot be read, which is refused later."""
+    files = {text: _digest(Path(text)) for text in config.text_files}
+    shipped = {text: _digest_of(shipped_documents(text)) for text in config.texts if text in SHIPPED}
+    return {"content_of_texts": {**files, **shipped}}
+
+
+def _digest_of(documents: list[str]) -> str:
+    return hashlib.sha256("".join(documents).encode()).hexdigest()[:16]
 
 
 def _digest(file: Path) -> str | None:

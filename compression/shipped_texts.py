@@ -2,8 +2,8 @@
 
 The prose is in the public domain: the World Factbook of the United States' government, their presidents' addresses on
 the state of the Union from 1961 to 2016, and Herman Melville's Moby Dick, in pieces of a few thousand characters. The
-code is the package's own. Both are the same for all runs of one version. docs/results/qwen.md compares them with
-WikiText-2 and the standard library.
+code is the package's own. docs/log.md and docs/results/calibration.md compare both, with text that the model samples
+itself, and that text alone.
 """
 
 from __future__ import annotations

@@ -84,10 +84,10 @@ def _widened(
 
 
 def _fits_core(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the core can run the linear; it has no gradients there. ``bias`` is float32."""
+    """Return whether the core can run the linear; it has no gradients there. ``bias`` is a float32 copy."""
     bf16 = input.dtype is weight.dtype is torch.bfloat16 and not torch.is_grad_enabled()
     matrix = weight.ndim == 2 and weight.is_contiguous() and weight.device.type == "cpu"
-    added = bias is None or (bias.shape == (len(weight),) and bias.is_contiguous())
+    added = bias is None or bias.shape == (len(weight),)
     fits = input.numel() > 0 and input.shape[-1] == weight.shape[1] and input.device.type == "cpu"
     return bf16 and matrix and added and fits
 

@@ -30,6 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import cpu_engines
 import cpu_peers
 import cpu_report
 import torch
@@ -211,6 +212,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("out/bench_cpu.jsonl"), help="where measurements are added")
     args = parser.parse_args()
     args.name = Path(args.model).name
+    if not 1 <= args.new <= cpu_engines.MOST_NEW:
+        parser.error(f"--new {args.new}: must be 1 to {cpu_engines.MOST_NEW}")
     torch.set_num_threads(args.threads)
     if args.model != "llama-1b":
         try:

@@ -84,7 +84,8 @@ class Study:
         file = self.folder / "settings.json"
         others = {"out", "calibrations"}  # of the results, any may be asked for
         settings = {name: str(value) for name, value in vars(self.args).items() if name not in others}
-        if file.exists() and json.loads(file.read_text()) != settings:
+        before = json.loads(file.read_text()) if file.exists() else {}
+        if before != settings and (before or (self.folder / "study.json").exists()):
             raise SystemExit(f"{self.folder}: holds a study with other settings ({file}); give another -o")
         write_json(file, settings)
 

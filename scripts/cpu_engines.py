@@ -19,7 +19,7 @@ Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
 """Facts about the engine (code path in words; bytes per step, unless its model is a GGUF file), and the function that
 answers one line. With ``most``, the facts name the most tokens and rows that the engine takes."""
 
-_MOST_NEW = 512
+MOST_NEW = 512
 """Tokens after the prompt that a server of llama.cpp has room for."""
 
 
@@ -168,7 +168,7 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
         if (context, batch) not in servers:
             servers.clear()
-            params = llama_server.settings(model, batch, context + _MOST_NEW + 8, threads)
+            params = llama_server.settings(model, batch, context + MOST_NEW + 8, threads)
             params.verbosity = -1
             servers[context, batch] = xllamacpp.Server(params)
             answers(servers[context, batch], context, 2, batch)

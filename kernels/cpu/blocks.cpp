@@ -90,6 +90,7 @@ const Projection& owner_of_a(const Projection& p, std::initializer_list<Projecti
 void Scratch::reserve(size_t floats) {
     used_ = 0;
     if (floats <= capacity_) return;
+    capacity_ = 0;  // until the memory is there
     const size_t bytes = (floats * sizeof(float) + 63) / 64 * 64;
     memory_.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
     if (!memory_) throw std::bad_alloc();

@@ -104,7 +104,8 @@ int neuronmm_linear_group(const Linear* linears, int32_t count, const void* x, i
     const size_t bytes = type == kFloat32 ? 4 : 2;
     const bool gemm = rows > kGemvRows && has_gemm(linears, count, type);
     for (size_t done = 0, n; done < static_cast<size_t>(rows); done += n) {
-        // The last rows of a GEMM, if few, go with those before: alone they would go through GEMVs, which round otherwise.
+        // The last rows of a GEMM, if few, go with those before. Alone they would go through GEMVs, which round in another
+        // way.
         const size_t left = rows - done, most = kLinearsRows + (gemm ? kMaxBatch : 0);
         n = left <= most ? left : kLinearsRows;
         run_group(linears, count, static_cast<const char*>(x) + done * in * bytes, type, static_cast<int>(n),

@@ -30,7 +30,7 @@ struct Buffers {
 // Buffers of one worker.
 struct WorkerBuffers {
     Rows normed;  // [kMaxBatch, hidden]
-    Rows scores;  // [kDecodeHeads or kPrefillQueries, slots that a token reads]
+    Rows scores;  // [kDecodeHeads or kPrefillQueries, max_len]
     Rows queries; // [kPrefillQueries, head_dim]; prefill keeps the queries in `rounded` and their results in `data`
 };
 
@@ -55,12 +55,11 @@ public:
             const Layer& l = m_.layer[i];
             rank = std::max(rank, max_rank({&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}));
         }
-        int longest = count, queries = decode ? kDecodeHeads : kPrefillQueries;
-        for (const Sequence& s : sequences_) longest = std::max(longest, s.slot + count);  // slots that a token reads
+        const int queries = decode ? kDecodeHeads : kPrefillQueries;
         scratch.reserve(2 * Scratch::size(rows, m_.hidden) + 2 * Scratch::size(rows, q_size) +
                         2 * Scratch::size(rows, kv_size) + 2 * Scratch::size(rows, m_.intermediate) +
                         3 * Scratch::size(rows, rank) +
-                        threads * (Scratch::size(kMaxBatch, m_.hidden) + Scratch::size(queries, longest) +
+                        threads * (Scratch::size(kMaxBatch, m_.hidden) + Scratch::size(queries, m_.max_len) +
                                    Scratch::size(queries, m_.head_dim)));
         buffers_ = {scratch.take(rows, m_.hidden),
                     scratch.take(rows, m_.hidden),
@@ -74,7 +73,7 @@ public:
                     {}};
         for (Rows& ax : buffers_.ax) ax = scratch.take(rows, rank);
         for (WorkerBuffers& local : worker_buffers_)
-            local = {scratch.take(kMaxBatch, m_.hidden), scratch.take(queries, longest),
+            local = {scratch.take(kMaxBatch, m_.hidden), scratch.take(queries, m_.max_len),
                      scratch.take(queries, m_.head_dim)};
     }
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compression_runs import config
-from neuronmm.compression import calibration, shipped_texts, streaming
+from neuronmm.compression import calibration, identity, shipped_texts, streaming
 from neuronmm.compression.calibration import Rows, from_model, from_text, prefixes
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.continuation import Sampled
@@ -125,6 +125,19 @@ def test_the_shipped_texts_are_long_enough_and_the_same_every_time() -> None:
     assert code == shipped_documents("code") and sum(map(len, code)) > 400_000
     assert Path(calibration.__file__).read_text() in code and Path(__file__).read_text() not in code
     assert all(ast.parse(module) for module in code if module)
+
+
+def test_a_shipped_text_that_is_too_short_has_another_remedy() -> None:
+    with pytest.raises(UserError, match=r"prose: .* lower calibration_length or name other texts"):
+        from_text("prose", word_tokenizer(), Rows(1, 10**6, seed=0))
+
+
+def test_a_run_is_known_by_its_shipped_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identity.of_texts(config(calibration=["prose", "code", "self"]))["content_of_texts"]
+    assert list(before) == ["prose", "code"] and None not in before.values()
+    monkeypatch.setattr(identity, "shipped_documents", lambda word: ["changed"])
+    after = identity.of_texts(config(calibration=["prose", "code", "self"]))["content_of_texts"]
+    assert all(after[word] != before[word] for word in before)
 
 
 def test_code_needs_the_sources_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,17 @@ def test_other_linears_are_widened(
     assert not calls.called
 
 
+@needs_core
+@pytest.mark.usefixtures("old_processor")
+@pytest.mark.skipif(isa() == "portable", reason="the portable core has no GEMM")
+def test_a_bias_with_strides_runs_in_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_core_calls(monkeypatch, 40 * 24)
+    x, bias = torch.randn(16, 24).bfloat16(), torch.randn(80).bfloat16()[::2]
+    with widened_linears(CPU, in_core=True), torch.no_grad():
+        assert torch.equal(linear(x, WEIGHT, bias), linear(x, WEIGHT, bias.clone()))
+    assert calls.call_count == 2
+
+
 @pytest.mark.usefixtures("old_processor")
 @pytest.mark.parametrize(("weight", "bias"), [(torch.float32, None), (torch.bfloat16, torch.float32)], ids=str)
 def test_operands_of_two_dtypes_are_refused_as_elsewhere(weight: torch.dtype, bias: torch.dtype | None) -> None:
