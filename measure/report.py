@@ -89,9 +89,9 @@ def results_folder(out: str | Path, inputs: Inputs) -> Path:
     folder = output_folder(out)
     keep_apart(folder, inputs, may_hold=True)
     old = read_own(folder / _DOCUMENT) or {}
-    drew = "draft" not in old and old.get("backend") != "neuron"
-    ours = {_DOCUMENT: old.get("what") == "benchmark", _PICTURE: old.get("what") == "benchmark" and drew}
-    for name, own in ours.items():
+    ours = old.get("what") == "benchmark"
+    drawn = ours and "draft" not in old and old.get("backend") != "neuron"
+    for name, own in ((_DOCUMENT, ours), (_PICTURE, drawn)):
         if not own and os.path.lexists(folder / name):
             raise UserError(f"{folder / name}: was not written by benchmark; move it, or give another folder")
     try:

@@ -110,7 +110,9 @@ def start(name: str, model: str, threads: int) -> Worker | str:
         return "not installed; run with --install"
     try:
         if name == "vllm":
-            return Worker(name, str(folder), str(python), threads)
+            worker = Worker(name, str(folder), str(python), threads)
+            worker.facts["bytes"] = cpu_peers.folder_bytes_per_step(folder)
+            return worker
         if name == "onnxruntime-int4":
             return Worker(name, str(cpu_peers.write_onnx(folder)), str(python), threads)
         if not random and not model.endswith(".gguf"):
@@ -206,7 +208,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first-round", type=int, default=0, help="number of the first round")
-    parser.add_argument("--new", type=int, default=32, help="tokens after the first, at most 512")
+    parser.add_argument("--new", type=int, default=32, help=f"tokens after the first, at most {cpu_engines.MOST_NEW}")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--install", action="store_true", help="install the peers first")
     parser.add_argument("--output", type=Path, default=Path("out/bench_cpu.jsonl"), help="where measurements are added")

@@ -60,24 +60,23 @@ would like so these her long make thing see him two has look more day could go c
 @contextmanager
 def serving(command: list[str], url: str) -> Iterator[str]:
     """Run a server and yield its URL when it is healthy; one that ends before leaves the end of what it wrote."""
-    written = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
-    process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
-    try:
-        while True:
-            if process.poll() is not None:
-                written.seek(max(0, written.tell() - 2000))
-                last = written.read().decode(errors="replace")
-                raise SystemExit(f"{last}\n{command[0]} ended with status {process.returncode}")
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
-                break
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-        written.close()
+    with tempfile.TemporaryFile() as written:
+        process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
+        try:
+            while True:
+                if process.poll() is not None:
+                    written.seek(max(0, written.tell() - 2000))
+                    last = written.read().decode(errors="replace")
+                    raise SystemExit(f"{last}\n{command[0]} ended with status {process.returncode}")
+                try:
+                    urllib.request.urlopen(f"{url}/health", timeout=5)
+                    break
+                except (urllib.error.URLError, ConnectionError, TimeoutError):
+                    time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def vllm_command(python: str, model: str, port: int, rows: int, context: int, *options: str) -> list[str]:

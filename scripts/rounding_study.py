@@ -87,10 +87,11 @@ def measure(folder: Path, texts: dict[str, Windows], advance: Callable[[float], 
             before = exact[len(states) : len(states) + len(here)] if exact else here
             kl = [divergence(model.lm_head, a, b) for a, b in zip(before, here, strict=True)]
             states += here
+            distance = estimate(kl)
             figures[dtype][name] = {
                 "perplexity": float(torch.stack(nll).mean().exp()),
-                "kl": estimate(kl).value,
-                "kl_standard_error": estimate(kl).standard_error,
+                "kl": distance.value,
+                "kl_standard_error": distance.standard_error,
             }
             advance(1 / (3 * len(texts)))
         exact = exact or states

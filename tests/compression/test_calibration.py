@@ -81,18 +81,24 @@ def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: bytes, me
         from_text(tmp_path / "absent", word_tokenizer(), Rows(1, 8, seed=0))
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The rows of every run, with the held-out ones."""
+    seen: list[torch.Tensor] = []
+    inner = calibration.make_rows
+    monkeypatch.setattr(calibration, "make_rows", lambda run: seen.append(inner(run)) or seen[-1])
+    return seen
+
+
 def test_several_texts_share_the_rows_everywhere(
-    dense: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    dense: Callable[..., Path], tmp_path: Path, text: Path, made: list[torch.Tensor]
 ) -> None:
     """Also the held-out rows at the end have some of each text."""
     other = tmp_path / "other.txt"
     other.write_text(" ".join(["w60 w61 w62"] * 300))
-    seen: list[torch.Tensor] = []
-    inner = calibration.make_rows
-    monkeypatch.setattr(calibration, "make_rows", lambda run: seen.append(inner(run)) or seen[-1])
     texts = [str(text), "self", str(other)]
     report = compress(dense(), tmp_path / "out", config(method="whitened", calibration=texts, calibration_rows=24))
-    (rows,) = seen
+    (rows,) = made
     words = set(map(int, text.read_text().replace("w", "").split()))
     assert len(rows) == 27 and set(rows[0::3].flatten().tolist()) <= words
     assert set(rows[1::3, 0].tolist()) == {1, 3} and set(rows[2::3].flatten().tolist()) == {60, 61, 62}
@@ -100,19 +106,16 @@ def test_several_texts_share_the_rows_everywhere(
 
 
 def test_the_default_texts_are_shipped_but_for_one(
-    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[torch.Tensor]
 ) -> None:
     """A file of the same name is not read."""
     (tmp_path / "prose").write_text("w7 " * 300)
     monkeypatch.chdir(tmp_path)
     words = {"prose": "w60 w61 w62 " * 300, "code": "w50 w51 " * 300}
     monkeypatch.setattr(calibration, "shipped_documents", lambda word: [words[word]])
-    seen: list[torch.Tensor] = []
-    inner = calibration.make_rows
-    monkeypatch.setattr(calibration, "make_rows", lambda run: seen.append(inner(run)) or seen[-1])
     texts = CompressionConfig().calibration
     report = compress(dense(), tmp_path / "out", config(method="whitened", calibration=texts, calibration_rows=24))
-    (rows,) = seen
+    (rows,) = made
     assert len(rows) == 27 and set(rows[0::3].flatten().tolist()) == {60, 61, 62}
     assert set(rows[1::3].flatten().tolist()) == {50, 51} and set(rows[2::3, 0].tolist()) == {1, 3}
     assert report["calibration"]["source"] == ["prose", "code", "self"]

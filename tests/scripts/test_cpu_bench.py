@@ -105,14 +105,12 @@ def test_an_embedding_apart_from_the_head_is_not_read_in_a_step(peers: ModuleTyp
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_bytes_of_a_folder_are_those_of_its_file(peers: ModuleType, tmp_path: Path, tied: bool) -> None:
-    import cpu_engines
-
     model = make_tiny(tied=tied, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "tiny", max_shard_size="20KB")
     assert len(list((tmp_path / "tiny").glob("*.safetensors"))) > 1
     parameters = {name: value.nbytes for name, value in model.named_parameters()}
     read = sum(parameters.values()) - (0 if tied else parameters["model.embed_tokens.weight"])
-    assert cpu_engines.checkpoint_bytes_per_step(tmp_path / "tiny") == read
+    assert peers.folder_bytes_per_step(tmp_path / "tiny") == read
 
 
 @pytest.mark.parametrize(
