@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm.emulator.hlo.node import Function, Node, local, storage_dtype
+from neuronmm.emulator.hlo.node import Function, Node, from_storage, local, storage_dtype, to_storage
 from neuronmm.emulator.hlo.types import InvalidGraphError, Type
 from neuronmm.emulator.nki.arrays import from_numpy, to_numpy
 from neuronmm.emulator.nki.framework import TARGET, execute, kernel_of
@@ -75,18 +75,18 @@ def _gelu(node: Node) -> Function:
 
 @_target("AwsNeuronArgMax")
 def _argmax(node: Node) -> Function:
-    dim, sizes = int(node.proto.backend_config), node.sizes
-    return lambda x: x.argmax(dim).reshape(sizes)
+    dim, sizes, dtype = int(node.proto.backend_config), node.sizes, node.dtype
+    return lambda x: x.argmax(dim).reshape(sizes).to(dtype)
 
 
 @_target("AwsNeuronTopK")
 def _topk(node: Node) -> Function:
     """Return the k largest values along the last dimension, and their indices."""
-    k = int(node.proto.backend_config)
+    k, dtype = int(node.proto.backend_config), storage_dtype(node.proto.shape.tuple_shapes[1].element_type)
 
     def topk(x: Tensor) -> tuple[Tensor, Tensor]:
         values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
-        return values[..., :k], indices[..., :k]
+        return values[..., :k], indices[..., :k].to(dtype)
 
     return topk
 
@@ -98,6 +98,14 @@ def _native_kernel(node: Node) -> Function:
     is_tuple = bool(node.proto.shape.tuple_shapes)
     shapes = list(node.proto.shape.tuple_shapes) if is_tuple else [node.proto.shape]
     expected = [(tuple(s.dimensions), storage_dtype(s.element_type)) for s in shapes]
+    given = [shape.element_type for shape in node.operands]
+
+    def interpreted(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the kernel on arrays of the declared types; a result of another type stays as it is."""
+        arrays = [to_numpy(from_storage(t, element)) for t, element in zip(tensors, given, strict=True)]
+        results = [from_numpy(array) for array in execute(config, arrays)]
+        stored = [to_storage(t, shape.element_type) for t, shape in zip(results, shapes, strict=True)]
+        return tuple(t if s is None else s for t, s in zip(results, stored, strict=True))
 
     def native_kernel(*tensors: Tensor) -> Any:
         if settings.kernels == "reference":
@@ -110,7 +118,7 @@ def _native_kernel(node: Node) -> Function:
             results = results if isinstance(results, tuple) else (results,)
         else:
             settings.calls["nki"] += 1
-            results = tuple(from_numpy(a) for a in execute(config, [to_numpy(t) for t in tensors]))
+            results = interpreted(tensors)
         if [(tuple(t.shape), t.dtype) for t in results] != expected:
             actual = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in results)
             declared = Type.of(node.proto.shape)

@@ -1,7 +1,7 @@
 """Memory planning: which values share memory, which updates may run in place, and when a value is last read.
 
-A buffer is identified by the slot of the value that created it. Views and updates in place share their operand's
-buffer.
+A buffer is identified by the slot of the value that created it. Views, updates in place and the elements of a tuple
+share their operand's buffer.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def plan_memory(
     shared: set[int] = set()  # buffers that several values of the graph, or several ranks, see
     constant: set[int] = set()
     overwrites: set[int] = set()
+    tuples: dict[int, list[int]] = {}  # buffer of a tuple -> its elements
     for position, instruction in enumerate(instructions):
         slot, operands = slots[instruction.id], [slots[o] for o in instruction.operand_ids]
         buffer[slot] = slot
@@ -59,6 +60,10 @@ def plan_memory(
             shared.add(slot)
         elif instruction.opcode in COLLECTIVES:
             shared.add(slot)
+        elif instruction.opcode == "tuple":
+            tuples[slot] = operands
+        elif instruction.opcode == "get-tuple-element" and buffer[operands[0]] in tuples:
+            buffer[slot] = buffer[tuples[buffer[operands[0]]][instruction.tuple_index]]
         elif instruction.opcode in VIEWS and operands:
             buffer[slot] = buffer[operands[0]]
         elif instruction.opcode in IN_PLACE:

@@ -137,6 +137,11 @@ def storage_dtype(element_type: int) -> torch.dtype:
     return _WIDER_STORAGE.get(element_type) or DTYPES[element_type]
 
 
+def from_storage(value: torch.Tensor, element_type: int) -> torch.Tensor:
+    """Convert a value of the graph from its storage dtype to the dtype that ``element_type`` declares."""
+    return value.to(DTYPES[element_type])
+
+
 def to_storage(value: torch.Tensor, element_type: int) -> torch.Tensor | None:
     """Convert an input of the graph to the storage dtype of ``element_type``; None if its dtype does not match.
 

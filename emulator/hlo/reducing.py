@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +17,17 @@ _REDUCTIONS: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
     "maximum": lambda x, dims: x.amax(dims),
     "minimum": lambda x, dims: x.amin(dims),
     "multiply": lambda x, dims: _one_by_one(torch.Tensor.prod, x, dims),
-    "and": lambda x, dims: _one_by_one(torch.Tensor.all, x, dims),
-    "or": lambda x, dims: _one_by_one(torch.Tensor.any, x, dims),
+    "and": lambda x, dims: _one_by_one(_all_bits, x, dims),
+    "or": lambda x, dims: _one_by_one(_any_bits, x, dims),
 }
-_IDENTITIES = {"add": 0.0, "maximum": -math.inf, "minimum": math.inf, "multiply": 1.0, "and": 1.0, "or": 0.0}
+_IDENTITIES = {"add": 0.0, "maximum": -math.inf, "minimum": math.inf, "multiply": 1.0}
 PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "maximum": torch.maximum,
     "minimum": torch.minimum,
     "multiply": torch.mul,
-    "and": torch.logical_and,
-    "or": torch.logical_or,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
 }
 
 
@@ -34,6 +35,16 @@ def _one_by_one(reduce: Callable[..., Tensor], x: Tensor, dims: list[int]) -> Te
     for dim in sorted(dims, reverse=True):
         x = reduce(x, dim).to(x.dtype)
     return x
+
+
+def _all_bits(x: Tensor, dim: int) -> Tensor:
+    return x.all(dim) if x.dtype is torch.bool else ~_any_bits(~x, dim)
+
+
+def _any_bits(x: Tensor, dim: int) -> Tensor:
+    if x.dtype is torch.bool:
+        return x.any(dim)
+    return functools.reduce(torch.bitwise_or, x.unbind(dim), x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]]))
 
 
 @local("dot")
@@ -82,7 +93,7 @@ def _reduce(node: Node) -> Function:
     reduction, combine, init = _REDUCTIONS[opcode], PAIRWISE[opcode], node.constants[1]
     if not dims:
         return combine
-    if init is not None and float(init) == _IDENTITIES[opcode]:
+    if init is not None and float(init) == _IDENTITIES.get(opcode):
         return node.wrap(lambda x, _: reduction(x, dims))
     return node.wrap(lambda x, start: combine(reduction(x, dims), start))
 

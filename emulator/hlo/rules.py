@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from neuronmm.emulator.hlo.elementwise import COMPARISONS
 from neuronmm.emulator.hlo.types import FLOATS, INTEGERS, PRED, Instruction, Type, rule, tuple_of
 
 _FLOAT_UNARY = (
@@ -67,6 +68,8 @@ def _shift(op: Instruction) -> Type:
 
 @rule("compare")
 def _compare(op: Instruction) -> Type:
+    direction = op.proto.comparison_direction
+    op.require(direction in COMPARISONS, f"it compares by {direction!r}, not by one of {', '.join(COMPARISONS)}")
     return PRED.resized(_pair(op).sizes)
 
 

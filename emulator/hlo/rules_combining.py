@@ -210,9 +210,16 @@ def _resized(op: Instruction) -> Type:
     return op.declared.resized(x.sizes)
 
 
+def _config_number(op: Instruction) -> int:
+    """Return the number that a custom call's ``backend_config`` is."""
+    config = op.proto.backend_config
+    op.require(config.removeprefix(b"-").isdigit(), f"its backend_config must be an integer, not {config!r}")
+    return int(config)
+
+
 def _config_dimension(op: Instruction, x: Type) -> int:
     """Return the dimension that a custom call's ``backend_config`` names."""
-    dimension = int(op.proto.backend_config)
+    dimension = _config_number(op)
     op.require(-len(x.sizes) <= dimension < len(x.sizes), f"dimension {dimension} of a value that has {len(x.sizes)}")
     return dimension % len(x.sizes)
 
@@ -235,7 +242,7 @@ def _argmax(op: Instruction) -> Type:
 
 def _topk(op: Instruction) -> Type:
     (x,) = op.take(1)
-    k = int(op.proto.backend_config)
+    k = _config_number(op)
     op.require(len(op.declared.parts) == 2 and bool(x.sizes), "its result must be a pair, values and indices")
     op.require(op.declared.parts[1].element in INTEGERS, "its indices must be integers")
     op.require(0 < k <= x.sizes[-1], f"the largest {k} of a last dimension of {x.sizes[-1]}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from neuronmm.emulator.pyhlo.literal import DTYPES
 from neuronmm.emulator.pyhlo.messages import PrimitiveType
 
 
@@ -147,7 +148,7 @@ def check(module: Any, ranks: int) -> None:
 
     Raises:
         InvalidGraphError: XLA would refuse the graph; names the first such instruction in the module's order.
-        UnsupportedError: a reduction has another precision than its operand.
+        UnsupportedError: an element type has no dtype, or a reduction has another precision than its operand.
     """
     signatures: dict[int, tuple[list[Type], Type]] = {}
     for computation in module.computations:
@@ -167,6 +168,13 @@ def check(module: Any, ranks: int) -> None:
             )
 
 
+def _is_stored(declared: Type) -> bool:
+    """Return whether the emulator has a dtype for a type, or for all parts of a tuple."""
+    if declared.element == PrimitiveType.TUPLE:
+        return all(map(_is_stored, declared.parts))
+    return declared.element in DTYPES
+
+
 def _check_computation(
     computation: Any, signatures: dict[int, tuple[list[Type], Type]], ranks: int
 ) -> tuple[list[Type], Type]:
@@ -175,6 +183,8 @@ def _check_computation(
     parameters: dict[int, Type] = {}
     for proto in computation.instructions:
         declared = Type.of(proto.shape)
+        if not _is_stored(declared):
+            raise UnsupportedError(f"HLO {proto.name} {declared} is not emulated: no dtype stores its element type")
         missing = [number for number in proto.operand_ids if number not in types]
         if missing:
             raise InvalidGraphError(f"HLO {proto.name} reads {missing}, which no earlier instruction defines")

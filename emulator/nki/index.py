@@ -16,9 +16,9 @@ from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.symbol import Predicate, number, predicate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Affine:
-    """The integers ``offset + sum(step[d] * i[d])`` for ``0 <= i[d] < shape[d]``."""
+    """The integers ``offset + sum(step[d] * i[d])`` for ``0 <= i[d] < shape[d]``; a comparison makes a mask of them."""
 
     shape: tuple[int, ...]
     steps: tuple[int, ...]
@@ -32,7 +32,7 @@ class Affine:
             if k is None:
                 shape.append(1)
                 steps.append(0)
-            elif k == slice(None):
+            elif isinstance(k, slice) and k == slice(None):
                 shape.append(self.shape[axis])
                 steps.append(self.steps[axis])
                 axis += 1
@@ -79,6 +79,14 @@ class Affine:
         """Return the smallest and the largest integer."""
         spans = [step * (n - 1) for n, step in zip(self.shape, self.steps, strict=True)]
         return self.offset + sum(s for s in spans if s < 0), self.offset + sum(s for s in spans if s > 0)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: Any) -> Predicate:  # type: ignore[override]
+        return predicate(self.values() == _values(other))
+
+    def __ne__(self, other: Any) -> Predicate:  # type: ignore[override]
+        return predicate(self.values() != _values(other))
 
     def __lt__(self, bound: Any) -> Predicate:
         return predicate(self.values() < _values(bound))

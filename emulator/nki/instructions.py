@@ -6,6 +6,7 @@ The ISA modules of both dialects call these; each raises NkiError if an operand 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,13 @@ def check_equal_sizes(op: str, dst: Tile, *sources: Any) -> None:
             current().fail("shape", f"{op} does not broadcast: an operand has another size", dst.shape, source.shape)
 
 
+def check_result_size(op: str, dst: Tile, partitions: int, elements: int) -> None:
+    """Raise NkiError unless ``dst`` has the partitions and the elements per partition of the result of ``op``."""
+    if (dst.shape[0], dst.elements) != (partitions, elements):
+        message = f"the destination of {op} has another size than the result"
+        current().fail("result shape", message, (partitions, elements), (dst.shape[0], dst.elements))
+
+
 def reduction_of(op: Any) -> tuple[str, Callable[..., Any], float]:
     """Return name, NumPy function and neutral element of the reduction that ``op`` names."""
     name = _REDUCTION_NAMES.get(getattr(op, "name", getattr(op, "__name__", op)), "")
@@ -74,7 +82,7 @@ def elementwise_and_reduce(
             return reducer(selected, axis=axes).reshape(reduce_res.shape)
 
         dst_mask = reduction_mask(dst, axes, mask, reduce_res.shape)
-        elementwise(engine, f"reduce_{name}", reduce_res, sources, reduced, mask, dst.shape, dst_mask=dst_mask)
+        elementwise(engine, f"accumulate_{name}", reduce_res, sources, reduced, mask, dst.shape, dst_mask=dst_mask)
     elementwise(engine, op, dst, sources, function, mask)
 
 
@@ -124,6 +132,8 @@ def reduce(
     name, reducer, neutral = reduction_of(op)
     if 0 in axes:
         machine.fail("reduction axis", "only free axes can be reduced", ">= 1", axes)
+    kept = prod(n for axis, n in enumerate(data.shape) if axis and axis not in axes)
+    check_result_size("a reduction", dst, data.shape[0], kept)
     sign = -1.0 if negate else 1.0
 
     def function(x: np.ndarray) -> np.ndarray:
@@ -136,7 +146,19 @@ def reduce(
 
 def free_axes(data: Tile, axis: Any) -> tuple[int, ...]:
     """Return ``axis`` (one or several, negative from the end) as axis numbers of ``data``."""
-    return tuple(a % data.ndim for a in (axis if isinstance(axis, (tuple, list)) else (axis,)))
+    given = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    axes = tuple(a % data.ndim for a in given)
+    if len(set(axes)) != len(given) or any(not -data.ndim <= a < data.ndim for a in given):
+        current().fail("reduction axis", f"a tile of shape {data.shape} has no such axes", data.ndim - 1, given)
+    return axes
+
+
+def check_last_axes(data: Tile, axis: Any) -> None:
+    """Raise NkiError unless ``axis`` names the last axes of ``data``, as ``tensor_reduce`` demands."""
+    axes = sorted(free_axes(data, axis))
+    last = list(range(data.ndim - len(axes), data.ndim))
+    if axes != last:
+        current().fail("reduction axis", "tensor_reduce reduces the last axes of a tile only", last, axes)
 
 
 def reduction_mask(data: Tile, axis: Any, mask: Mask, shape: tuple[int, ...]) -> Mask:
@@ -153,6 +175,10 @@ def masks_partially(data: Tile, axis: Any, mask: np.ndarray) -> bool:
     return bool((selected.any(axis=axes) != selected.all(axis=axes)).any())
 
 
+_ON_SCALAR = (("multiply", "add"), ("multiply", None), ("add", None))
+"""The pairs of operators of ``tensor_scalar`` that the scalar engine has."""
+
+
 def tensor_scalar(
     dst: Tile, data: Tile, op0: Any, operand0: Any, reverse0: bool = False, op1: Any = None, operand1: Any = None,
     reverse1: bool = False, engine: Engine = Engine.VECTOR, mask: Mask = None, reduce_res: Tile | None = None,
@@ -163,6 +189,9 @@ def tensor_scalar(
     ``reduce_res`` as in :func:`elementwise_and_reduce`.
     """
     first, second = as_op(op0), None if op1 is None else as_op(op1)
+    pair = first.name, None if second is None else second.name
+    if engine is Engine.SCALAR and pair not in _ON_SCALAR:
+        current().fail("engine", "the scalar engine has no tensor_scalar with these operators", _ON_SCALAR, pair)
     check_equal_sizes("tensor_scalar", dst, data)
     for operand, role in ((operand0, "operand0"), (operand1, "operand1")):
         check_column(operand, data, role)

@@ -47,7 +47,8 @@ class Storage:
     instruction. ``last_writes`` and ``last_sets``: for each element the number of the instruction that wrote it last,
     and of the last one that neither added nor was a matmul (-1: none), kept only where a race is possible. ``writers``:
     written PSUM region -> engine, None outside of PSUM. ``scope``: the loop body of the allocation. ``preset``: has its
-    values before the kernel starts. ``read_only``: the kernel must not write it.
+    values before the kernel starts. ``read_only``: the kernel must not write it. ``assigned``: it was the result of an
+    instruction that now writes another tile.
     """
 
     record: Buffer
@@ -62,6 +63,7 @@ class Storage:
     scope: Scope | None = None
     preset: bool = False
     read_only: bool = False
+    assigned: bool = False
 
 
 @dataclass(slots=True)
@@ -176,7 +178,9 @@ class Machine:
         return Storage(record, dtype, free_size, data, now, writers=writers, scope=scope)
 
     def check_scope(self, storage: Storage) -> None:
-        """Raise NkiError if the storage was allocated in a loop body that has ended."""
+        """Raise NkiError if the storage was allocated in a loop body that has ended, or gave way to another tile."""
+        if storage.assigned:
+            self.fail("assigned result", "the result was assigned to a tile, which has its values now: use that tile")
         if storage.scope is not None and not storage.scope.open:
             self.fail(
                 "scope",

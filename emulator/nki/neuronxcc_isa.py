@@ -163,7 +163,8 @@ def activation_reduce(
 def tensor_reduce(
     op: Any, data: Tile, axis: Any, *, mask: Any = None, dtype: Any = None, negate: bool = False, keepdims: bool = False
 ) -> Tile:
-    """Return ``data`` reduced over free axes with add, maximum, minimum or multiply."""
+    """Return ``data`` reduced over its last free axes with add, maximum, minimum or multiply."""
+    instructions.check_last_axes(data, axis)
     result = reduction_result(data, axis, keepdims, dtype, mask)
     instructions.reduce(result, op, data, axis, mask, negate=negate)
     return result

@@ -16,6 +16,7 @@ from neuronmm.emulator.nki.index import Affine
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.neuronxcc_isa import as_last_result, reduction_target, tensor_copy
 from neuronmm.emulator.nki.results import new_result
+from neuronmm.emulator.nki.symbol import CombinedPredicate
 from neuronmm.emulator.nki.tile import Tile
 from neuronmm.emulator.nki.trace import Space
 
@@ -42,6 +43,8 @@ def affine_select(pred: Any, on_true_tile: Tile, on_false_value: float, *, mask:
 
     GpSimd cannot access PSUM: a tile there is copied to SBUF first, as the compiler does for AWS's flash attention.
     """
+    if isinstance(pred, CombinedPredicate):
+        current().fail("predicate", "affine_select takes one comparison: use nl.where for masks combined by & or |")
     data = on_true_tile if on_true_tile.space is Space.SBUF else tensor_copy(on_true_tile)
     result = new_result(data.shape, dtype or data.dtype, mask=mask)
     selection.affine_select(result, np.broadcast_to(pred, data.shape), data, on_false_value, mask)
@@ -152,7 +155,7 @@ def max8(*, src: Tile, mask: Any = None, dtype: Any = None) -> Tile:
 
 
 def nc_find_index8(*, data: Tile, vals: Tile, mask: Any = None, dtype: Any = NAMES["uint32"]) -> Tile:
-    """Return [p, 8]: the first position of each of the 8 ``vals`` of a partition in ``data``."""
+    """Return [p, 8]: the position of each of the 8 ``vals`` of a partition in ``data``; equal ones advance."""
     result = new_result((data.shape[0], 8), dtype)
     selection.find_index8(result, data, vals, mask)
     return result

@@ -97,7 +97,8 @@ def activation_reduce(
 def tensor_reduce(
     dst: Tile, op: Any, data: Tile, axis: Any, negate: bool = False, keepdims: bool = False, name: str | None = None
 ) -> None:
-    """``dst`` = ``data`` reduced over free axes with add, maximum, minimum or multiply."""
+    """``dst`` = ``data`` reduced over its last free axes with add, maximum, minimum or multiply."""
+    instructions.check_last_axes(data, axis)
     instructions.reduce(dst, op, data, axis, negate=negate)
 
 

@@ -47,7 +47,12 @@ def compute(op: Op, operands: Sequence[Any], dtype: Any = None, mask: Mask = Non
     tiles = [t for t in operands if isinstance(t, Tile)]
     if not tiles:
         current().fail("operand", f"nl.{op.name} needs a tile")
-    shape = np.broadcast_shapes(*(t.shape + (1,) * (max(x.ndim for x in tiles) - t.ndim) for t in tiles))
+    axes = max(tile.ndim for tile in tiles)
+    try:
+        shape = np.broadcast_shapes(*(t.shape + (1,) * (axes - t.ndim) for t in tiles))
+    except ValueError:
+        message = f"the operands of nl.{op.name} differ in shape and do not broadcast"
+        current().fail("shape", message, tiles[0].shape, tiles[-1].shape)
     default = BOOL if op.logical else promoted(*(o.dtype if isinstance(o, Tile) else o for o in operands))
     result = new_result(shape if len(shape) > 1 else (*shape, 1), dtype or default, mask=mask)
     spread = [_repeat_partition(o, result.shape) for o in operands]
@@ -134,6 +139,7 @@ def _redirect(machine: Machine, dst: Tile, value: Tile, adds: bool) -> None:
         register_writer(dst, written, last.engine)
     last.writes, last.dtype = (written,), last.dtype if is_tensor else dtype_name(dst.dtype)
     machine.trace.buffers[dst.storage.record.id].released = len(machine.trace.instructions)
+    value.storage.assigned = True
     if machine.trace.buffers[-1] is value.storage.record:
         machine.trace.buffers.pop()
     else:

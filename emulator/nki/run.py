@@ -75,14 +75,29 @@ class Kernel:
         return simulate_kernel(self, *arguments, **constants)
 
 
+def core_named(device: str) -> NeuronCore:
+    """Return the core of a device by its name in the SDK.
+
+    Raises:
+        ValueError: the emulator has no such device.
+    """
+    known = {**CORES, "inf2": TRN1, "trn1n": TRN1}
+    if device not in known:
+        raise ValueError(f"unknown Neuron device {device!r}: the emulator has {', '.join(sorted(known))}")
+    return known[device]
+
+
 def jit(
     function: Callable[..., Any] | None = None, *, dialect: str = "", platform_target: str = "", **options: Any
 ) -> Any:
     """``@nki.jit`` of a dialect, with or without options.
 
     ``platform_target`` names the device; all other options, for the compiler, are ignored.
+
+    Raises:
+        ValueError: the emulator has no such device.
     """
-    decorator = partial(Kernel, core=CORES.get(platform_target), dialect=dialect)
+    decorator = partial(Kernel, core=core_named(platform_target) if platform_target else None, dialect=dialect)
     return decorator if function is None else decorator(function)
 
 

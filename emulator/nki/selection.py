@@ -13,7 +13,13 @@ import numpy as np
 
 from neuronmm.emulator.nki.dtypes import FLOAT32
 from neuronmm.emulator.nki.engines import elementwise
-from neuronmm.emulator.nki.instructions import check_column, check_equal_sizes, elementwise_and_reduce, reduction_of
+from neuronmm.emulator.nki.instructions import (
+    check_column,
+    check_equal_sizes,
+    check_result_size,
+    elementwise_and_reduce,
+    reduction_of,
+)
 from neuronmm.emulator.nki.machine import current
 from neuronmm.emulator.nki.ops import as_op
 from neuronmm.emulator.nki.tile import Mask, Tile
@@ -30,8 +36,8 @@ from neuronmm.emulator.nki.type_rules import (
 
 _QUADRANT, _UNCHANGED = 32, 255
 """Partitions of one shuffle; the shuffle mask entry that leaves a partition as it is."""
-_TOP8_MIN, _TOP8_MAX = 8, 16384
-"""Elements per partition that the top-8 instructions accept."""
+_TOP8, _TOP8_MAX = 8, 16384
+"""Elements per partition that a top-8 instruction finds, which are also the fewest that it accepts, and the most."""
 _BN_STATS_MAX = 512
 """Elements per partition that ``bn_stats`` accepts."""
 
@@ -104,6 +110,9 @@ def range_select(
 
 def affine_select(dst: Tile, predicate: np.ndarray, data: Tile, on_false: float, mask: Mask = None) -> None:
     """``dst = data`` where ``predicate``, a boolean array of its shape, is true, else ``on_false``; on GpSimd."""
+    check_equal_sizes("affine_select", dst, data)
+    check_narrow(data, "on_true_tile of affine_select")
+    check_narrow(dst, "the result of affine_select")
     elementwise(
         Engine.GPSIMD, "affine_select", dst, (data,), lambda x: np.where(predicate, x, np.float32(on_false)), mask
     )
@@ -138,12 +147,13 @@ def shuffle(dst: Tile, src: Tile, order: Sequence[int], mask: Mask = None) -> No
     )  # fmt: skip
 
 
-def _check_top8(data: Tile, mask: Mask) -> None:
+def _check_top8(data: Tile, mask: Mask, values: Tile | None = None) -> None:
+    """Check the operands of a top-8 instruction; ``values`` are those that it searches."""
     machine = current()
-    if not _TOP8_MIN <= data.elements <= _TOP8_MAX:
-        machine.fail(
-            "free size", "a top-8 instruction takes 8 to 16384 elements", (_TOP8_MIN, _TOP8_MAX), data.elements
-        )
+    if not _TOP8 <= data.elements <= _TOP8_MAX:
+        machine.fail("free size", "a top-8 instruction takes 8 to 16384 elements", (_TOP8, _TOP8_MAX), data.elements)
+    if values is not None and (values.shape[0], values.elements) != (data.shape[0], _TOP8):
+        machine.fail("shape", "a top-8 instruction takes 8 values per partition", (data.shape[0], _TOP8), values.shape)
     if mask is not None:
         machine.fail("unsupported", "the emulator does not mask the top-8 instructions: slice the operands")
 
@@ -151,6 +161,7 @@ def _check_top8(data: Tile, mask: Mask) -> None:
 def max8(dst: Tile, data: Tile, mask: Mask = None) -> None:
     """``dst`` [p, 8] = the 8 largest elements of each partition, in descending order."""
     _check_top8(data, mask)
+    check_result_size("max8", dst, data.shape[0], _TOP8)
     elementwise(
         Engine.VECTOR, "max8", dst, (data,), lambda x: np.sort(x.reshape(len(x), -1), axis=1)[:, :-9:-1],
         source_shape=data.shape,
@@ -178,7 +189,8 @@ def _positions(x: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def find_index8(dst: Tile, data: Tile, values: Tile, mask: Mask = None) -> None:
     """``dst`` [p, 8] = the position of each of the 8 ``values`` of a partition in ``data``; all ones if it has none."""
-    _check_top8(data, mask)
+    _check_top8(data, mask, values)
+    check_result_size("nc_find_index8", dst, data.shape[0], _TOP8)
     check_one_of(dst, INDICES, "the result of nc_find_index8")
     elementwise(
         Engine.VECTOR, "nc_find_index8", dst, (data, values),
@@ -194,7 +206,11 @@ def match_replace8(
     ``positions`` [p, 8] receives the positions of the matches. The instruction begins with the last value, so of equal
     values the last one has the first position.
     """
-    _check_top8(data, mask)
+    _check_top8(data, mask, values)
+    check_result_size("nc_match_replace8", dst, data.shape[0], data.elements)
+    if positions is not None:
+        check_result_size("nc_match_replace8", positions, data.shape[0], _TOP8)
+        check_one_of(positions, INDICES, "the positions of nc_match_replace8")
 
     def matches(x: np.ndarray, v: np.ndarray) -> np.ndarray:
         found = _positions(x, v.reshape(len(v), -1)[:, ::-1])[:, ::-1]
@@ -231,6 +247,7 @@ def bn_stats(dst: Tile, data: Tile, mask: Mask = None) -> None:
     """``dst`` [p, 6] = count, mean and count * variance of the even elements of a partition, then of the odd ones."""
     if data.elements > _BN_STATS_MAX:
         current().fail("free size", "bn_stats has a limit of elements per partition", _BN_STATS_MAX, data.elements)
+    check_result_size("bn_stats", dst, data.shape[0], 6)
 
     def function(x: np.ndarray) -> np.ndarray:
         rows, result = x.reshape(len(x), -1), []
@@ -249,6 +266,7 @@ def bn_aggr(dst: Tile, data: Tile, mask: Mask = None) -> None:
     """``dst`` [p, 2] = mean and variance of a partition from its ``(count, mean, count * variance)`` triples."""
     if data.elements % 3:
         current().fail("shape", "bn_aggr takes triples of elements", "a multiple of 3", data.elements)
+    check_result_size("bn_aggr", dst, data.shape[0], 2)
 
     def function(x: np.ndarray) -> np.ndarray:
         count, mean, scaled_variance = np.moveaxis(x.reshape(len(x), -1, 3), 2, 0)
@@ -268,6 +286,7 @@ def partition_reduce(dst: Tile, op: Any, data: Tile, mask: Mask = None) -> None:
     name, reducer, neutral = reduction_of(op)
     if name not in ("add", "maximum"):
         machine.fail("reduction", f"GpSimd does not reduce partitions with {name}", "add, maximum", name)
+    check_result_size("tensor_partition_reduce", dst, 1, data.elements)
 
     def function(x: np.ndarray) -> np.ndarray:
         selected = x if mask is None else np.where(mask, x, np.float32(neutral))

@@ -82,6 +82,16 @@ class Predicate(np.ndarray):
     def __bool__(self) -> NoReturn:  # noqa: PLE0304
         _refuse("control flow cannot depend on a loop's index or on nl.arange: use mask=, or nl.static_range")
 
+    def __and__(self, other: Any) -> Any:
+        return np.bitwise_and(self, other).view(CombinedPredicate)
+
+    def __or__(self, other: Any) -> Any:
+        return np.bitwise_or(self, other).view(CombinedPredicate)
+
+
+class CombinedPredicate(Predicate):
+    """Several comparisons combined by ``&`` or ``|``: a mask, but not a predicate of ``affine_select``."""
+
 
 def predicate(values: Any) -> Predicate:
     """Return booleans as a :class:`Predicate`."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from neuronmm.emulator.nki.arrays import from_numpy, to_numpy
-from neuronmm.emulator.nki.run import Kernel, run
-from neuronmm.kernels.hardware import CORES, TRN1, TRN2, NeuronCore
+from neuronmm.emulator.nki.run import Kernel, core_named, run
+from neuronmm.kernels.hardware import TRN2, NeuronCore
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 
@@ -23,9 +23,12 @@ counters: list[Counter[str]] = []
 
 
 def target_core() -> NeuronCore:
-    """Return the core of the device that the environment names; Trainium 2's if it names none."""
-    name = os.environ.get(TARGET, TRN2.device)
-    return TRN1 if name in ("inf2", "trn1n") else CORES[name]
+    """Return the core of the device that the environment names; Trainium 2's if it names none.
+
+    Raises:
+        ValueError: the environment names a device that the emulator does not have.
+    """
+    return core_named(os.environ.get(TARGET, TRN2.device))
 
 
 def run_on_tensors(kernel: Kernel, *arguments: Any, **constants: Any) -> Any:

@@ -149,9 +149,14 @@ class Tile:
         return Tile(self.storage, new, tuple(prod(new[i + 1 :]) for i in range(len(new))), 0, 0)
 
     def broadcast_to(self, shape: tuple[int, ...]) -> Tile:
-        """Return a view that repeats the axes of size 1."""
+        """Return a view that repeats the axes of size 1.
+
+        Raises:
+            NkiError: the shape has another number of axes, or changes an axis of another size.
+        """
+        if len(shape) != self.ndim or any(m not in (1, n) for m, n in zip(self.shape, shape, strict=True)):
+            current().fail("shape", "a tile repeats only axes of size 1", self.shape, tuple(shape))
         strides = tuple(0 if m == 1 else s for m, s in zip(self.shape, self.strides, strict=True))
-        np.broadcast_shapes(self.shape, shape)
         return Tile(self.storage, tuple(shape), strides, self.offset, self.partition)
 
     def permute(self, axes: tuple[int, ...]) -> Tile:
@@ -188,10 +193,14 @@ class Tile:
         first, low = divmod(self.offset, free)
         last, high = first, low
         for n, stride in zip(self.shape, self.strides, strict=True):
-            rows, columns = divmod((n - 1) * stride, free) if stride >= free else (0, (n - 1) * stride)
-            last, high = last + rows, high + columns
-        if high >= free:
-            last, low, high = last + high // free, 0, free - 1
+            span = (n - 1) * abs(stride)
+            rows, columns = divmod(span, free) if abs(stride) >= free else (0, span)
+            if stride < 0:
+                first, low = first - rows, low - columns
+            else:
+                last, high = last + rows, high + columns
+        if low < 0 or high >= free:
+            first, last, low, high = first + low // free, last + high // free, 0, free - 1
         return Region(self.storage.record.id, first, last + 1, low * width, (high + 1) * width)
 
     def _chip_region(self) -> Region:
@@ -199,15 +208,16 @@ class Tile:
         free = storage.free_size
         first, low = divmod(self.offset, free)
         rows, remainder = divmod((shape[0] - 1) * strides[0], free)
-        high = low
-        for axis in range(1, len(shape)):
-            high += (shape[axis] - 1) * strides[axis]
-        if remainder or high >= free or self.partition != 0:
+        spans = [(n - 1) * stride for n, stride in zip(shape[1:], strides[1:], strict=True)]
+        high = low + sum(span for span in spans if span > 0)
+        low += sum(span for span in spans if span < 0)
+        if remainder or low < 0 or high >= free or self.partition != 0:
             current().fail(
                 "partition axis", f"the first axis of the view {shape} must be the partition axis of its tile"
             )
         width = storage.dtype.itemsize
-        return Region(storage.record.id, first, first + rows + 1, low * width, (high + 1) * width)
+        first, last = min(first, first + rows), max(first, first + rows)
+        return Region(storage.record.id, first, last + 1, low * width, (high + 1) * width)
 
     def check_bounds(self, mask: Mask) -> None:
         """Raise NkiError if the view, or its part under ``mask``, leaves its tensor."""
@@ -273,7 +283,7 @@ class Tile:
     def repeats_elements(self, mask: Mask) -> bool:
         """Return whether two indices of the view (under ``mask``) are the same element."""
         reach = 0
-        for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+        for stride, n in sorted((abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
             if stride <= reach:
                 break
             reach += stride * (n - 1)

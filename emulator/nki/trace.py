@@ -70,7 +70,8 @@ class Instruction:
     * matmul: ``k``, ``m``, ``n`` (stationary [k, m], moving [k, n], result [m, n]) and ``accumulate``. A transpose on
       the tensor engine has op ``transpose`` and the same fields.
     * elementwise: ``partitions``, ``elements`` per partition of the largest operand, and ``full``, the places in
-      ``reads`` of the operands with as many elements.
+      ``reads`` of the operands with as many elements. A reduction beside a result is an instruction of its own, whose
+      op begins with ``accumulate_``.
     * DMA: ``bytes`` in total, ``row_bytes`` that are contiguous on both sides (one descriptor), ``partitions`` on the
       SBUF side, ``source`` and ``target``.
     """

@@ -76,7 +76,8 @@ _BELOW_NXD = {
 }
 """Package -> a module of it and a name that only the real one has."""
 
-_running: list[Session] = []
+_running: list[tuple[Session, str]] = []
+"""The sessions of the blocks that run, each with its runtime."""
 _emulated_hosts: dict[str, ModuleType] = {}
 """Host modules that were imported inside a block, by name; they return to ``sys.modules`` in the next block."""
 
@@ -89,20 +90,26 @@ def neuron_emulation(
 
     The parts of ``torch_neuronx``, ``libneuronxla`` and ``neuronxcc`` that hosts use can be imported; a package that is
     really installed is left alone. The command ``neuronx-cc``, which hosts run if ``NEURONX_DUMP_TO`` is set, is on the
-    PATH. The block restores ``sys.modules``, ``torch.ops``, ``torch.classes``, the PATH and the ``NEURON*`` variables.
-    Host modules that were imported inside are removed and return, the same objects, in the next block. A nested block
-    uses the outer session, whatever its ``kernels``.
+    PATH. The block restores ``sys.modules``, ``torch.ops``, ``torch.classes``, the PATH and the variables ``NEURON*``
+    and ``NXD*``. Host modules that were imported inside are removed and return, the same objects, in the next block. A
+    nested block uses the outer session, whatever its ``kernels``.
 
     Args:
         kernels: ``nki`` interprets NKI kernels; ``reference`` runs the kernel function's attribute ``reference``.
         runtime: what the host needs below it: ``hlo`` for transformers-neuronx and optimum-neuron, ``nxd`` for NxD
             Inference (:mod:`.nxd`), which interprets all kernels.
 
+    Raises:
+        RuntimeError: the block is nested in one with another runtime.
+
     Yields:
         The session; its ``calls`` counts custom calls by target, and NKI kernels as ``nki`` or ``reference``.
     """
     if _running:
-        yield _running[-1]
+        session, outer = _running[-1]
+        if runtime != outer:
+            raise RuntimeError(f"neuron_emulation(runtime={runtime!r}) inside of one of {outer!r}: leave that first")
+        yield session
         return
     session = Session(kernels)
     with ExitStack() as stack:
@@ -115,7 +122,7 @@ def neuron_emulation(
         models.ParallelModel.settings = session
         counters.append(session.calls)
         stack.callback(counters.pop)
-        _running.append(session)
+        _running.append((session, runtime))
         stack.callback(_running.pop)
         yield session
 

@@ -26,6 +26,8 @@ def cost(instruction: Instruction, buffers: list[Buffer], core: NeuronCore) -> C
         return _dma(instruction, core)
     if instruction.engine is Engine.TENSOR:
         return Cost(_tensor_cycles(instruction, core) / core.tensor_ghz)
+    if instruction.op.startswith("accumulate_"):  # the engine reduces what it computes, which costs 64 cycles more
+        return Cost(core.vector_min_cycles / core.clocks[instruction.engine.value])
     cycles = max(core.vector_min_cycles, _passes(instruction, buffers) * instruction.elements) + core.access_cycles
     return Cost(cycles / core.clocks[instruction.engine.value])
 
@@ -38,14 +40,14 @@ def _tensor_cycles(instruction: Instruction, core: NeuronCore) -> float:
 
 
 def _passes(instruction: Instruction, buffers: list[Buffer]) -> int:
-    """Return cycles per element: 8 to divide, 1 or 2 otherwise.
+    """Return cycles per element: 8 to divide but on the scalar engine, 1 or 2 otherwise.
 
     On the vector engine two operands of full size take 2, unless one is in SBUF and the other in PSUM, or both are in
     SBUF, contiguous, and added, subtracted or multiplied in bfloat16 only (cost note of ``nki.isa.tensor_tensor``).
     ``tensor_tensor_scan`` always takes 2. So does ``scalar_tensor_tensor`` here: its note in the first dialect says so
     but for one pair of operators, that of the second likens it to ``tensor_tensor``.
     """
-    if instruction.op in ("reciprocal", "divide"):
+    if instruction.op in ("reciprocal", "divide") and instruction.engine is not Engine.SCALAR:
         return 8
     if instruction.engine is not Engine.VECTOR or len(instruction.full) < 2:
         return 1

@@ -1,4 +1,4 @@
-"""Kernels that break one rule of the emulator in the line marked ``# broken``."""
+"""Kernels that break one rule of the emulator in the line marked ``# broken: rule``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 
 from neuronmm.emulator.nki import NkiError, run
 
+_MARK = "# broken: "
+
 
 def assert_breaks(kernel: Callable[..., None], *arguments: Any) -> None:
-    """Assert that the run raises an error that names the kernel's file, the marked line and the rule."""
+    """Assert that the run raises an error that names the kernel's file, the marked line and its rule."""
     with pytest.raises(NkiError) as caught:
         run(kernel, *arguments)
     lines, start = inspect.getsourcelines(kernel)
-    location = f"{inspect.getsourcefile(kernel)}:{start + next(i for i, s in enumerate(lines) if '# broken' in s)}"
-    assert caught.value.location == location
-    assert str(caught.value).startswith(f"{location}: ") and caught.value.rule in str(caught.value)
+    ((line, rule),) = [(start + i, s.partition(_MARK)[2].strip()) for i, s in enumerate(lines) if _MARK in s]
+    location = f"{inspect.getsourcefile(kernel)}:{line}"
+    assert (caught.value.location, caught.value.rule) == (location, rule)
+    assert str(caught.value).startswith(f"{location}: ") and str(caught.value).endswith(f"[{rule}]")

@@ -220,8 +220,8 @@ def test_dot(like_xla: Like, data: st.DataObject, dtype: torch.dtype) -> None:
     free_b = [b_sizes[p] for p, d in enumerate(b_order) if d >= n + k]
     out = [*batch, *free_a, *free_b]
     a, b = random(a_sizes, dtype), random(b_sizes, dtype)
-    like_xla(lambda s, a, b: a.dtype[out].Dot(a, b, dot_dimension_numbers=dims), a, b, ulps=16)
-    like_xla(lambda s, a, b: s.f32[out].Dot(a, b, dot_dimension_numbers=dims), a, b, ulps=64)
+    like_xla(lambda s, a, b: a.dtype[out].Dot(a, b, dot_dimension_numbers=dims), a, b, ulps=16, sums=True)
+    like_xla(lambda s, a, b: s.f32[out].Dot(a, b, dot_dimension_numbers=dims), a, b, ulps=64, sums=True)
 
 
 @pytest.mark.parametrize(("name", "start"), [("Add", 0), ("Maximum", -100), ("Minimum", 100), ("Multiply", 1)])
@@ -236,16 +236,19 @@ def test_reduce(like_xla: Like, name: str, start: int, data: st.DataObject, dtyp
         init = x.dtype.Constant(constant_value=start)
         return x.dtype[out].Reduce(x, init, dimensions=dims, to_apply=binary_computation(x.dtype, name))
 
-    like_xla(build, random(shape, dtype, -2, 3), ulps=32)
+    like_xla(build, random(shape, dtype, -2, 3), ulps=32, sums=True)
 
 
+@pytest.mark.parametrize("start", [0, 1, -1])
 @pytest.mark.parametrize("name", ["And", "Or"])
-def test_reduce_booleans(like_xla: Like, name: str) -> None:
+def test_reduce_bits(like_xla: Like, name: str, start: int) -> None:
     def build(s: Any, x: Any) -> Any:
-        init = s.pred.Constant(constant_value=name == "And")
-        return s.pred[3].Reduce(x, init, dimensions=[0, 2], to_apply=binary_computation(s.pred, name))
+        init = x.dtype.Constant(constant_value=bool(start) if x.dtype is s.pred else start)
+        return x.dtype[3].Reduce(x, init, dimensions=[0, 2], to_apply=binary_computation(x.dtype, name))
 
     like_xla(build, torch.rand(4, 3, 2) > 0.3)
+    for dtype in (torch.int32, torch.int8, torch.int64):
+        like_xla(build, random((4, 3, 2), dtype, 4, 128))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -264,7 +267,7 @@ def test_cumulative_sum_by_reduce_window(like_xla: Like, dim: int) -> None:
             x, init, to_apply=binary_computation(s.f32, "Add"), window={"dimensions": window}
         )
 
-    like_xla(build, x)
+    like_xla(build, x, sums=True)
 
 
 @pytest.mark.parametrize("direction", ["LT", "GT"])
@@ -301,7 +304,7 @@ def test_batch_norm_training(like_xla: Like, feature: int) -> None:
         result = shape.BatchNormTraining(x, scale, offset, epsilon=1e-5, feature_index=feature)
         return [result.get_tuple_element(i).GetTupleElement(result, tuple_index=i) for i in range(3)]
 
-    like_xla(build, x, torch.rand(6), torch.rand(6), ulps=32)
+    like_xla(build, x, torch.rand(6), torch.rand(6), ulps=32, sums=True)
 
 
 @pytest.mark.parametrize("name", ["second", "Add", "Maximum", "Minimum", "Multiply"])
@@ -364,7 +367,7 @@ def test_gather_and_scatter_windows(like_xla: Like, data: st.DataObject) -> None
         apply = binary_computation(s.f32, "Add")
         return s.f32[shape].Scatter(x, index, values, scatter_dimension_numbers=dims, to_apply=apply)
 
-    like_xla(scatter, x, index, random(out, torch.float32))
+    like_xla(scatter, x, index, random(out, torch.float32), sums=True)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

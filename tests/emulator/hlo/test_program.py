@@ -85,6 +85,33 @@ def test_a_cache_is_overwritten_only_if_no_other_value_sees_it(aliased: bool, re
     assert torch.equal(buffer, updated if in_place else cache)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("aliased", [False, True])
+def test_an_element_of_a_tuple_inside_the_graph_is_not_overwritten(aliased: bool, nested: bool) -> None:
+    def graph(scribe: Any) -> Any:
+        f32, s32 = scribe.f32, scribe.s32
+        cache, row = f32[4, 3].Parameter(parameter_number=0), f32[1, 3].Parameter(parameter_number=1)
+        at = s32[1].Parameter(parameter_number=2)
+        shape = scribe.tuple(f32[1, 3], f32[4, 3])
+        pair = shape.Tuple(row, cache)
+        if nested:
+            outer = scribe.tuple(shape, f32[1, 3]).Tuple(pair, row)
+            pair = shape.GetTupleElement(outer, tuple_index=0)
+        element = f32[4, 3].GetTupleElement(pair, tuple_index=1)
+        new = write_row(element, at, row)
+        if aliased:
+            new.set_alias_to(cache, must=True)
+        return outputs(scribe, new, element)
+
+    cache, row = torch.arange(12.0).reshape(4, 3), torch.tensor([[7.0, 8.0, 9.0]])
+    buffer, updated = cache.clone(), cache.clone()
+    updated[2] = row
+    program = Program(module(graph), 1)
+    new, element = (ranks[0] for ranks in program([[buffer], [row], [torch.tensor([2], dtype=torch.int32)]]))
+    assert torch.equal(new, updated) and torch.equal(element, cache) and torch.equal(buffer, cache)
+    assert buffer.data_ptr() not in (new.data_ptr(), element.data_ptr())
+
+
 def test_an_output_never_shares_the_memory_of_a_parameter_it_is_not_aliased_to() -> None:
     def graph(scribe: Any) -> Any:
         a, b = (scribe.f32[2].Parameter(parameter_number=n) for n in range(2))
@@ -143,6 +170,27 @@ def test_collectives(order: list[int], size: int) -> None:
     assert all(torch.equal(reduced[r], reduced[first[0]]) for r in first)
 
 
+@pytest.mark.parametrize(("name", "bits", "reduced"), [("And", 4, [4, 0]), ("Or", 15, [6, 15])])
+def test_integers_are_reduced_bit_by_bit(name: str, bits: int, reduced: list[int]) -> None:
+    """Over the ranks, and over a dimension, with an initial value that has only some bits."""
+
+    def graph(scribe: Any) -> Any:
+        s32 = scribe.s32
+
+        def combine(_: Any) -> Any:
+            return getattr(s32, name)(s32.Parameter(parameter_number=0), s32.Parameter(parameter_number=1))
+
+        x = s32[2, 2].Parameter(parameter_number=0)
+        both = s32[2, 2].AllReduce(x, replica_groups=[[0, 1]], to_apply=combine)
+        start = s32.Constant(constant_value=4 if name == "And" else 2)
+        return outputs(scribe, both, s32[2].Reduce(x, start, dimensions=[0], to_apply=combine))
+
+    x = torch.tensor([[4, 1], [6, 14]], dtype=torch.int32)
+    both, folded = Program(module(graph), 2)([[x, torch.full_like(x, bits)]])
+    assert torch.equal(both[0], x & bits if name == "And" else x | bits)
+    assert folded[0].tolist() == reduced
+
+
 def test_a_value_that_ranks_share_is_not_overwritten() -> None:
     def graph(scribe: Any) -> Any:
         f32 = scribe.f32
@@ -195,6 +243,60 @@ def test_rms_norm(dtype: str, dim: int) -> None:
     assert settings.calls == {"AwsNeuronRmsNorm": 1}
 
 
+def custom_call(name: str, config: str, source: str, result: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function that runs a graph of one custom call on a matrix of dtype ``source``."""
+
+    def graph(scribe: Any) -> Any:
+        x = getattr(scribe, source)[2, 4].Parameter(parameter_number=0)
+        return result(scribe).CustomCall(x, custom_call_target=name, backend_config=config.encode())
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        ((result,),) = Program(module(graph), 1)([[x]])
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_softmax(dtype: str, dim: int) -> None:
+    x = torch.tensor([[0.0, 1.0, -2.0, 3.0], [5.0, 5.0, -float("inf"), 4.0]])
+    actual = custom_call("AwsNeuronSoftmax", str(dim), "f32", lambda s: getattr(s, dtype)[2, 4])(x)
+    expected = (x.exp() / x.exp().sum(dim, keepdim=True)).to(actual.dtype)
+    assert str(actual.dtype) == {"f32": "torch.float32", "bf16": "torch.bfloat16"}[dtype]
+    torch.testing.assert_close(actual, expected)
+
+
+def test_gelu() -> None:
+    x = torch.tensor([[0.0, 1.0, -2.0, 3.0], [5.0, -5.0, 0.5, -0.1]])
+    actual = custom_call("AwsNeuronGeluApprxTanh", "", "f32", lambda s: s.f32[2, 4])(x)
+    cubic = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    torch.testing.assert_close(actual, x / 2 * (1 + cubic.tanh()), rtol=1e-5, atol=1e-6)
+    assert abs(actual[0, 1] - 0.841192) < 1e-5  # the exact function has 0.841345
+
+
+@pytest.mark.parametrize(("index", "stored"), [("u32", torch.int64), ("s32", torch.int32), ("u16", torch.int32)])
+def test_the_indices_of_argmax_have_the_declared_type(index: str, stored: torch.dtype) -> None:
+    x = torch.tensor([[0.0, 7.0, 7.0, 3.0], [5.0, -5.0, 0.5, 9.0]])
+    actual = custom_call("AwsNeuronArgMax", "1", "f32", lambda s: getattr(s, index)[2])(x)
+    assert actual.dtype is stored and actual.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(("index", "stored"), [("u32", torch.int64), ("s32", torch.int32)])
+def test_top_k(index: str, stored: torch.dtype) -> None:
+    def graph(s: Any) -> Any:
+        x, indices = s.f32[2, 4].Parameter(parameter_number=0), getattr(s, index)
+        call = {"custom_call_target": "AwsNeuronTopK", "backend_config": b"2"}
+        pair = s.tuple(s.f32[2, 2], indices[2, 2]).CustomCall(x, **call)
+        first = s.f32[2, 2].GetTupleElement(pair, tuple_index=0)
+        return outputs(s, first, indices[2, 2].GetTupleElement(pair, tuple_index=1))
+
+    x = torch.tensor([[0.0, 7.0, 7.0, 3.0], [5.0, -5.0, 0.5, 9.0]])
+    values, indices = (ranks[0] for ranks in Program(module(graph), 1)([[x]]))
+    assert values.tolist() == [[7, 7], [9, 5]] and indices.tolist() == [[1, 2], [3, 0]]
+    assert indices.dtype is stored
+
+
 class HostKernel(nki.FrameworkKernel):  # type: ignore[name-defined, misc]
     def is_framework_tensor(self, value: Any) -> bool:
         return isinstance(value, HloShape)
@@ -224,6 +326,25 @@ def kernel_graph(name: str) -> Any:
         return outputs(scribe, *(dtype[8, 3].GetTupleElement(both, tuple_index=i) for i in range(2)))
 
     return module(graph)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("u8", 2**8 - 1), ("u16", 2**16 - 1), ("u32", 2**32 - 1)])
+def test_a_kernel_of_unsigned_integers_runs_in_a_graph(name: str, largest: int) -> None:
+    """Their values are stored in a wider dtype; the kernel sees the declared one."""
+
+    def copied(x: Any, y: Any) -> None:
+        nl.store(y, value=nl.load(x))
+
+    def graph(scribe: Any) -> Any:
+        dtype = getattr(scribe, name)
+        x, shape = dtype[1, 3].Parameter(parameter_number=0), dtype[1, 3]
+        config, _, _ = HostKernel(func_name="copied", func=copied).dump_config(x, shape)
+        target = {"custom_call_target": "AwsNeuronCustomNativeKernel", "backend_config": config.encode()}
+        return dtype[1, 3].Add(x, shape.CustomCall(x, **target))
+
+    x = torch.tensor([[1, 7, largest]], dtype=getattr(torch, name.replace("u", "uint")))
+    ((doubled,),) = Program(module(graph), 1)([[x]])
+    assert doubled.tolist() == [[2, 14, largest - 1]]
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

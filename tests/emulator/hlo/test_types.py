@@ -268,6 +268,16 @@ REFUSED: dict[str, Build] = {
     r"its result is u32\[2\]": lambda s: s.u32[3].CustomCall(
         value(s.f32), custom_call_target="AwsNeuronArgMax", backend_config=b"1"
     ),
+    r"it compares by '', not by one of EQ": lambda s: s.pred[2, 3].Compare(value(s.f32), value(s.f32, number=1)),
+    r"it compares by 'eq'": lambda s: s.pred[2, 3].Compare(
+        value(s.f32), value(s.f32, number=1), comparison_direction="eq"
+    ),
+    r"its backend_config must be an integer, not b''": lambda s: s.f32[2, 3].CustomCall(
+        value(s.f32), custom_call_target="AwsNeuronSoftmax"
+    ),
+    r"its backend_config must be an integer, not b'two'": lambda s: s.tuple(s.f32[2, 2], s.u32[2, 2]).CustomCall(
+        value(s.f32), custom_call_target="AwsNeuronTopK", backend_config=b"two"
+    ),
     r"the largest 4 of a last dimension of 3": lambda s: s.tuple(s.f32[2, 4], s.u32[2, 4]).CustomCall(
         value(s.f32), custom_call_target="AwsNeuronTopK", backend_config=b"4"
     ),
@@ -278,6 +288,15 @@ REFUSED: dict[str, Build] = {
 def test_a_graph_is_refused_when_it_is_loaded(message: str) -> None:
     with pytest.raises(InvalidGraphError, match=message):
         Program(graph_of(REFUSED[message]), 1)
+
+
+@pytest.mark.parametrize("name", ["F8E4M3FN", "F8E5M2", "C64"])
+@pytest.mark.parametrize("position", [0, 1], ids=["parameter", "result"])
+def test_an_element_type_without_a_dtype_is_refused_when_the_graph_is_loaded(name: str, position: int) -> None:
+    module = graph_of(lambda s: s.bf16[2, 3].Convert(value(s.f32)))
+    narrow = changed(module, position, lambda s: setattr(s, "element_type", PrimitiveType.Value(name)))
+    with pytest.raises(UnsupportedError, match=rf"{name.lower()}\[2,3\] is not emulated"):
+        Program(narrow, 1)
 
 
 def test_an_applied_computation_is_checked() -> None:

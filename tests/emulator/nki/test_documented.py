@@ -375,7 +375,7 @@ def test_an_activation_reduces_with_a_sum_only() -> None:
     x = normal(8, 16)
     result = run(kernel(np.add, reduce_cmd=xisa.reduce_cmd.reset_reduce), x)
     np.testing.assert_allclose(result.outputs[1][:, 0], np.exp(x).sum(axis=1), rtol=1e-6)  # unrounded elements
-    assert [i.op for i in result.trace.instructions] == ["dma", "reduce_add", "exp", "dma", "dma"]  # no copy
+    assert [i.op for i in result.trace.instructions] == ["dma", "accumulate_add", "exp", "dma", "dma"]  # no copy
     with pytest.raises(NkiError, match="sum only"):
         run(kernel(np.max, reduce_cmd=xisa.reduce_cmd.reset_reduce), x)
     for options in ({}, {"reduce_cmd": xisa.reduce_cmd.idle}, {"reduce_cmd": xisa.reduce_cmd.reduce}):

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuronmm.emulator.nki import TensorSpec, nki_modules
+from neuronmm.emulator.nki import TensorSpec, nki_modules, run
+from neuronmm.emulator.nki.trace import Engine
 from nki_violations import assert_breaks
 
 with nki_modules():
@@ -29,13 +30,13 @@ def psum(*shape: int) -> Any:
 
 
 def accumulate_on_unwritten_psum(x: Any) -> None:
-    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken
+    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken: accumulate
 
 
 def accumulate_on_memset(x: Any) -> None:
     acc = psum(8, 4)
     nisa.memset(acc, 0.0)
-    nisa.nc_matmul(acc, sbuf(128, 8), sbuf(128, 4))  # broken
+    nisa.nc_matmul(acc, sbuf(128, 8), sbuf(128, 4))  # broken: accumulate
 
 
 def accumulate_on_a_part_that_a_memset_wrote(x: Any) -> None:
@@ -43,43 +44,52 @@ def accumulate_on_a_part_that_a_memset_wrote(x: Any) -> None:
     for part in (whole[:, 0:4], whole[:, 4:8]):
         nisa.nc_matmul(part, sbuf(128, 8), sbuf(128, 4))
     nisa.memset(whole, 7.0)
-    nisa.nc_matmul(whole[:, 0:4], sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken
+    nisa.nc_matmul(whole[:, 0:4], sbuf(128, 8), sbuf(128, 4), accumulate=True)  # broken: accumulate
 
 
 def accumulate_on_a_whole_of_which_a_memset_wrote_the_last_part(x: Any) -> None:
     whole = psum(8, 8)
     nisa.nc_matmul(whole[:, 0:4], sbuf(128, 8), sbuf(128, 4))
     nisa.memset(whole[:, 4:8], 7.0)
-    nisa.nc_matmul(whole, sbuf(128, 8), sbuf(128, 8), accumulate=True)  # broken
+    nisa.nc_matmul(whole, sbuf(128, 8), sbuf(128, 8), accumulate=True)  # broken: accumulate
 
 
 def accumulate_on_a_whole_of_which_a_part_is_unwritten(x: Any) -> None:
     whole = psum(8, 8)
     nisa.nc_matmul(whole[:, 0:4], sbuf(128, 8), sbuf(128, 4))
-    nisa.nc_matmul(whole, sbuf(128, 8), sbuf(128, 8), accumulate=True)  # broken
+    nisa.nc_matmul(whole, sbuf(128, 8), sbuf(128, 8), accumulate=True)  # broken: accumulate
 
 
 def load_assigned_to_a_parameter(x: Any) -> None:
-    x[0:64, 0:128] = xl.load(x[0:64, 0:128])  # broken
+    x[0:64, 0:128] = xl.load(x[0:64, 0:128])  # broken: operand space
 
 
 def load_assigned_beyond_a_tile(x: Any) -> None:
     tile = xl.ndarray((32, 128), F32)
     p, f = xl.arange(64)[:, None], xl.arange(128)[None, :]
-    tile[p, f] = xl.load(x[p, f])  # broken
+    tile[p, f] = xl.load(x[p, f])  # broken: out of bounds
 
 
 def gpsimd_result_assigned_to_psum(x: Any) -> None:
     tile = xl.ndarray((8, 4), F32)
-    xl.ndarray((8, 4), F32, buffer=xl.psum)[...] = xisa.tensor_tensor(tile, tile, op=xl.power)  # broken
+    xl.ndarray((8, 4), F32, buffer=xl.psum)[...] = xisa.tensor_tensor(tile, tile, op=xl.power)  # broken: operand space
+
+
+def subtraction_on_the_scalar_engine(x: Any) -> None:
+    nisa.tensor_scalar(sbuf(8, 4), sbuf(8, 4), nl.subtract, 1.0, engine=nisa.scalar_engine)  # broken: engine
+
+
+def addition_and_multiplication_on_the_scalar_engine(x: Any) -> None:
+    tile, column = xl.ndarray((8, 4), F32), xl.ndarray((8, 1), F32)
+    xisa.tensor_scalar(tile, np.add, column, op1=np.multiply, operand1=2.0, engine=xisa.scalar_engine)  # broken: engine
 
 
 def transpose_of_another_engine(x: Any) -> None:
-    nisa.nc_transpose(psum(4, 8), sbuf(8, 4), engine=nisa.vector_engine)  # broken
+    nisa.nc_transpose(psum(4, 8), sbuf(8, 4), engine=nisa.vector_engine)  # broken: engine
 
 
 def transpose_of_another_engine_in_the_first_dialect(x: Any) -> None:
-    xisa.nc_transpose(xl.ndarray((8, 4), F32), engine=xisa.vector_engine)  # broken
+    xisa.nc_transpose(xl.ndarray((8, 4), F32), engine=xisa.vector_engine)  # broken: engine
 
 
 BROKEN = [
@@ -91,6 +101,8 @@ BROKEN = [
     load_assigned_to_a_parameter,
     load_assigned_beyond_a_tile,
     gpsimd_result_assigned_to_psum,
+    subtraction_on_the_scalar_engine,
+    addition_and_multiplication_on_the_scalar_engine,
     transpose_of_another_engine,
     transpose_of_another_engine_in_the_first_dialect,
 ]
@@ -100,3 +112,19 @@ BROKEN = [
 @pytest.mark.parametrize("kernel", BROKEN, ids=lambda kernel: kernel.__name__)
 def test_each_violation_names_file_and_line(kernel: Callable[..., None], data: bool) -> None:
     assert_breaks(kernel, np.zeros((64, 128), F32) if data else TensorSpec((64, 128)))
+
+
+def test_the_scalar_engine_multiplies_then_adds() -> None:
+    def kernel(x: Any) -> Any:
+        tile, result, out = xl.load(x), sbuf(8, 4), nl.ndarray((8, 4), dtype=F32, buffer=nl.shared_hbm)
+        nisa.tensor_scalar(result, tile, nl.multiply, 2.0, op1=nl.add, operand1=1.0, engine=nisa.scalar_engine)
+        nisa.tensor_scalar(result, result, nl.add, 0.5, engine=nisa.scalar_engine)
+        nisa.tensor_scalar(result, result, nl.multiply, 4.0, engine=nisa.scalar_engine)
+        xl.store(out, result)
+        return out
+
+    x = np.arange(32, dtype=F32).reshape(8, 4)
+    result = run(kernel, x)
+    np.testing.assert_array_equal(result.outputs[0], (2 * x + 1.5) * 4)
+    engines = [i.engine for i in result.trace.instructions if i.op == "tensor_scalar"]
+    assert engines == [Engine.SCALAR] * 3

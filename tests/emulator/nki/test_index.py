@@ -90,6 +90,10 @@ def test_grid_arithmetic_equals_array_arithmetic() -> None:
         assert grid.bounds() == (array.min(), array.max())
     np.testing.assert_array_equal(np.asarray(i + j < 5), x + y < 5)
     np.testing.assert_array_equal(np.asarray(i >= j), x >= y)
+    np.testing.assert_array_equal(np.asarray(i == j), x == y)
+    np.testing.assert_array_equal(np.asarray(i != j), x != y)
+    np.testing.assert_array_equal(np.asarray(i + j == 5), x + y == 5)
+    np.testing.assert_array_equal(np.asarray(i != 4), x != 4)
 
 
 @given(inside=st.integers(1, 6))

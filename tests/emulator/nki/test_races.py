@@ -23,27 +23,27 @@ F32 = np.float32
 def tile_used_after_its_loop(x: Any) -> None:
     for _ in xl.affine_range(2):
         t = xl.load(x)
-    xl.exp(t)  # broken
+    xl.exp(t)  # broken: scope
 
 
 def tile_stored_after_its_loop(x: Any) -> None:
     for _ in xl.sequential_range(2):
         t = xl.load(x)
-    xl.store(x, t)  # broken
+    xl.store(x, t)  # broken: scope
 
 
 def result_assigned_after_its_loop(x: Any) -> None:
     out = xl.ndarray((64, 128), dtype=F32)
     for _ in xl.affine_range(2):
         t = xl.load(x)
-    out[...] = t  # broken
+    out[...] = t  # broken: scope
 
 
 def tile_of_another_iteration(x: Any) -> None:
     tiles = []
     for _ in xl.sequential_range(2):
         tiles.append(xl.load(x))
-        xl.exp(tiles[0])  # broken
+        xl.exp(tiles[0])  # broken: scope
 
 
 @pytest.mark.parametrize("x", [np.zeros((64, 128), F32), TensorSpec((64, 128))], ids=["data", "shapes"])

@@ -32,272 +32,216 @@ def psum(*shape: int) -> Any:
 
 
 def too_many_partitions(x: Any) -> None:
-    nl.ndarray((129, 4), dtype=F32, buffer=nl.sbuf)  # broken
+    nl.ndarray((129, 4), dtype=F32, buffer=nl.sbuf)  # broken: partitions
 
 
 def tile_beyond_a_partition(x: Any) -> None:
-    nl.ndarray((128, 50_000), dtype=F32, buffer=nl.sbuf)  # broken
+    nl.ndarray((128, 50_000), dtype=F32, buffer=nl.sbuf)  # broken: free size
 
 
 def stationary_too_wide(x: Any) -> None:
-    nisa.nc_matmul(psum(128, 4), sbuf(128, 129), sbuf(128, 4))  # broken
+    nisa.nc_matmul(psum(128, 4), sbuf(128, 129), sbuf(128, 4))  # broken: stationary size
 
 
 def moving_too_wide(x: Any) -> None:
-    nisa.nc_matmul(psum(128, 513), sbuf(128, 128), sbuf(128, 513))  # broken
+    nisa.nc_matmul(psum(128, 513), sbuf(128, 128), sbuf(128, 513))  # broken: moving size
 
 
 def contraction_differs(x: Any) -> None:
-    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(64, 4))  # broken
+    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(64, 4))  # broken: contraction
 
 
 def matmul_to_sbuf(x: Any) -> None:
-    nisa.nc_matmul(sbuf(8, 4), sbuf(128, 8), sbuf(128, 4))  # broken
+    nisa.nc_matmul(sbuf(8, 4), sbuf(128, 8), sbuf(128, 4))  # broken: operand space
 
 
 def matmul_from_psum(x: Any) -> None:
-    nisa.nc_matmul(psum(8, 4), psum(128, 8), sbuf(128, 4))  # broken
+    nisa.nc_matmul(psum(8, 4), psum(128, 8), sbuf(128, 4))  # broken: operand space
 
 
 def matmul_from_hbm(x: Any) -> None:
-    nisa.nc_matmul(psum(8, 4), x[0:64, 0:8], sbuf(64, 4))  # broken
-
-
-def matmul_result_in_bfloat16(x: Any) -> None:
-    acc = nl.ndarray((8, 4), dtype=nl.bfloat16, buffer=nl.psum)
-    nisa.nc_matmul(acc, sbuf(128, 8), sbuf(128, 4))  # broken
-
-
-def mixed_precision(x: Any) -> None:
-    nisa.nc_matmul(psum(8, 4), sbuf(128, 8), sbuf(128, 4, dtype=nl.bfloat16))  # broken
-
-
-def matmul_of_integers(x: Any) -> None:
-    nisa.nc_matmul(psum(8, 4), sbuf(128, 8, dtype=np.int8), sbuf(128, 4, dtype=np.int8))  # broken
-
-
-def predicate_of_signed_integers(x: Any) -> None:
-    nisa.tensor_copy_predicated(sbuf(8, 4), sbuf(8, 4), sbuf(8, 4, dtype=np.int8))  # broken
-
-
-def predicated_copy_to_another_dtype(x: Any) -> None:
-    nisa.tensor_copy_predicated(sbuf(8, 4, dtype=nl.bfloat16), sbuf(8, 4), sbuf(8, 4, dtype=np.uint8))  # broken
-
-
-def selection_by_32_bits(x: Any) -> None:
-    nisa.select_reduce(sbuf(8, 4), sbuf(8, 4, dtype=np.uint32), sbuf(8, 4), 0.0)  # broken
-
-
-def selection_of_32_bit_integers(x: Any) -> None:
-    integers = sbuf(8, 4, dtype=np.int32)
-    nisa.select_reduce(sbuf(8, 4), sbuf(8, 4, dtype=np.uint8), integers, 0.0)  # broken
-
-
-def maximum_in_integers(x: Any) -> None:
-    reset, column = nisa.reduce_cmd.reset_reduce, sbuf(8, 1, dtype=np.int16)
-    nisa.select_reduce(sbuf(8, 4), sbuf(8, 4, dtype=np.uint8), sbuf(8, 4), 0.0, column, reset)  # broken
-
-
-def positions_in_float(x: Any) -> None:
-    nisa.nc_find_index8(sbuf(8, 8), sbuf(8, 16), sbuf(8, 8))  # broken
-
-
-def shuffle_to_another_dtype(x: Any) -> None:
-    nisa.nc_stream_shuffle(sbuf(32, 4, dtype=nl.bfloat16), sbuf(32, 4), list(range(32)))  # broken
-
-
-def transposing_dma_to_another_dtype(x: Any) -> None:
-    nisa.dma_transpose(sbuf(128, 64, dtype=nl.bfloat16), x)  # broken
+    nisa.nc_matmul(psum(8, 4), x[0:64, 0:8], sbuf(64, 4))  # broken: operand space
 
 
 def transposing_dma_to_the_shape_of_its_source(x: Any) -> None:
-    nisa.dma_transpose(sbuf(64, 128), x)  # broken
+    nisa.dma_transpose(sbuf(64, 128), x)  # broken: shape
 
 
 def wrong_result_shape(x: Any) -> None:
-    nisa.nc_matmul(psum(4, 8), sbuf(128, 8), sbuf(128, 4))  # broken
+    nisa.nc_matmul(psum(4, 8), sbuf(128, 8), sbuf(128, 4))  # broken: result shape
 
 
 def matmul_result_over_two_banks(x: Any) -> None:
-    nisa.nc_matmul(psum(8, 600)[0:8, 500:520], sbuf(128, 8), sbuf(128, 20))  # broken
+    nisa.nc_matmul(psum(8, 600)[0:8, 500:520], sbuf(128, 8), sbuf(128, 20))  # broken: psum bank
 
 
 def matmul_results_overlap(x: Any) -> None:
     acc = psum(8, 8)
     nisa.nc_matmul(acc[0:8, 0:4], sbuf(128, 8), sbuf(128, 4))
-    nisa.nc_matmul(acc[0:8, 2:6], sbuf(128, 8), sbuf(128, 4))  # broken
+    nisa.nc_matmul(acc[0:8, 2:6], sbuf(128, 8), sbuf(128, 4))  # broken: accumulation group
 
 
 def start_partition_not_allowed(x: Any) -> None:
-    nisa.tensor_copy(sbuf(128, 4)[16:32, 0:4], sbuf(16, 4))  # broken
+    nisa.tensor_copy(sbuf(128, 4)[16:32, 0:4], sbuf(16, 4))  # broken: start partition
 
 
 def too_many_partitions_from_the_start(x: Any) -> None:
-    nisa.tensor_copy(sbuf(128, 4)[32:128, 0:4], sbuf(96, 4))  # broken
+    nisa.tensor_copy(sbuf(128, 4)[32:128, 0:4], sbuf(96, 4))  # broken: start partition
 
 
 def every_other_partition(x: Any) -> None:
-    nisa.tensor_copy(sbuf(16, 4), sbuf(32, 4)[0:32:2, 0:4])  # broken
+    nisa.tensor_copy(sbuf(16, 4), sbuf(32, 4)[0:32:2, 0:4])  # broken: partition stride
 
 
 def every_other_partition_by_pattern(x: Any) -> None:
-    nisa.tensor_copy(sbuf(8, 32), sbuf(16, 32).ap([[64, 8], [1, 32]]))  # broken
+    nisa.tensor_copy(sbuf(8, 32), sbuf(16, 32).ap([[64, 8], [1, 32]]))  # broken: partition stride
 
 
 def stride_beyond_16_bits(x: Any) -> None:
-    nisa.tensor_copy(sbuf(128, 2), sbuf(128, 40_000, dtype=nl.bfloat16)[0:128, ::32_768])  # broken
+    nisa.tensor_copy(sbuf(128, 2), sbuf(128, 40_000, dtype=nl.bfloat16)[0:128, ::32_768])  # broken: stride
 
 
 def dma_from_psum(x: Any) -> None:
-    nisa.dma_copy(dst=x[0:8, 0:4], src=psum(8, 4))  # broken
+    nisa.dma_copy(dst=x[0:8, 0:4], src=psum(8, 4))  # broken: operand space
 
 
 def dma_sizes_differ(x: Any) -> None:
-    nisa.dma_copy(dst=sbuf(64, 4), src=x[0:64, 0:8])  # broken
+    nisa.dma_copy(dst=sbuf(64, 4), src=x[0:64, 0:8])  # broken: shape
 
 
 def vector_reads_hbm(x: Any) -> None:
-    nisa.tensor_copy(sbuf(64, 128), x)  # broken
+    nisa.tensor_copy(sbuf(64, 128), x)  # broken: operand space
 
 
 def gpsimd_reads_psum(x: Any) -> None:
-    nisa.tensor_tensor(sbuf(8, 4), psum(8, 4), sbuf(8, 4), op=nl.add, engine=nisa.engine.gpsimd)  # broken
+    a, b = psum(8, 4), sbuf(8, 4)
+    nisa.tensor_tensor(sbuf(8, 4), a, b, op=nl.add, engine=nisa.engine.gpsimd)  # broken: operand space
 
 
 def both_in_psum(x: Any) -> None:
-    nisa.tensor_tensor(sbuf(8, 4), psum(8, 4), psum(8, 4), op=nl.add)  # broken
+    nisa.tensor_tensor(sbuf(8, 4), psum(8, 4), psum(8, 4), op=nl.add)  # broken: operand space
 
 
 def operand_shapes(x: Any) -> None:
-    nisa.tensor_tensor(sbuf(8, 4), sbuf(8, 4), sbuf(8, 3), op=nl.add)  # broken
+    nisa.tensor_tensor(sbuf(8, 4), sbuf(8, 4), sbuf(8, 3), op=nl.add)  # broken: shape
 
 
 def broadcast_column(x: Any) -> None:
-    nisa.tensor_tensor(sbuf(8, 4), sbuf(8, 4), sbuf(8, 1), op=nl.add)  # broken
+    nisa.tensor_tensor(sbuf(8, 4), sbuf(8, 4), sbuf(8, 1), op=nl.add)  # broken: shape
 
 
 def broadcast_reciprocal(x: Any) -> None:
-    nisa.reciprocal(sbuf(8, 4), sbuf(8, 1))  # broken
+    nisa.reciprocal(sbuf(8, 4), sbuf(8, 1))  # broken: shape
 
 
 def broadcast_activation(x: Any) -> None:
-    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 1))  # broken
+    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 1))  # broken: shape
 
 
 def out_of_bounds(x: Any) -> None:
-    nisa.dma_copy(dst=sbuf(64, 100), src=x[0:64, 100:200])  # broken
+    nisa.dma_copy(dst=sbuf(64, 100), src=x[0:64, 100:200])  # broken: out of bounds
 
 
 def out_of_bounds_pattern(x: Any) -> None:
-    nisa.dma_copy(dst=sbuf(64, 128), src=x.ap([[128, 64], [1, 128]], offset=1))  # broken
+    nisa.dma_copy(dst=sbuf(64, 128), src=x.ap([[128, 64], [1, 128]], offset=1))  # broken: out of bounds
 
 
 def out_of_bounds_grid(x: Any) -> None:
     i, j = xl.mgrid[0:128, 0:4]
-    xl.load(x[i, j])  # broken
+    xl.load(x[i, j])  # broken: out of bounds
 
 
 def write_of_an_element_twice(x: Any) -> None:
-    nisa.dma_copy(dst=x.ap([[64, 4], [1, 128]]), src=sbuf(4, 128))  # broken
+    nisa.dma_copy(dst=x.ap([[64, 4], [1, 128]]), src=sbuf(4, 128))  # broken: overlapping write
 
 
 def write_overlaps_its_source(x: Any) -> None:
     t = sbuf(8, 16)
-    nisa.tensor_copy(t[0:8, 1:9], t[0:8, 0:8])  # broken
-
-
-def scale_must_be_float32(x: Any) -> None:
-    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 4), scale=sbuf(8, 1, dtype=nl.bfloat16))  # broken
-
-
-def operand_column_must_be_float32(x: Any) -> None:
-    nisa.tensor_scalar(sbuf(8, 4), sbuf(8, 4), nl.multiply, sbuf(8, 1, dtype=nl.bfloat16))  # broken
-
-
-def second_operand_column_must_be_float32(x: Any) -> None:
-    nisa.tensor_scalar(sbuf(8, 4), sbuf(8, 4), nl.add, 1.0, False, nl.add, sbuf(8, 1, dtype=nl.bfloat16))  # broken
+    nisa.tensor_copy(t[0:8, 1:9], t[0:8, 0:8])  # broken: overlapping write
 
 
 def power_reads_psum(x: Any) -> None:
-    nisa.tensor_tensor(sbuf(8, 4), psum(8, 4), sbuf(8, 4), op=nl.power)  # broken
+    nisa.tensor_tensor(sbuf(8, 4), psum(8, 4), sbuf(8, 4), op=nl.power)  # broken: operand space
 
 
 def power_writes_psum(x: Any) -> None:
-    nisa.tensor_tensor(psum(8, 4), sbuf(8, 4), sbuf(8, 4), op=nl.power)  # broken
+    nisa.tensor_tensor(psum(8, 4), sbuf(8, 4), sbuf(8, 4), op=nl.power)  # broken: operand space
 
 
 def power_of_psum_by_a_number(x: Any) -> None:
-    xisa.tensor_scalar(xl.ndarray((8, 4), F32, buffer=xl.psum), xl.add, 1.0, op1=xl.power, operand1=-0.5)  # broken
+    data = xl.ndarray((8, 4), F32, buffer=xl.psum)
+    xisa.tensor_scalar(data, xl.add, 1.0, op1=xl.power, operand1=-0.5)  # broken: operand space
 
 
 def activation_the_table_lacks(x: Any) -> None:
-    nisa.activation(sbuf(8, 4), op=nl.cos, data=sbuf(8, 4))  # broken
+    nisa.activation(sbuf(8, 4), op=nl.cos, data=sbuf(8, 4))  # broken: activation
 
 
 def activation_by_a_binary_operator(x: Any) -> None:
-    xisa.activation(op=xl.maximum, data=xl.ndarray((8, 4), F32))  # broken
+    xisa.activation(op=xl.maximum, data=xl.ndarray((8, 4), F32))  # broken: activation
 
 
 def bias_must_be_a_column(x: Any) -> None:
-    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 4), bias=sbuf(8, 4))  # broken
+    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 4), bias=sbuf(8, 4))  # broken: shape
 
 
 def bias_must_be_a_tile_on_v2(x: Any) -> None:
-    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 4), bias=1.0)  # broken
+    nisa.activation(sbuf(8, 4), op=nl.exp, data=sbuf(8, 4), bias=1.0)  # broken: operand
 
 
 def scalar_engine_of_v2_copies_only_by_activation(x: Any) -> None:
-    nisa.tensor_copy(sbuf(8, 4), sbuf(8, 4), engine=nisa.scalar_engine)  # broken
+    nisa.tensor_copy(sbuf(8, 4), sbuf(8, 4), engine=nisa.scalar_engine)  # broken: engine
 
 
 def reduction_over_partitions(x: Any) -> None:
-    nisa.tensor_reduce(sbuf(1, 4), nl.add, sbuf(8, 4), axis=0)  # broken
+    nisa.tensor_reduce(sbuf(1, 4), nl.add, sbuf(8, 4), axis=0)  # broken: reduction axis
 
 
 def transpose_too_wide(x: Any) -> None:
-    nisa.nc_transpose(psum(128, 4), sbuf(4, 512))  # broken
+    nisa.nc_transpose(psum(128, 4), sbuf(4, 512))  # broken: stationary size
 
 
 def partitions_are_the_first_axis(x: Any) -> None:
     t = xl.ndarray((4, xl.par_dim(128), 8), dtype=F32)
-    xisa.tensor_copy(t[:, 0, :])  # broken
+    xisa.tensor_copy(t[:, 0, :])  # broken: partition axis
 
 
 def assigned_result_shape(x: Any) -> None:
-    xl.ndarray((8, 8), dtype=F32)[...] = xisa.tensor_copy(xl.ndarray((8, 4), dtype=F32))  # broken
+    xl.ndarray((8, 8), dtype=F32)[...] = xisa.tensor_copy(xl.ndarray((8, 4), dtype=F32))  # broken: result shape
 
 
 def matmul_assigned_to_sbuf(x: Any) -> None:
-    xl.ndarray((8, 4), dtype=F32)[...] = xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32))  # broken
+    product = xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32))
+    xl.ndarray((8, 4), dtype=F32)[...] = product  # broken: operand space
 
 
 def load_assigned_to_psum(x: Any) -> None:
-    xl.ndarray((64, 128), dtype=F32, buffer=xl.psum)[...] = xl.load(x)  # broken
+    xl.ndarray((64, 128), dtype=F32, buffer=xl.psum)[...] = xl.load(x)  # broken: operand space
 
 
 def masked_matmul(x: Any) -> None:
     i = xl.arange(128)[:, None]
-    xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32), mask=i < 5)  # broken
+    xisa.nc_matmul(xl.ndarray((128, 8), F32), xl.ndarray((128, 4), F32), mask=i < 5)  # broken: unsupported
 
 
 def one_axis_grid_on_chip(x: Any) -> None:
-    xl.ndarray((128, 4), dtype=F32)[xl.arange(64), 0]  # broken
+    xl.ndarray((128, 4), dtype=F32)[xl.arange(64), 0]  # broken: 1-D index
 
 
 def one_axis_grid_in_hbm(x: Any) -> None:
-    x[xl.arange(64)[:, None], xl.arange(8)]  # broken
+    x[xl.arange(64)[:, None], xl.arange(8)]  # broken: 1-D index
 
 
 def grid_beside_a_slice(x: Any) -> None:
-    x[xl.arange(64)[:, None], :]  # broken
+    x[xl.arange(64)[:, None], :]  # broken: mixed index
 
 
 def grid_beside_a_dynamic_slice(x: Any) -> None:
-    x[xl.ds(0, 8), xl.arange(8)[None, :]]  # broken
+    x[xl.ds(0, 8), xl.arange(8)[None, :]]  # broken: mixed index
 
 
 def grid_beside_an_ellipsis(x: Any) -> None:
-    x[xl.arange(64)[:, None], ...]  # broken
+    x[xl.arange(64)[:, None], ...]  # broken: mixed index
 
 
 BROKEN: list[Callable[..., None]] = [

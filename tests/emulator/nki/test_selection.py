@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
-from neuronmm.kernels.hardware import TRN2
+from neuronmm.emulator.nki.tensors import target_core
+from neuronmm.kernels.hardware import TRN1, TRN2
 
 with nki_modules():
     import neuronxcc.nki.isa as xisa
@@ -363,3 +364,19 @@ def test_a_kernel_may_name_its_device(name: str) -> None:
     run(kernel, TensorSpec((4, 4)))
     assert versions == [{"trn2": xisa.nc_version.gen3, "trn3": xisa.nc_version.gen4}[name]]
     assert versions[0] >= xisa.nc_version.gen3
+
+
+def test_a_device_that_the_emulator_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nki_modules():
+        import neuronxcc.nki as xnki
+
+    message = "unknown Neuron device 'trn4': the emulator has inf2, trn1, trn1n, trn2, trn3"
+    with pytest.raises(ValueError, match=message):
+        xnki.jit(platform_target="trn4")
+    for name, core in (("inf2", TRN1), ("trn1n", TRN1), ("trn2", TRN2)):
+        assert xnki.jit(lambda x: None, platform_target=name).core is core
+        monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", name)
+        assert target_core() is core
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn4")
+    with pytest.raises(ValueError, match=message):
+        target_core()

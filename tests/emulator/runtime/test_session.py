@@ -76,6 +76,18 @@ def test_a_nested_block_uses_the_outer_session() -> None:
         assert fresh is not outer and not fresh.calls
 
 
+def test_a_nested_block_cannot_change_the_runtime() -> None:
+    before = process_state()
+    with neuron_emulation():
+        with (
+            pytest.raises(RuntimeError, match="runtime='nxd'\\) inside of one of 'hlo'"),
+            neuron_emulation(runtime="nxd"),
+        ):
+            pass
+        assert importlib.import_module("torch_neuronx.pyhlo.scribe") is not None
+    assert process_state() == before
+
+
 def test_a_host_is_removed_with_the_session_and_returns_in_the_next(
     on_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

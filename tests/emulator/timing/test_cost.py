@@ -8,7 +8,7 @@ import pytest
 
 from neuronmm.emulator.nki import nki_modules
 from neuronmm.emulator.nki.run import TensorSpec, run
-from neuronmm.emulator.nki.trace import Engine, Space
+from neuronmm.emulator.nki.trace import Engine, Space, Trace
 from neuronmm.emulator.timing.cost import cost
 from neuronmm.emulator.timing.sketch import Sketch, part
 from neuronmm.kernels.hardware import TRN1
@@ -52,6 +52,11 @@ def test_the_vector_engine_reads_one_or_two_operands_per_cycle(
     assert cycles(op, operands, result) == pytest.approx(passes * ELEMENTS + TRN1.access_cycles)
 
 
+def trace_of(kernel: Any) -> Trace:
+    spec = TensorSpec((128, ELEMENTS), "float32")
+    return run(kernel, spec, outputs=[spec]).trace
+
+
 def test_the_instructions_that_kernels_record_have_these_costs() -> None:
     """A view that repeats an element is an operand of full size; eight searched values are not."""
     with nki_modules():
@@ -67,10 +72,37 @@ def test_the_instructions_that_kernels_record_have_these_costs() -> None:
             nisa.nc_find_index8(data=added, vals=nisa.max8(src=added))
             nl.store(y, added)
 
-        spec = TensorSpec((128, ELEMENTS), "float32")
-        trace = run(kernel, spec, outputs=[spec]).trace
+        trace = trace_of(kernel)
     passes = {"add": 2, "subtract": 2, "tensor_scalar": 1, "max8": 1, "nc_find_index8": 1}
     for op, count in passes.items():
         (instruction,) = [i for i in trace.instructions if i.op == op]
         busy = cost(instruction, trace.buffers, TRN1).busy * TRN1.vector_ghz
         assert busy == pytest.approx(count * ELEMENTS + TRN1.access_cycles), op
+
+
+def test_a_reciprocal_is_slow_on_the_vector_engine_only_and_a_sum_beside_a_result_is_cheap() -> None:
+    with nki_modules():
+        import neuronxcc.nki.isa as nisa
+        import neuronxcc.nki.language as nl
+
+        def kernel(x: Any, y: Any) -> None:
+            tile, total = nl.load(x), nl.ndarray((128, 1), dtype=nl.float32)
+            nisa.reciprocal(tile)
+            nisa.activation(nl.reciprocal, tile)
+            nisa.tensor_reduce(nl.add, tile, axis=1)
+            nl.store(y, nisa.activation_reduce(nl.exp, tile, reduce_op=nl.add, reduce_res=total))
+
+        trace = trace_of(kernel)
+    slow, fast, *summed = [
+        (i.op, i.engine, cost(i, trace.buffers, TRN1).busy * TRN1.clocks[i.engine.value])
+        for i in trace.instructions
+        if i.engine is not Engine.DMA
+    ]
+    whole = ELEMENTS + TRN1.access_cycles
+    assert slow == ("reciprocal", Engine.VECTOR, pytest.approx(8 * ELEMENTS + TRN1.access_cycles))
+    assert fast == ("reciprocal", Engine.SCALAR, pytest.approx(whole))
+    assert summed == [
+        ("reduce_add", Engine.VECTOR, pytest.approx(whole)),
+        ("accumulate_add", Engine.SCALAR, pytest.approx(TRN1.vector_min_cycles)),
+        ("exp", Engine.SCALAR, pytest.approx(whole)),
+    ]

@@ -74,6 +74,73 @@ def test_collectives_are_added() -> None:
     assert time.stream == pytest.approx(predict_graph(layers(5, 512), TRN1).stream, rel=1e-6)
 
 
+def time_of(graph: Any) -> Any:
+    return predict_graph(HloScribe()(graph).module_proto, TRN1)
+
+
+def attention(heads: int, length: int, dtype: str = "bf16") -> Any:
+    """Return the time of the scores of one query over a cache, a parameter that an output is aliased to."""
+
+    def graph(scribe: Any) -> Any:
+        kind = getattr(scribe, dtype)
+        query = kind[heads, 128, 1].Parameter(parameter_number=0)
+        cache = kind[heads, 128, length].Parameter(parameter_number=1)
+        dims = {
+            "lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0],
+            "lhs_contracting_dimensions": [1], "rhs_contracting_dimensions": [1],
+        }  # fmt: skip
+        kept = kind[cache.sizes].Reshape(cache)
+        kept.set_alias_to(cache, must=True)
+        scores = kind[heads, length, 1].Dot(cache, kind[query.sizes].Negate(query), dot_dimension_numbers=dims)
+        return scribe.tuple(kind[cache.sizes], kind[scores.sizes]).Tuple(kept, scores)
+
+    return time_of(graph)
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_attention_reads_its_cache_once(heads: int) -> None:
+    short, long, wide = attention(heads, 1024), attention(heads, 4096), attention(heads, 1024, "f32")
+    assert short.hbm_read == heads * 128 * 1024 * 2
+    assert long.hbm_read == 4 * short.hbm_read and wide.hbm_read == 2 * short.hbm_read
+    assert long.seconds > wide.seconds > short.seconds > short.hbm_read / (TRN1.dma_rate * 1e9)
+
+
+def test_a_gather_loads_its_result_and_an_update_stores_its_own_bytes() -> None:
+    def lookup(scribe: Any, count: int) -> Any:
+        table, rows = (
+            scribe.bf16[4096, 2048].Parameter(parameter_number=0),
+            scribe.s32[count].Parameter(parameter_number=1),
+        )
+        numbers = {"offset_dims": [1], "collapsed_slice_dims": [0], "start_index_map": [0], "index_vector_dim": 1}
+        options = {"gather_dimension_numbers": numbers, "gather_slice_sizes": [1, 2048]}
+        return scribe.bf16[count, 2048].Gather(table, rows, **options)
+
+    def update(scribe: Any, count: int) -> Any:
+        cache = scribe.bf16[4096, 2048].Parameter(parameter_number=0)
+        new = scribe.bf16[count, 2048].Parameter(parameter_number=1)
+        starts = [scribe.s32.Parameter(parameter_number=n) for n in (2, 3)]
+        return scribe.bf16[4096, 2048].DynamicUpdateSlice(cache, new, *starts)
+
+    few, many = (time_of(lambda s, n=n: lookup(s, n)) for n in (16, 1024))
+    assert (few.hbm_read, many.hbm_read) == (16 * 2048 * 2, 1024 * 2048 * 2) and many.seconds > few.seconds
+    few, many = (time_of(lambda s, n=n: update(s, n)) for n in (16, 1024))
+    assert few.hbm_read == many.hbm_read == 0
+    assert many.seconds > 1024 * 2048 * 2 / (TRN1.dma_rate * 1e9) > few.seconds > 0
+
+
+def test_a_softmax_and_a_norm_take_four_passes() -> None:
+    def call(scribe: Any, target: str) -> Any:
+        x = scribe.f32[4096, 4096].Parameter(parameter_number=0)
+        weight, epsilon = scribe.f32[4096].Parameter(parameter_number=1), scribe.f32.Parameter(parameter_number=2)
+        operands = (x, weight, epsilon) if target == "AwsNeuronRmsNorm" else (x,)
+        config = {"custom_call_target": target, "backend_config": b"1"}
+        return scribe.f32[4096, 4096].CustomCall(*operands, **config)
+
+    names = ("AwsNeuronGeluApprxTanh", "AwsNeuronSoftmax", "AwsNeuronRmsNorm")
+    one, softmax, norm = (time_of(lambda s, n=n: call(s, n)).seconds for n in names)
+    assert softmax == norm == pytest.approx(4 * one, rel=0.01)
+
+
 def test_a_cores_number_costs_nothing() -> None:
     def graph(scribe: Any, numbered: bool) -> Any:
         x = scribe.f32[128, 128].Parameter(parameter_number=0)

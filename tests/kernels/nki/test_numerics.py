@@ -1,7 +1,6 @@
 """Every kernel in both dialects, in bfloat16 and float32, over random shapes with tails.
 
-At most twice the error of torch in the same dtype (``error_rule``). Single calls, whose error is no average over many
-numbers, are within 1e-5 of float64, relative.
+At most twice the error of torch in the same dtype (``error_rule``).
 """
 
 from __future__ import annotations
@@ -33,12 +32,6 @@ BLOCKS = st.builds(
 )
 OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("norm", "residual", "tokens_first")})
 QUICK = examples(20)
-
-
-def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check the relative error of the result as a whole; that of a single number would measure its cancellation."""
-    error = (actual.double() - expected).norm() / expected.norm()
-    assert error <= 1e-5, f"relative error {error:.3g}"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -101,8 +94,9 @@ def test_entries_of_both_dialects(kernels: Any, make: Any, tokens: int, residual
             options |= {"bias": shared} if case is linear else {}
             first = getattr(kernels.entry_neuronxcc, name)(static, **options)
             second = getattr(kernels.entry_nki, name)(static, **options)
-            near(case.result(run(first, *tensors, outputs=[case.output()]).outputs[0]), case.exact())
-            near(case.result(second(*tensors)), case.exact())
+            results = run(first, *tensors, outputs=[case.output()]).outputs[0], second(*tensors)
+            for actual in results:
+                judge([case], lambda c, y=actual: c.result(y))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -114,7 +108,7 @@ def test_a_partial_mlp_stops_at_the_rank_of_down(kernels: Any, make: Any, shared
     kernel = getattr(kernels.entry_neuronxcc, name)(case.ranks(), layout=layout, partial=True)
     shape = (70, 1101) if case.tokens_first else (1101, 70)
     part = case.result(run(kernel, *tensors, outputs=[TensorSpec(shape)]).outputs[0])
-    near(case.weights[5].double() @ part.double(), case.exact())
+    judge([case], lambda c: (c.weights[5].double() @ part.double()).float())
 
 
 def test_an_unknown_layout_is_refused(kernels: Any) -> None:
@@ -129,7 +123,7 @@ def test_order_of_strips_does_not_matter(kernels: Any, make: Any, arrays: Any, s
     kernel = kernels.entry_neuronxcc.low_rank_matmul(40, Blocks(tokens=32, moving=32))
     tensors = [arrays.to_numpy(case.x), *case.packed()]
     shuffled = run(kernel, *tensors, outputs=[case.output()], shuffle=seed).outputs[0]
-    near(arrays.to_torch(shuffled), case.exact())
+    judge([case], lambda _: arrays.to_torch(shuffled))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -146,4 +140,5 @@ def test_baselines(kernels: Any, make: Any, arrays: Any, dialect: str, dtype: to
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_papers_two_kernel_mlp(kernels: Any, make: Any, dialect: str) -> None:
     case = make.mlp(200, 300, (130, 64, 70), 100, torch.float32)
-    near(two_kernel_mlp(case, kernels, dialect, Blocks(tokens=64, moving=64, intermediate=1)), case.exact())
+    sizes = Blocks(tokens=64, moving=64, intermediate=1)
+    judge([case], lambda c: two_kernel_mlp(c, kernels, dialect, sizes))
