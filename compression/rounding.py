@@ -5,20 +5,28 @@ other rows. So P is rounded first, and C is fitted to the rounded P before it is
 
     min over C'  ||C P - C' P8||_F  =>  C' = C P P8^T (P8 P8^T)^-1
 
-The rows of the pivots keep the error of P8. The column form is the row form of the transposed matrix, except that there
-is one scale per row of what is stored.
+What a column of C' loses when it is rounded, the columns after it make up for (compression/error_feedback.py), with the
+Gram matrix ``P8 P8^T``. The rows of the pivots keep the error of P8. The column form is the row form of the transposed
+matrix, except that there is one scale per row of what is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from neuronmm.compression.error_feedback import ErrorFeedback, RoundColumn
 from neuronmm.kernels import Form, Fp8, Int8, quantise, quantise_fp8
 
-Round = Callable[[Tensor], Int8 | Fp8]
+
+class Round(Protocol):
+    """Rounds a matrix [out, in] to few bits, row by row; with ``scales`` [out] instead of the rows' own."""
+
+    def __call__(self, weight: Tensor, scales: Tensor | None = None) -> Int8 | Fp8: ...
+
+
 ROUND: dict[str, Round] = {"int8": quantise, "fp8": quantise_fp8}
 """The dtype of few bits -> what rounds a matrix to it."""
 
@@ -38,8 +46,8 @@ def round_coefficients(coefficients: Tensor, pivots: Tensor, form: Form, rounded
         rounded: rounds a matrix to few bits.
 
     Returns:
-        The fitted coefficients, or the original ones if the error of W' is smaller with them after rounding, which can
-        happen if there are few of them.
+        The fitted coefficients, rounded with error feedback or plainly, or the original ones: those with which the
+        error of W' is smallest.
     """
     exact_pivots, rounded_pivots = _row_form(pivots, form), _row_form(rounded(pivots).dequantise(torch.float64), form)
     exact = _row_form(coefficients, form)
@@ -48,14 +56,26 @@ def round_coefficients(coefficients: Tensor, pivots: Tensor, form: Form, rounded
     ridge = _RIDGE * power if power > 0 else 1.0
     damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     change = exact @ torch.linalg.solve(damped, cross - gram, left=False)
-    fitted, plain = rounded(_row_form(exact + change, form).contiguous()), rounded(coefficients)
+    plain, fitted = rounded(coefficients), rounded(_row_form(exact + change, form).contiguous())
+
+    def begin(group: Tensor, _: int) -> RoundColumn:
+        return column
+
+    def column(values: Tensor, number: int) -> Tensor:
+        """Round a column [out, 1] of the row form with the scales of ``fitted``."""
+        if form is Form.ROWS:
+            return rounded(values, fitted.scales).dequantise(torch.float32)
+        return rounded(values.T, fitted.scales[number : number + 1]).dequantise(torch.float32).T
+
+    wide = ErrorFeedback(gram).compensated(exact + change, begin)
+    compensated = rounded(_row_form(wide, form).contiguous(), fitted.scales)
 
     def error(low: Int8 | Fp8) -> float:
         """Return ``||C P - C8 P8||^2`` without the constant ``||C P||^2``."""
         values = _row_form(low.dequantise(torch.float64), form)
         return float((values @ gram * values).sum() - 2 * (exact @ cross * values).sum())
 
-    return fitted if error(fitted) < error(plain) else plain
+    return min(plain, fitted, compensated, key=error)
 
 
 def _row_form(factor: Tensor, form: Form) -> Tensor:

@@ -38,14 +38,14 @@ class Fp8(NamedTuple):
         return (self.values.to(wide) * self.scales[:, None]).to(dtype)
 
 
-def quantise_fp8(weight: Tensor) -> Fp8:
-    """Round a matrix [out, in] of any float dtype to fp8, row by row.
+def quantise_fp8(weight: Tensor, scales: Tensor | None = None) -> Fp8:
+    """Round a matrix [out, in] of any float dtype to fp8, row by row, with its own scales or with ``scales`` [out].
 
     No element changes by more than a sixteenth of itself, or, if it is less than 2^-6 row scales, by more than 2^-10 of
     them, apart from float32 rounding.
     """
     wide = weight.detach().float()
-    scales = row_scales(wide, LARGEST)
+    scales = row_scales(wide, LARGEST) if scales is None else scales
     return Fp8((wide / scales[:, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales)
 
 

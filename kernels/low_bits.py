@@ -85,16 +85,19 @@ Weight: TypeAlias = Tensor | LowBits
 """A matrix of floats or of few bits."""
 
 
-def quantise(weight: Tensor) -> Int8:
+def quantise(weight: Tensor, scales: Tensor | None = None) -> Int8:
     """Round a matrix [out, in] of any float dtype to int8, row by row.
 
-    No element changes by more than half its row's scale, apart from float32 rounding.
+    No element changes by more than half its row's scale, apart from float32 rounding. Given ``scales`` [out], an
+    element beyond 127 of them becomes 127 of them.
     """
+    if scales is not None:
+        return Int8((weight.float() / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales)
 
     def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
         wide = rows.float()
-        scales = row_scales(wide, 127)
-        return (wide / scales[:, None]).round_().to(torch.int8), scales
+        own = row_scales(wide, 127)
+        return (wide / own[:, None]).round_().to(torch.int8), own
 
     return Int8(*_by_rows(rounded, weight))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from compression_runs import config, tensors
 from draws import examples
 from neuronmm.compression import checkpoint
+from neuronmm.compression.error_feedback import ErrorFeedback
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.pivots import Skeleton
 from neuronmm.compression.recover import recover
@@ -71,16 +72,37 @@ def test_fitted_coefficients_never_err_more_than_unfitted_ones(
     assert error(coefficients, pivots, fitted, form) <= error(coefficients, pivots, plain, form) + 1e-13 * scale
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", [Form.ROWS, Form.COLUMNS], ids=str)
-def test_the_fit_removes_most_of_what_the_rounded_pivots_add(form: Form, dtype: str) -> None:
-    """Pivots of a real kind: chosen from a matrix whose singular values fall by a factor of 100."""
+def without_feedback(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ErrorFeedback, "compensated", lambda self, weight, begin: weight.float())
+
+
+def falling(form: Form) -> tuple[Tensor, Tensor]:
+    """Return coefficients and pivots of a real kind: from a matrix whose singular values fall by a factor of 100."""
     generator = torch.Generator().manual_seed(0)
     values = torch.logspace(0, -2, 48, dtype=torch.float64)
     A, B = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((48, 96), (160, 48)))
     skeleton = Skeleton(A * values.sqrt()[:, None], B * values.sqrt())
     parts = skeleton.coefficients.float(), skeleton.rows.float()
-    coefficients, pivots = parts if form is Form.ROWS else (parts[0].T.contiguous(), parts[1].T.contiguous())
+    return parts if form is Form.ROWS else (parts[0].T.contiguous(), parts[1].T.contiguous())
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("int8", 0.7), ("fp8", 0.8)])
+@pytest.mark.parametrize("form", [Form.ROWS, Form.COLUMNS], ids=str)
+def test_later_columns_make_up_for_what_earlier_ones_lose(
+    form: Form, dtype: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coefficients, pivots = falling(form)
+    with_feedback = round_coefficients(coefficients, pivots, form, ROUND[dtype])
+    without_feedback(monkeypatch)
+    fitted = round_coefficients(coefficients, pivots, form, ROUND[dtype])
+    assert torch.equal(with_feedback.scales, fitted.scales)
+    assert error(coefficients, pivots, with_feedback, form) < share * error(coefficients, pivots, fitted, form)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [Form.ROWS, Form.COLUMNS], ids=str)
+def test_the_fit_removes_most_of_what_the_rounded_pivots_add(form: Form, dtype: str) -> None:
+    coefficients, pivots = falling(form)
     rounding = ROUND[dtype]
     exact_pivots = rounding(pivots).dequantise(torch.float32)
     plain = error(coefficients, pivots, rounding(coefficients), form)
@@ -91,7 +113,8 @@ def test_the_fit_removes_most_of_what_the_rounded_pivots_add(form: Form, dtype: 
 
 
 @pytest.mark.parametrize("form", [Form.ROWS, Form.COLUMNS], ids=str)
-def test_without_an_error_of_the_pivots_nothing_is_fitted(form: Form) -> None:
+def test_without_an_error_of_the_pivots_nothing_is_fitted(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_feedback(monkeypatch)
     coefficients, pivots = drawn(form, 8, 20, 16, 0, "random")
     pivots = quantise(pivots).dequantise(torch.float32)
     pivots = quantise(pivots).dequantise(torch.float32)  # the values of int8, which int8 stores exactly
