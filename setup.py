@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,10 +76,17 @@ class BuildCore(build_ext):
             super().build_extension(ext)
 
 
+def digest_of_sources() -> str:
+    """Return the digest by which kernels/cpu/library.py knows a core that was built from other sources."""
+    files = sorted((*CORE.glob("*.cpp"), *CORE.glob("*.h")))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 core = Extension(
     "neuronmm.kernels.cpu._core",
     sources=sorted(map(str, CORE.glob("*.cpp"))),
     depends=sorted(map(str, CORE.glob("*.h"))),
+    define_macros=[("NEURONMM_SOURCES", f'"{digest_of_sources()}"')],
     extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-fopenmp"],
     extra_link_args=["-fopenmp"],
     optional=True,  # without a compiler the package still installs and runs on torch

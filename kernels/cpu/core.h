@@ -89,6 +89,9 @@ NEURONMM_EXPORT int neuronmm_set_isa(const char* name);
 // themselves.
 NEURONMM_EXPORT void neuronmm_struct_sizes(int64_t* sizes);
 
+// The digest of the sources that the core was built from, as setup.py passes it; empty without.
+NEURONMM_EXPORT const char* neuronmm_sources();
+
 // Number of element types.
 NEURONMM_EXPORT int neuronmm_types();
 

@@ -80,6 +80,12 @@ int neuronmm_set_isa(const char* name) {
     return 0;
 }
 
+#ifndef NEURONMM_SOURCES
+#define NEURONMM_SOURCES ""
+#endif
+
+const char* neuronmm_sources() { return NEURONMM_SOURCES; }
+
 int neuronmm_types() { return neuronmm::kInt4 + 1; }
 
 void neuronmm_struct_sizes(int64_t* sizes) {

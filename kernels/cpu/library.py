@@ -6,6 +6,7 @@ The core is loaded after torch, so that both use the same OpenMP threads.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -170,15 +171,24 @@ def core() -> ctypes.CDLL | None:
 
 
 def _matches(library: ctypes.CDLL) -> bool:
-    """Return whether the built core has this module's functions, types and sizes of structs; a stale build may not."""
+    """Return whether the core was built from the sources beside this module, with its types and sizes of structs."""
     structs = (Matrix, Linear, Layer, Model)
     sizes = (ctypes.c_int64 * len(structs))()
     try:
         library.neuronmm_struct_sizes(sizes)
-        types, _, _ = library.neuronmm_types(), library.neuronmm_linear_group, library.neuronmm_step_lanes  # the newest
+        library.neuronmm_sources.restype = ctypes.c_char_p
+        sources, types = library.neuronmm_sources().decode(), library.neuronmm_types()
     except AttributeError:  # built before the function existed
         return False
-    return types == INT4 + 1 and list(sizes) == [ctypes.sizeof(struct) for struct in structs]
+    right = types == INT4 + 1 and list(sizes) == [ctypes.sizeof(struct) for struct in structs]
+    return right and _digest_of_sources() in (sources, None)
+
+
+def _digest_of_sources() -> str | None:
+    """Return the digest of the sources beside this module, as setup.py computes it; None where there are none."""
+    folder = Path(__file__).parent
+    files = sorted((*folder.glob("*.cpp"), *folder.glob("*.h")))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
 
 
 def require() -> ctypes.CDLL:

@@ -40,6 +40,13 @@ def test_a_core_that_does_not_report_its_struct_sizes_is_rejected() -> None:
     assert not library._matches(ctypes.CDLL(None))
 
 
+def test_a_core_built_from_other_sources_is_rejected(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library.core() is not None
+    library.core.cache_clear()
+    monkeypatch.setattr(library, "_digest_of_sources", lambda: "0" * 64)
+    assert library.core() is None
+
+
 def test_a_core_for_another_python_is_passed_over(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = next(Path(library.__file__).parent.glob(f"_core{EXTENSION_SUFFIXES[0]}"))
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
