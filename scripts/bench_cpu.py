@@ -175,26 +175,29 @@ def say(text: str) -> None:
 def measure(workers: list[Worker], args: argparse.Namespace, done: set[tuple[Any, ...]], file: Any) -> None:
     """Measure every round that is not in the file yet, with one warm-up per process and point."""
     probe, warmed = Probe(), set()
+    points = [(context, batch) for context in args.contexts for batch in args.batches]
+    able = {
+        point: [worker for worker in workers if worker.takes(point[0] + args.new + 1, point[1])] for point in points
+    }
     for turn in range(args.first_round, args.first_round + args.rounds):
-        for context in args.contexts:
-            for batch in args.batches:
-                able = [worker for worker in workers if worker.takes(context + args.new + 1, batch)]
-                for i in range(len(able)):
-                    worker = able[(turn + i) % len(able)]
-                    if (worker.name, context, batch, turn) in done:
-                        continue
-                    if (worker.name, context, batch) not in warmed:
-                        worker(context=context, new=2, batch=batch)
-                        warmed.add((worker.name, context, batch))
-                    before = probe()
-                    result = worker(context=context, new=args.new, batch=batch)
-                    point = {"engine": worker.name, "context": context, "batch": batch, "round": turn}
-                    step = statistics.fmean(result["tpot"])  # as for engines that give one time for all steps
-                    figures = {"ttft": result["ttft"], "step": step, "before": before, "after": probe()}
-                    line = {"model": args.name, "asked": asked(args), **point, **figures}
-                    print(json.dumps(line), file=file, flush=True)
-                    where = f"round {turn - args.first_round + 1} of {args.rounds}, context {context}, batch {batch}"
-                    say(f"{where}, {worker.name}: {batch / step:.1f} tokens/s")
+        for context, batch in points:
+            engines = able[context, batch]
+            for i in range(len(engines)):
+                worker = engines[(turn + i) % len(engines)]
+                if (worker.name, context, batch, turn) in done:
+                    continue
+                if (worker.name, context, batch) not in warmed:
+                    worker(context=context, new=2, batch=batch)
+                    warmed.add((worker.name, context, batch))
+                before = probe()
+                result = worker(context=context, new=args.new, batch=batch)
+                point = {"engine": worker.name, "context": context, "batch": batch, "round": turn}
+                step = statistics.fmean(result["tpot"])  # as for engines that give one time for all steps
+                figures = {"ttft": result["ttft"], "step": step, "before": before, "after": probe()}
+                line = {"model": args.name, "asked": asked(args), **point, **figures}
+                print(json.dumps(line), file=file, flush=True)
+                where = f"round {turn - args.first_round + 1} of {args.rounds}, context {context}, batch {batch}"
+                say(f"{where}, {worker.name}: {batch / step:.1f} tokens/s")
 
 
 def main() -> None:

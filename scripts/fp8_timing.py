@@ -11,12 +11,12 @@ An interrupted run resumes as long as kernels and models are unchanged.
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from resumable_tasks import compute
 
 from neuronmm.emulator.nki import TensorSpec, nki_modules, run
 from neuronmm.emulator.timing.inference import Decoder, predict
@@ -24,14 +24,12 @@ from neuronmm.kernels.hardware import CORES
 from neuronmm.kernels.nki.forms import mlp_packings
 from neuronmm.kernels.nki.problem import FP8, MlpProblem, Ranks
 from neuronmm.kernels.nki.tiling import solve
-from neuronmm.models.documents import read_own, write_json
 
 with nki_modules():
     import paper_cases as cases
 
     from neuronmm.kernels.nki.entry_neuronxcc import low_rank_swiglu_mlp
 
-ROOT = Path(__file__).parent.parent
 SOURCES = (
     *("kernels/hardware.py", "kernels/nki/*.py", "emulator/nki/*.py", "emulator/timing/*.py"),
     *("scripts/paper_cases.py", "scripts/fp8_timing.py"),
@@ -79,7 +77,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=Path("out/fp8_timing.json"), help="finished rows of this run")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the work; default 1")
     args = parser.parse_args()
-    compute(args.state, args.jobs)
+    RESULTS.update(compute(tasks(), one, sources=SOURCES, state=args.state, jobs=args.jobs))
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "fp8.md").write_text("\n".join(document()) + "\n", encoding="utf-8")
     args.state.unlink()
@@ -234,20 +232,6 @@ def tasks() -> dict[str, tuple[Any, ...]]:
 def one(name: str) -> Any:
     """Compute one task."""
     return (run_kernel if name.startswith("kernel") else run_model)(*tasks()[name])
-
-
-def compute(state: Path, jobs: int) -> None:
-    """Fill :data:`RESULTS` in ``jobs`` processes; write each result to ``state`` as soon as it is ready."""
-    digest = hashlib.sha256(b"".join(p.read_bytes() for g in SOURCES for p in sorted(ROOT.glob(g)))).hexdigest()
-    previous = read_own(state) or {}
-    RESULTS.update(previous["results"] if previous.get("sources") == digest else {})
-    state.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(jobs) as pool:
-        running = {pool.submit(one, name): name for name in tasks() if name not in RESULTS}
-        for future in as_completed(running):
-            RESULTS[running[future]] = future.result()
-            write_json(state, {"sources": digest, "results": RESULTS})
-            print(running[future], flush=True)
 
 
 def run_kernel(mlp: cases.Mlp, tokens: int, device: str, factors: str) -> cases.Figures:

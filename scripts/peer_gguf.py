@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import cpu_peers
 
@@ -38,7 +39,9 @@ def main() -> None:
     for kind in args.types:
         file = cpu_peers.write_gguf(args.model, kind)
         name, size = f"llama.cpp {kind}", tensor_bytes(file)
-        add_point(args.sweep, name.replace(" ", "-"), resolve(file), {"name": name, "ratio": 0.0, "bytes": size})
+        bits = int("".join(filter(str.isdigit, kind.partition("_")[0])))  # of most weights: the folder has bf16
+        facts: Any = {"name": name, "ratio": 0.0, "bytes": size, "bits": bits}
+        add_point(args.sweep, name.replace(" ", "-"), resolve(file), facts)
         print(f"{name}: {size / 1e6:.1f} MB")
 
 

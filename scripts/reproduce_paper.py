@@ -10,27 +10,23 @@ the kernels and the models are unchanged.
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from resumable_tasks import compute
 
 from neuronmm.emulator.nki import nki_modules
 from neuronmm.emulator.timing import simulate
 from neuronmm.emulator.timing.timeline import write_png
 from neuronmm.emulator.timing.validation import context_row, leave_kernels_out, rows
 from neuronmm.kernels.hardware import CORES, TRN1
-from neuronmm.models.documents import read_own, write_json
 
 with nki_modules():
     import paper_cases as cases
     from paper_report import document
 
-ROOT = Path(__file__).parent.parent
 SOURCES = (
     "kernels/[hlst]*.py",
     "kernels/nki/*.py",
@@ -51,7 +47,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the work; default 1")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    results = compute(args.state, args.jobs)
+    results = compute(tasks(), one, sources=SOURCES, state=args.state, jobs=args.jobs)
     write_png(simulate(cases.matmul_trace(2048, 2048, 1280, 8192), TRN1), args.output / "timing.png", (0, 300))
     (args.output / "timing.md").write_text("\n".join(document(results)) + "\n", encoding="utf-8")
     args.state.unlink()
@@ -92,24 +88,6 @@ def fitted() -> list[Any]:
 def one(name: str) -> Any:
     """Compute one task."""
     return tasks()[name]()
-
-
-def compute(state: Path, jobs: int) -> dict[str, Any]:
-    """Compute all results by name in ``jobs`` processes; write each to ``state`` as soon as it is ready."""
-    digest = hashlib.sha256(b"".join(p.read_bytes() for g in SOURCES for p in sorted(ROOT.glob(g)))).hexdigest()
-    previous = read_own(state) or {}
-    results: dict[str, Any] = previous["results"] if previous.get("sources") == digest else {}
-    state.parent.mkdir(parents=True, exist_ok=True)
-    todo = [name for name in tasks() if name not in results]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress, ProcessPoolExecutor(jobs) as pool:
-        bar = progress.add_task("", total=len(todo) + len(results), completed=len(results))
-        running = {pool.submit(one, name): name for name in todo}
-        for future in as_completed(running):
-            results[running[future]] = future.result()
-            write_json(state, {"sources": digest, "results": results})
-            progress.update(bar, advance=1, description=running[future])
-    return results
 
 
 if __name__ == "__main__":

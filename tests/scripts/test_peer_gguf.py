@@ -35,6 +35,7 @@ def test_each_type_becomes_a_point_beside_the_dense_model(tmp_path: Path, monkey
     points = {point["name"]: point for point in read_points(out)}
     values = {name: point["perplexity"]["text"]["value"] for name, point in points.items()}
     assert values["llama.cpp BF16"] == values["dense"]
+    assert [points[f"llama.cpp {kind}"]["bits"] for kind in ("BF16", "Q8_0", "Q4_0")] == [16, 8, 4]
     assert 0 < abs(math.log(values["llama.cpp Q8_0"] / values["dense"])) < 0.01
     assert abs(math.log(values["llama.cpp Q4_0"] / values["dense"])) > 1e-4
     (file,) = (tmp_path / "peers").glob("tiny.BF16.gguf-*.Q8_0.gguf")
