@@ -67,7 +67,7 @@ def find_ratio(
         if not trials[MIN_RATIO]["kl"] <= limit:
             raise UserError(
                 f"--budget {limit:g}: removing {MIN_RATIO:.0%} of the targeted weights already costs "
-                f"{trials[MIN_RATIO]['kl']:.3g} nats per token on held-out text; give a larger budget"
+                f"{trials[MIN_RATIO]['kl']:.3g} nats per token on held-out text; give a larger budget with --resume"
             )
         trials |= measure(_near(trials, limit))
         finite = [trials[ratio] for ratio in sorted(trials) if math.isfinite(trials[ratio]["kl"])]  # as JSON's numbers

@@ -9,7 +9,8 @@ docs/results/calibration.md compares these texts and others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ NO_ROWS = torch.zeros(0, 1, dtype=torch.long)
 
 _CACHE_BYTES = 1 << 30  # KV cache of the rows that are sampled together
 
+_PIECE = 1 << 22  # characters that are tokenised together
+
 _PROGRAMS = ("import ", "#include <", "def ", "package ", "class ", "function ", "SELECT ", "```python\n")
 
 
@@ -47,7 +50,8 @@ def calibration_tokens(run: Run) -> tuple[Tensor, Tensor]:
     """Return the rows [rows, length] that a run is fitted to, and the held-out rows: NO_ROWS if it needs no text.
 
     They are read from the interrupted run, else from the store, and are made if neither has them. For every eight rows
-    there is a held-out row, which no step of the run sees before the result is measured. A single row is both.
+    there is a held-out row, to which nothing is fitted; only the search for a budget chooses by them. A single row is
+    both.
 
     Raises:
         UserError: as :func:`make_rows`.
@@ -117,18 +121,29 @@ def from_text(text: str | Path, tokenizer: PreTrainedTokenizerBase, rows: Rows) 
     Raises:
         UserError: the file is missing, empty, not text, malformed, or shorter than one row.
     """
-    ids: list[int] = []
+    ids = array("i")  # a list would take nine times as much memory
     for document in _documents(text, tokenizer):
-        ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        for piece in _pieces(document):
+            ids.extend(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
     bos = _automatic_bos(tokenizer)
     body = rows.length - len(bos)
     available = len(ids) // body
     if available == 0:
         remedy = "lower calibration_length or name other texts" if text in SHIPPED else "give a longer calibration file"
         raise UserError(f"{text}: {len(ids)} tokens are fewer than one row of {body}; {remedy}")
-    packed = torch.tensor(ids[: available * body]).reshape(available, body)
+    packed = torch.frombuffer(ids, dtype=torch.int32)[: available * body].reshape(available, body)
     order = torch.randperm(available, generator=torch.Generator().manual_seed(rows.seed))[: rows.count]
-    return torch.cat([torch.tensor([bos], dtype=torch.long).expand(len(order), -1), packed[order]], dim=1)
+    return torch.cat([torch.tensor([bos], dtype=torch.long).expand(len(order), -1), packed[order].long()], dim=1)
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """Yield a document in pieces that end with a line, because what a tokenizer returns is far larger than its text."""
+    start = 0
+    while len(document) - start > _PIECE:
+        end = document.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield document[start:end]
+        start = end
+    yield document[start:]
 
 
 class _Row(BaseModel):
@@ -172,7 +187,7 @@ def prefixes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     free = [first_token(tokenizer)]
-    chat = [ids(around_user(tokenizer, answer=False)[0])] if tokenizer.chat_template else []
+    chat = [ids(around_user(tokenizer, answer=False)[0]) or free] if tokenizer.chat_template else []
     return [opening for program in _PROGRAMS for opening in (free, *chat, [*free, *ids(program)])]
 
 

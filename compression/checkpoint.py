@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import shutil
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from neuronmm.models.contents import weight_files
 from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError
 from neuronmm.models.lowrank import FACTORS
-from neuronmm.models.output import stranger_in
 from neuronmm.models.portable import make_portable
+from neuronmm.models.source import TEMPLATES
 from neuronmm.models.spec import CompressionSpec
 
 _SHARD_BYTES = 2_000_000_000
@@ -45,12 +44,12 @@ def check_ours(folder: Path) -> None:
             f"{folder}: has no {report.REPORT} that names its files (older versions wrote none that does); --force "
             "replaces only a checkpoint that neuronmm wrote; move that folder away, or give another"
         ) from None
-    names = map(str, files) if isinstance(files, list) else ()
-    stranger = stranger_in(
-        folder, [glob.escape(name) for name in names if "/" not in name]
-    )  # a name is no pattern and no path
-    if stranger is not None:
-        raise UserError(f"{folder}: holds {stranger.name}, which neuronmm did not write; move that away first")
+    names = {Path(str(name)) for name in files} if isinstance(files, list) else set[Path]()
+    ours = {each for name in names for each in (name, *name.parents)}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if name not in ours:
+            raise UserError(f"{folder}: holds {name}, which neuronmm did not write; move that away first")
 
 
 def assemble(final: Path, source: Reader, others: list[str], layers: list[Path], config: dict[str, Any]) -> None:
@@ -109,6 +108,9 @@ def _copy_beside(source: Path, final: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, final / file.name)
+    for file in (source / TEMPLATES).glob("*.jinja"):
+        (final / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, final / TEMPLATES / file.name)
     make_portable(final)
 
 

@@ -90,7 +90,7 @@ class CompressionConfig(BaseModel):
     ``factor_dtype`` and ``weight_dtype`` are those in which the factors and all other weights are stored at the end.
     ``calibration`` is ``self``, ``prose``, ``code``, a file, or a list of these, which get equal shares of the
     ``calibration_rows`` rows of ``calibration_length`` tokens. ``damping`` is relative to the mean diagonal entry of
-    the Gram matrix. ``seed`` is below 2**32.
+    the Gram matrix, and at least 1e-10, so that rounding errors stay below it. ``seed`` is below 2**32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -110,7 +110,7 @@ class CompressionConfig(BaseModel):
     calibration: str | Annotated[list[str], Field(min_length=1)] = list(USUAL_TEXTS)
     calibration_rows: int = Field(default=128, ge=1)
     calibration_length: int = Field(default=256, ge=2)
-    damping: float = Field(default=1e-4, gt=0, le=1e6)
+    damping: float = Field(default=1e-4, ge=1e-10, le=1e6)
     seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="before")
@@ -193,8 +193,12 @@ class CompressionConfig(BaseModel):
         return ("dense", "compressed") if self.method == "anchored" or self.refine != "off" else ("dense",)
 
     @classmethod
-    def build(cls, recipe: Path | None = None, **settings: Any) -> CompressionConfig:
+    def build(
+        cls, recipe: Path | None = None, *, usual: Mapping[str, Any] | None = None, **settings: Any
+    ) -> CompressionConfig:
         """Return the settings of a recipe, overridden by every keyword argument that is not None.
+
+        ``usual`` replaces the defaults of what neither of them names.
 
         Raises:
             UserError: the recipe is missing or not YAML, or a setting is unknown or out of range.
@@ -204,7 +208,7 @@ class CompressionConfig(BaseModel):
         for one, other in (("budget", "ratio"), ("ratio", "budget")):  # an option replaces either of a recipe
             if one in given and other not in given:
                 values.pop(other, None)
-        values |= given
+        values = {**(usual or {}), **values, **given}
         try:
             return cls.model_validate(values)
         except ValidationError as error:

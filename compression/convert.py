@@ -222,5 +222,9 @@ def _update(
         "model_ratio": (targeted - kept) / parameters["dense"],
         "version": VERSION,
     }
+    before = {"form": result.get("form", "two"), "recovered": result["recovery"] is not None}
+    result["conversions"] = [*result["conversions"], before]
+    if result.get("fidelity"):
+        result["fidelity"]["converted_since"] = True
     result |= {**changes, "form": form}
     return CompressionSpec.model_validate({**spec.model_dump(), **changes, "forms": forms})

@@ -77,9 +77,9 @@ def train_factors(
     """Train the factors of the checkpoint in ``folder`` on ``rows`` [rows, length] and write them back.
 
     The weights on disk change only at the end, and only if the held-out loss has fallen. An interruption, or training
-    that does not help, leaves the checkpoint as it was. Each shard is replaced atomically. The same arguments give the
-    same bytes on the same machine, interrupted or not. Several processes share the rows of each step, with the whole
-    model in each, and take the same steps; the first one writes.
+    that does not help, leaves the checkpoint as it was. Each shard is replaced atomically. On a CPU the same
+    arguments give the same bytes on the same machine, interrupted or not. Several processes share the rows of each
+    step, with the whole model in each, and take the same steps; the first one writes.
 
     Args:
         folder: a complete compressed checkpoint; only its factors are replaced.

@@ -35,7 +35,7 @@ _CHUNK = 128  # positions per call of the head, whose logits would otherwise tak
 _REPEATS, _LOOP_TOKENS = 3, 16
 
 
-def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
+def compare(run: Run, folder: Path, rows: Tensor, fitted: Tensor) -> dict[str, Any]:
     """Compare the checkpoint in ``folder`` with the dense model of ``run``; one layer is in memory at a time.
 
     All processes of the run measure; only the first one writes samples.
@@ -44,13 +44,17 @@ def compare(run: Run, folder: Path, rows: Tensor) -> dict[str, Any]:
         run: the run that wrote the checkpoint.
         folder: the checkpoint.
         rows: held-out token ids [rows, length]; without rows nothing is measured, and the models only write samples.
+        fitted: the rows that the factors were fitted to, which are the same if the text has only one.
 
     Returns:
         Plain values for the report. ``text`` names the calibration text, of which the rows are. ``kl`` is the KL
         divergence of the next-token distributions from the dense ones in nats per token, None if it is not finite;
-        ``agreement`` the fraction of positions at which both models' most probable token is the same.
+        ``agreement`` the fraction of positions at which both models' most probable token is the same; ``held_out``
+        whether the factors were fitted to other rows.
     """
-    measured = _distance(run, folder, rows) if rows.numel() else None
+    measured = None
+    if rows.numel():
+        measured = {**_distance(run, folder, rows), "held_out": not torch.equal(rows, fitted)}
     samples = _samples(run, folder) if processes.rank() == 0 else []
     warnings = _warnings(run.config, measured, samples)
     if measured is not None and not math.isfinite(measured["kl"]):
@@ -198,8 +202,9 @@ def _warnings(config: CompressionConfig, distance: dict[str, Any] | None, sample
             f"{budget:g}; {lower}"
         )
     if distance is not None and not distance["kl"] <= LARGEST_KL:
+        text = "held-out" if distance["held_out"] else "its calibration"
         warnings.append(
-            f"the compressed model is far from the dense one ({distance['kl']:.2f} nats per token on held-out text, "
+            f"the compressed model is far from the dense one ({distance['kl']:.2f} nats per token on {text} text, "
             f"more than {LARGEST_KL}); {lower}, or calibrate on more text like yours"
         )
     looping = [s["prompt"] for s in samples if s["compressed"]["loops"] and not s["dense"]["loops"]]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from neuronmm.compression.config import CompressionConfig
@@ -93,13 +94,15 @@ def check_processes(config: CompressionConfig) -> None:
 
 
 def check_rows(rows: Tensor, held_out: Tensor, config: CompressionConfig) -> None:
-    """Check that recovery has rows to train on, and that every process gets some of the rows [rows, length].
+    """Check that a budget and recovery have rows enough, and that every process gets some of the rows [rows, length].
 
     Raises:
         UserError: there are too few.
     """
     if config.recover != "off" and len(rows) < 2:
         raise UserError(f"recovery trains on two or more calibration rows, not {len(rows)}; calibrate on more")
+    if config.budget is not None and torch.equal(rows, held_out):
+        raise UserError("a budget is kept on rows of its own, and the text has a single one; calibrate on more")
     count = processes.size()
     if count > 1 and min(len(rows), len(held_out)) < count:
         raise UserError(

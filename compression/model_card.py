@@ -80,9 +80,14 @@ def _distance(report: dict[str, Any]) -> list[str]:
     error = "" if distance["kl_standard_error"] is None else f" ± {distance['kl_standard_error']:.3f}"
     same = report["fidelity"].get("text") in (None, (report["calibration"] or {}).get("source"))
     text = "calibration" if same else "recovery's"
+    when = "before the form of the factors was changed, " if report["fidelity"].get("converted_since") else ""
+    chosen = ", by which the ratio was chosen," if report.get("budget") is not None and same else ""
+    tokens = (
+        f"held-out tokens{chosen}" if distance.get("held_out", True) else "tokens, which the factors were fitted to,"
+    )
     return [
         "",
-        f"Measured on {distance['rows']} x {distance['length']} held-out tokens of the {text} text: a KL "
+        f"Measured {when}on {distance['rows']} x {distance['length']} {tokens} of the {text} text: a KL "
         f"divergence of {distance['kl']:.3f}{error} nats per token from the dense model, and the same next token in "
         f"{distance['agreement']:.1%}.",
     ]

@@ -137,7 +137,7 @@ def compress(
                 _assemble(run, final, contents, spec)
             processes.meet()
             recovery = result["recovery"] = last_steps(run, final, rows)
-            result["fidelity"] = compare(run, final, held_out)
+            result["fidelity"] = compare(run, final, held_out, rows)
             # A resumed run adds the time of the layers and epochs that the interrupted run finished.
             earlier = sum(layer["seconds"] for layer in layers[:resumed_layers])
             earlier += recovery["resumed_seconds"] if recovery else 0.0
@@ -291,7 +291,7 @@ def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]], para
     config, text = run.config, None
     if len(rows):
         text = {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed}
-        text |= {"asked_rows": config.calibration_rows}
+        text |= {"asked_rows": config.calibration_rows, **of_texts(config)}
     forms = {name: form for layer in layers for name, form in layer["forms"].items()}
     return CompressionSpec(
         format=2 if forms else 1 if plan.part_ranks else 3,
@@ -328,6 +328,7 @@ def _facts(
         "matrices": matrices,
         "recovery": None,
         "fidelity": None,
+        "conversions": [],
     }
 
 

@@ -56,6 +56,9 @@ FIRST_MLP = f"{LAYERS}.0.mlp."
 FIRST_SHARE = 0.1
 """The largest share of the parameters that these linears may have, so that the others do not give up too much."""
 
+_NOISE = 1e-12
+"""Eigenvalues below this fraction of the largest one are rounding errors."""
+
 MAX_SCALE = 1e3
 """Largest scale of a linear relative to those that share its A. A linear without energy has no weight in A."""
 
@@ -187,13 +190,16 @@ def realised(linears: Sequence[Linear], ranks: dict[str, int | None]) -> float:
 
 
 def energy(spectrum: Tensor) -> float:
-    """Return the energy of a linear's outputs without the first direction; ``spectrum`` is sorted, largest first."""
-    return float(spectrum[1:].sum())
+    """Return the energy of a linear's outputs without the first direction; ``spectrum`` is sorted, largest first.
+
+    What rounding leaves of a matrix of rank 1 is no energy: as the whole of a loss it would draw the budget.
+    """
+    return float(spectrum[1:][spectrum[1:] > _NOISE * spectrum[0]].sum())
 
 
 def relative(spectrum: Tensor, total: float) -> Tensor:
     """Return the loss reduction of each rank as a fraction of the energy ``total``; 0 without energy."""
-    return spectrum / max(total, 1e-300)
+    return spectrum / total if total > 0 else 0 * spectrum
 
 
 def allocate(
@@ -216,23 +222,15 @@ def allocate(
     ranks = _least(linears, ratio, align, budget)
     budget -= sum(linear.parameters(ranks[linear.name]) for linear in linears)
     steps: list[tuple[float, int, int | None]] = []
+    choices = [_Steps.of(linear, losses[linear.name], align) for linear in linears]
 
     def offer(number: int) -> None:
         """Push the linear's best affordable step onto the heap, by gain per parameter."""
         linear, rank = linears[number], ranks[linears[number].name]
-        if rank is None:
-            return
-        loss, size, tile = losses[linear.name], linear.parameters(rank), linear.tile(align)
-        further = [*range(rank + tile, math.ceil(linear.limit), tile), None]
-        if not linear.pivoted:
-            further = further[:1]
-        further = [step for step in further if linear.parameters(step) - size <= budget]
-        if not further:
-            return
-        gains = loss.cumsum(0)[[(step or len(loss)) - 1 for step in further]] - loss[:rank].sum()
-        rates = [float(gain) / (linear.parameters(step) - size) for gain, step in zip(gains, further, strict=True)]
-        best = max(range(len(further)), key=rates.__getitem__)
-        heapq.heappush(steps, (-fractions[linear.name] * rates[best], number, further[best]))
+        best = None if rank is None else choices[number].best(rank, linear.parameters(rank), budget)
+        if best is not None:
+            rate, step = best
+            heapq.heappush(steps, (-fractions[linear.name] * rate, number, step))
 
     for number in range(len(linears)):
         offer(number)
@@ -244,6 +242,36 @@ def allocate(
             ranks[linear.name], budget = step, budget - cost
         offer(number)
     return ranks
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The ranks of one linear, the last of which is dense: their parameters, and the loss that they take away."""
+
+    ranks: list[int | None]
+    parameters: Tensor
+    gained: Tensor
+    loss: Tensor
+    nested: bool
+    """Whether only the next rank is offered: two factors gain less with every further rank."""
+
+    @classmethod
+    def of(cls, linear: Linear, loss: Tensor, align: Align) -> _Steps:
+        tile = linear.tile(align)
+        ranks = [*range(tile, math.ceil(linear.limit), tile), None]
+        sizes = loss.double().new_tensor([linear.parameters(rank) for rank in ranks])
+        gained = loss.cumsum(0)[[(rank or len(loss)) - 1 for rank in ranks]]
+        return cls(ranks, sizes, gained, loss, not linear.pivoted)
+
+    def best(self, rank: int, size: int, budget: int) -> tuple[float, int | None] | None:
+        """Return the gain per parameter and the rank of the best step from ``rank`` that the ``budget`` allows."""
+        first = self.ranks.index(rank) + 1
+        more = slice(first, first + 1 if self.nested else None)
+        costs = self.parameters[more] - size
+        rates = (self.gained[more] - self.loss[:rank].sum()).double() / costs
+        rates[costs > budget] = -math.inf
+        best = int(rates.argmax())
+        return None if costs[best] > budget else (float(rates[best]), self.ranks[first + best])
 
 
 def _least(linears: Sequence[Linear], ratio: float, align: Align, budget: int) -> dict[str, int | None]:

@@ -6,6 +6,7 @@ The result has the same bytes as that of ``compress`` with the setting ``recover
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from neuronmm.compression.member import check_rows, workspace_of
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.run import Run, check_device
+from neuronmm.compression.shipped_texts import SHIPPED
 from neuronmm.compression.workspace import Workspace
 from neuronmm.kernels.widened_linears import multiplies_bf16
 from neuronmm.models import processes
@@ -35,10 +37,9 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.lowrank import FACTORS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import is_compressed, read_config, resolve
+from neuronmm.models.source import difference, is_compressed, read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
-_SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _GIVE_DENSE = "give the dense model with --dense"
 
 
@@ -103,6 +104,8 @@ def recover(
         folder = processes.in_turn(lambda: resolve(model))
         spec, sizes, result = _open(folder)
         config = _config(spec, settings | {"budget": result.get("budget")})
+        if calibration is None:
+            _check_texts(config, spec.calibration or {}, folder)
         workspace.protect(folder, *config.text_files, result["model"] if dense is None else None)
         source = Reader(processes.in_turn(lambda: _dense_folder(folder, result["model"], dense, progress)))
         workspace.protect(source.folder)
@@ -118,7 +121,7 @@ def recover(
                 copy_checkpoint(folder, final)
             processes.meet()
             recovery = result["recovery"] = last_steps(run, final, rows)
-            result["fidelity"] = compare(run, final, held_out)
+            result["fidelity"] = compare(run, final, held_out, rows)
             result["bytes"]["compressed"] = Reader(final).total_bytes()
             resumed = recovery["resumed_seconds"] if recovery else 0.0
             result["seconds"] += resumed + time.perf_counter() - began
@@ -207,6 +210,23 @@ def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfi
     return CompressionConfig.build(**{**fitted, **asked})
 
 
+def _check_texts(config: CompressionConfig, text: dict[str, Any], folder: Path) -> None:
+    """Check that the texts hold what they held when ``folder`` was calibrated on them; older checkpoints do not say.
+
+    A release may change the shipped texts; a line on stderr says so.
+
+    Raises:
+        UserError: a file has changed.
+    """
+    before = text.get("content_of_texts")
+    for name, digest in of_texts(config)["content_of_texts"].items():
+        if isinstance(before, dict) and digest is not None and before.get(name, digest) != digest:
+            changed = f"{name}: has changed since {folder} was calibrated on it"
+            if name not in SHIPPED:
+                raise UserError(f"{changed}; name the texts with --calibration to train on what they hold now")
+            print(f"neuronmm: {changed}, so the rows differ", file=sys.stderr)
+
+
 def _begin(
     config: CompressionConfig, workspace: Workspace, low: Reader, dense: Reader, sizes: ModelConfig, device: str
 ) -> None:
@@ -239,8 +259,7 @@ def _dense_folder(folder: Path, recorded: str, asked: str | Path | None, progres
     settings, compressed = read_config(dense), read_config(folder)
     if settings.get("quantization_config") is not None:
         raise UserError(f"{dense}: is compressed or quantised itself; {_GIVE_DENSE}")
-    for key in _SAME:
-        if settings.get(key) != compressed.get(key):
-            values = f"{key} {settings.get(key)}, not {compressed.get(key)}"
-            raise UserError(f"{dense}: is not what {folder} was made from ({values}); {_GIVE_DENSE}")
+    other = difference(settings, compressed)
+    if other is not None:
+        raise UserError(f"{dense}: is not what {folder} was made from ({other}); {_GIVE_DENSE}")
     return dense

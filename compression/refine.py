@@ -53,9 +53,9 @@ def refine(
     """Train ``layer`` in place and keep the state with the best held-out loss, the untrained state included.
 
     The loss is the mean over tokens of ``|y' - y|^2 / |y|^2``, because the next layer's norm scales all tokens to one
-    size, massive ones too. Matmuls run in bf16 if the device supports it natively; weights and sums are float32. The
-    same arguments give the same result on the same machine. Of several processes each runs the rows that it has, and
-    all take the same steps.
+    size, massive ones too. Matmuls run in bf16 if the device supports it natively; weights and sums are float32. On a
+    CPU the same arguments give the same result on the same machine. Of several processes each runs the rows that it
+    has, and all take the same steps.
 
     Args:
         layer: a compressed decoder layer, float32.

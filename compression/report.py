@@ -48,10 +48,11 @@ _TABLE = "compression_report.md"
 def write(report: dict[str, Any], folder: Path) -> None:
     """Write the report and the model card into the folder of an otherwise complete checkpoint.
 
-    ``files`` of the report lists all files of the folder.
+    ``files`` of the report lists all files of the folder, by their paths in it.
     """
     model_card.write(report, folder, warnings(report))
-    report["files"] = sorted({REPORT, _TABLE, *(file.name for file in folder.iterdir())})
+    files = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    report["files"] = sorted({REPORT, _TABLE, *files})
     write_json(folder / REPORT, report)
     (folder / _TABLE).write_text(as_markdown(report), encoding="utf-8")
 
@@ -65,6 +66,9 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         report = renamed(read_object(folder / REPORT), notice=False)
         as_markdown(report)
+        for conversion in report.setdefault("conversions", []):  # older reports have none
+            if conversion["form"] not in ("two", "pivoted") or not isinstance(conversion["recovered"], bool):
+                raise ValueError
         for matrix in report["matrices"]:
             out_features, in_features = matrix["shape"]
             rank, spectrum = matrix["rank"] or 1, matrix.setdefault("spectrum", None) or ()
@@ -83,6 +87,8 @@ def summary(report: dict[str, Any]) -> list[tuple[str, str]]:
     text = "none"
     if calibration:
         size = f"{calibration['rows']} x {calibration['length']} tokens"
+        asked = calibration.get("asked_rows", 0)  # older reports have none
+        size += f" (of {asked} rows asked)" if calibration["rows"] < asked else ""
         sources = calibration["source"]
         names = ", ".join(map(str, sources)) if isinstance(sources, list) else sources
         text = f"{names}, {size}, seed {calibration['seed']}"
@@ -152,8 +158,17 @@ def _distance_row(report: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     error = "" if distance["kl_standard_error"] is None else f" ± {distance['kl_standard_error']:.3f}"
     measured = f"{distance['kl']:.3f}{error} nats per token (KL divergence), the same next token in"
-    size = f"{distance['rows']} x {distance['length']} held-out tokens{of_other_text(report)}"
+    size = f"{distance['rows']} x {distance['length']} {tokens_of(report)}"
     return [("distance from dense", f"{measured} {distance['agreement']:.1%} of {size}")]
+
+
+def tokens_of(report: dict[str, Any]) -> str:
+    """Return what the tokens are on which the distance was measured, and of which checkpoint, if not of this one."""
+    fitted = not report["fidelity"]["distance"].get("held_out", True)  # older reports do not say
+    tokens = "tokens that the factors were fitted to" if fitted else f"held-out tokens{of_other_text(report)}"
+    if report.get("budget") is not None and not of_other_text(report):
+        tokens += ", by which the ratio was chosen"
+    return tokens + (", before the form was changed" if report["fidelity"].get("converted_since") else "")
 
 
 def of_other_text(report: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The training loop of refinement and recovery: AdamW with early stopping on held-out rows.
 
-The state between two epochs fits in one file, from which an interrupted training continues to the same bytes.
+The state between two epochs fits in one file, from which an interrupted training continues, on a CPU to the same bytes.
 """
 
 from __future__ import annotations

@@ -39,6 +39,10 @@ _KNOWN = (MARK, RUN, SEARCH, *_FOLDERS, *(f"{state}.safetensors" for state in _S
 """The names of all files and folders that a run writes into its folder."""
 
 
+_OF_THE_PLAN = ("budget", "ratio")
+"""The settings on which nothing depends that is kept before the ranks are planned."""
+
+
 class Workspace:
     """The files of one run, one per layer, and the checkpoint assembled from them.
 
@@ -96,7 +100,8 @@ class Workspace:
     def begin(self, run: dict[str, Any]) -> None:
         """Start the run with the settings ``run``, or resume an interrupted one of the same settings.
 
-        An interrupted run whose settings cannot be read is discarded.
+        As long as no ranks are planned, a resumed run may have another ratio or budget. An interrupted run whose
+        settings cannot be read is discarded.
 
         Raises:
             UserError: the run to resume has other settings.
@@ -107,12 +112,14 @@ class Workspace:
             write_json(self.folder / RUN, run)
             return
         before = renamed(before, notice=False)
-        changed = [key for key in run if before.get(key) != run[key]]
+        planned = (self.folder / SEARCH).exists() or any(self.folder.glob("layer-*"))
+        changed = [key for key in run if before.get(key) != run[key] and (planned or key not in _OF_THE_PLAN)]
         if changed:
             raise UserError(
                 f"{self.folder}: was started with another {changed[0]} ({before.get(changed[0])!r}, now "
                 f"{run[changed[0]]!r}); repeat that command with --resume, or --force starts over"
             )
+        write_json(self.folder / RUN, run)
 
     @property
     def common(self) -> Path:

@@ -61,7 +61,8 @@ class _Sequence:
         if not finite:
             return UserError(NOT_FINITE)
         if not self.sampler.plain:
-            token = int(self.sampler(torch.tensor([self.seen], device=logits.device), logits)[0])
+            seen = self.seen if self.sampler.penalises else self.seen[-1:]  # a long text takes as long as a step
+            token = int(self.sampler(torch.tensor([seen], device=logits.device), logits)[0])
         self.seen.append(token)
         return token
 

@@ -79,13 +79,13 @@ class ModelDrafter:
 
     It reads a long context one chunk per call. It drafts when it has read all of it.
 
-    ``step_seconds`` is the time of one of its steps.
+    ``step_seconds`` is the time of one of its steps. ``vocabulary`` is the number of tokens that both models have.
     """
 
     acceptance = 0.7
 
-    def __init__(self, decoder: CpuDecoder, step_seconds: float) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: CpuDecoder, step_seconds: float, vocabulary: int) -> None:
+        self._decoder, self._vocabulary = decoder, vocabulary
         self._step_seconds = step_seconds
         self._held: list[int] = []  # the tokens in the cache
         self._context = 0  # how many of them are certain
@@ -103,18 +103,23 @@ class ModelDrafter:
         """See :class:`Drafter`."""
         held = self._known(context)
         end = min(held + CHUNK, len(context))
+        if max(context[held:end]) >= self._vocabulary:  # the draft cannot read it
+            return []
         logits = self._read(context[held:end], held)
         if end < len(context):  # the next steps read the rest; a row that arrives meanwhile waits for one chunk
             self._held, self._context = context[:end], end
             return []
-        draft = [int(logits.argmax())]
+        draft = [self._likeliest(logits)]
         while len(draft) < count:
             start = time.perf_counter()
             logits = self._decoder.decode(torch.tensor(draft[-1:]))
             self._step_seconds += (time.perf_counter() - start - self._step_seconds) / MAX_BATCH
-            draft.append(int(logits.argmax()))
+            draft.append(self._likeliest(logits))
         self._held, self._context = context + draft[:-1], len(context)
         return draft
+
+    def _likeliest(self, logits: Tensor) -> int:
+        return int(logits.flatten()[: self._vocabulary].argmax())
 
     def _known(self, context: list[int]) -> int:
         """Return how many of the context's tokens are in the cache; the last one is never counted."""

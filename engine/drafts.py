@@ -15,7 +15,7 @@ from neuronmm.engine.backends.torch_runner import TorchRunner
 from neuronmm.engine.cpu_decoder import CpuDecoder, describe
 from neuronmm.engine.drafters import Drafter, FewerBitsDrafter, ModelDrafter, NgramDrafter
 from neuronmm.models.errors import UserError
-from neuronmm.models.load import load_config, load_tokenizer
+from neuronmm.models.load import load_tokenizer
 from neuronmm.models.low_bits import WeightDtype, weight_dtype_of
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import resolve
@@ -31,7 +31,7 @@ class Drafts:
     """What ``draft`` names: n-grams, the model itself in fewer bits, or a checkpoint that is loaded beside the model.
 
     Raises:
-        UserError: the model does not decode in the C++ core, or the checkpoint has another vocabulary or does not
+        UserError: the model does not decode in the C++ core, or the checkpoint has another tokenizer or does not
             decode there either.
     """
 
@@ -44,7 +44,7 @@ class Drafts:
         vocabulary: int,
         progress: Progress = no_progress,
     ) -> None:
-        self.name = str(draft)
+        self.name, self._vocabulary = str(draft), vocabulary
         self._runner: TorchRunner | None = None
         rounded: WeightDtype | None = next((dtype for dtype in FEWER_BITS if dtype == draft), None)
         self._shares_cache = rounded is not None
@@ -57,7 +57,7 @@ class Drafts:
         elif rounded is not None:  # from the weights in the files, which were rounded when the model was loaded
             self._runner = cpu.load(folder, runner.dtype, "auto", rounded)
         else:
-            self._runner = cpu.load(_same_vocabulary(draft, tokenizer, vocabulary, progress), runner.dtype, "auto")
+            self._runner = cpu.load(_same_tokenizer(draft, tokenizer, progress), runner.dtype, "auto")
         if not _in_core(self._runner):
             raise UserError(f"{draft}: does not decode in the C++ core; use another draft, or --draft {NGRAM}")
         self._step_seconds = _step_seconds(_decoder(self._runner, 4))
@@ -73,21 +73,18 @@ class Drafts:
         model, max_len = self._runner.model, rows[0].max_len
         if not self._shares_cache:
             own = _decoder(self._runner, max_len)
-            return lambda _: ModelDrafter(own, self._step_seconds)
+            # Models of one family pad their embeddings to different sizes; no text has the tokens of the padding.
+            common = min(self._vocabulary, model.config.vocab_size)
+            return lambda _: ModelDrafter(own, self._step_seconds, common)
         weights = describe(model, max_len)
         twins = [CpuDecoder(model, 1, max_len, weights, row.cache) for row in rows]
-        return lambda row: FewerBitsDrafter(twins[row], self._step_seconds)
+        return lambda row: FewerBitsDrafter(twins[row], self._step_seconds, self._vocabulary)
 
 
-def _same_vocabulary(
-    draft: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int, progress: Progress
-) -> Path:
+def _same_tokenizer(draft: str | Path, tokenizer: PreTrainedTokenizerBase, progress: Progress) -> Path:
     folder = resolve(draft, progress)
-    other = load_config(folder).vocab_size
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{draft}: has another vocabulary than the model; a draft has to have the same tokenizer")
-    if other != vocabulary:
-        raise UserError(f"{draft}: has embeddings of {other} tokens, the model of {vocabulary}; a draft needs as many")
     return folder
 
 

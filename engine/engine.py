@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,8 @@ from neuronmm.models.load import DTYPES, end_tokens, load_config, load_tokenizer
 from neuronmm.models.progress import Progress, no_progress
 from neuronmm.models.source import read_config, resolve
 from neuronmm.models.tensors import check_tokens
+
+_BATCHES = 8  # batches of similar lengths that are made at once; their results come in order only at the end
 
 
 class PromptTooLong(UserError):
@@ -113,12 +116,13 @@ class Engine:
     ) -> list[Generation]:
         """Continue every prompt and return the results in the order of the prompts.
 
-        Prompts of similar length run together in left-padded batches of up to ``runner.max_batch``. In a continuous
-        batch each prompt joins, in order, when a slot is free. If a prompt and ``max_new_tokens`` exceed the model's
-        context, generation ends when the context is full, with the ``finish_reason`` ``context``.
+        Of 64 successive prompts (eight batches), those of similar length run together in left-padded batches of up to
+        ``runner.max_batch``. In a continuous batch each prompt joins, in order, when a slot is free. If a prompt and
+        ``max_new_tokens`` exceed the model's context, generation ends when the context is full, with the
+        ``finish_reason`` ``context``.
 
         Raises:
-            UserError: a prompt does not fit the model's context, or there are drafts and several prompts.
+            UserError: a prompt does not fit the context, ``prompts`` is one text, or there is a draft for several.
 
         Examples:
             >>> import neuronmm
@@ -129,14 +133,43 @@ class Engine:
             >>> [(result.prompt, len(result.token_ids)) for result in results]
             [('The sky is', 8), ('Water boils at', 8)]
         """
+        return list(self.each(prompts, params, chat=chat))
+
+    def each(
+        self, prompts: Sequence[str], params: SamplingParams | None = None, *, chat: bool = False
+    ) -> Iterator[Generation]:
+        """Yield the results of :meth:`generate`, each as soon as it and all before it are complete.
+
+        Raises:
+            UserError: as :meth:`generate`, before the first result.
+        """
+        if isinstance(prompts, str):
+            raise UserError("prompts is one text; give a list of texts")
         if self.drafts and len(prompts) > 1:
             raise UserError(f"drafts serve one prompt at a time, not {len(prompts)}; leave out the draft")
         params = params or SamplingParams()
         rows = self._rows(prompts, params, chat)
-        for group in [rows] if self.runner.continuous else self._groups(rows):
+        size = len(rows) if self.runner.continuous else _BATCHES * self.runner.max_batch
+        for first in range(0, len(rows), max(size, 1)):
+            yield from self._in_order(rows[first : first + size], params)
+
+    def _in_order(self, rows: list[Row], params: SamplingParams) -> Iterator[Generation]:
+        waiting = deque(rows)
+
+        def complete(current: Row | None = None) -> Iterator[Generation]:
+            """Yield the results up to the first that is not complete; that of ``current`` may not be."""
+            while waiting and waiting[0] is not current and waiting[0].result.finish_reason:
+                yield waiting.popleft().result
+
+        if self.runner.continuous:
+            for current, _ in self._run(rows, params):
+                yield from complete(current)
+            yield from complete()
+            return
+        for group in self._groups(rows):
             for _ in self._run(group, params):
-                pass
-        return [row.result for row in rows]
+                pass  # whoever takes the results must not slow the batch that is measured
+            yield from complete()
 
     def stream(self, prompt: str, params: SamplingParams | None = None, *, chat: bool = False) -> Stream:
         """Continue one prompt and yield the text as it is generated; the text is that of :meth:`generate`.
@@ -178,12 +211,14 @@ class Engine:
         return Row(prompt_ids, limit, reason, seed, stream, Generation(prompt, len(prompt_ids)), alternatives)
 
     def _groups(self, rows: list[Row]) -> list[list[Row]]:
-        """Split ``rows`` by the length of their prompts into batches that the runner has rows and positions for."""
-        groups, most = list[list[Row]](), self.runner.max_len
+        """Split ``rows`` by the length of their prompts into batches that the runner has rows for, within the context.
+
+        All prompts of a batch are padded to the longest, and all rows run until the last one has ended.
+        """
+        groups = list[list[Row]]()
         for row in sorted(rows, key=lambda row: len(row.prompt_ids)):
             full = not groups or len(groups[-1]) == self.runner.max_batch
-            # All prompts of a batch are padded to the longest, and graphs have a fixed number of positions.
-            if full or (most is not None and _positions([*groups[-1], row]) > most):
+            if full or _positions([*groups[-1], row]) > self.context:
                 groups.append([])
             groups[-1].append(row)
         return groups
@@ -244,7 +279,8 @@ def load(
         model: a folder, a GGUF file or a hub id.
         backend: ``cpu``, ``cuda``, ``neuron`` or ``auto`` (CUDA if there is a GPU and it has the options, else the
             CPU).
-        dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is bf16 for a checkpoint in bf16 or fp16, else fp32.
+        dtype: ``bf16``, ``fp16``, ``fp32``; ``auto`` is what config.json names, else what is stored, with
+            bf16 instead of fp16.
         impl: the low-rank kernel; ``auto`` is the fastest one for each call.
         amp: the Neuron hosts' name for ``dtype``.
         draft: ``ngram``, ``int4`` or ``int8`` (the model itself with its dense weights rounded), or a checkpoint with

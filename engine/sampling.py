@@ -97,7 +97,9 @@ class Sampler:
     def __init__(self, params: SamplingParams, seeds: list[int], device: torch.device) -> None:
         self._greedy = params.temperature == 0
         self._process: Any = LogitsProcessorList()
-        if params.repetition_penalty != 1:
+        self.penalises = params.repetition_penalty != 1
+        """Whether the choice depends on the tokens so far."""
+        if self.penalises:
             self._process.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
         if not self._greedy:
             if params.temperature != 1:

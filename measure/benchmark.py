@@ -40,7 +40,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.load import positions_of
 from neuronmm.models.low_bits import weight_dtype_of
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import is_compressed, read_config, resolve
+from neuronmm.models.source import difference, is_compressed, read_config, resolve
 from neuronmm.models.spec import CompressionSpec
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def checkpoints(config: BenchmarkConfig, progress: Progress = no_progress) -> di
     """Return the checkpoint folders by variant: ``fused`` for a compressed model, ``dense`` for a dense one.
 
     Raises:
-        UserError: a model cannot be read, the baseline is compressed, or a dense model has a baseline.
+        UserError: a model cannot be read, the baseline is compressed or another model, or a dense model has one.
     """
     folder = resolve(config.model, progress)
     if not is_compressed(folder):
@@ -177,6 +177,9 @@ def checkpoints(config: BenchmarkConfig, progress: Progress = no_progress) -> di
     baseline = resolve(config.baseline, progress)
     if is_compressed(baseline):
         raise UserError(f"{config.baseline} is a compressed model itself; --baseline has to be the dense one")
+    other = difference(read_config(baseline), read_config(folder))
+    if other is not None:
+        raise UserError(f"{config.baseline} is not what {config.model} was made from ({other}); give its dense model")
     return {"dense": baseline, "fused": folder}
 
 
@@ -196,20 +199,7 @@ def _load(config: BenchmarkConfig, folders: dict[str, Path], dtype: torch.dtype)
         if name == "fused" and weight_dtype_of(runner.model) is None:
             variants["naive"] = _Loaded(runner.sibling("naive"), seconds, step_bytes)  # the same weights
         variants[name] = _Loaded(runner, seconds, step_bytes)
-    check_vocabularies(config, [variant.runner.model.config.vocab_size for variant in variants.values()])
     return variants
-
-
-def check_vocabularies(config: BenchmarkConfig, sizes: Sequence[int]) -> None:
-    """Check that the models of a benchmark have one vocabulary.
-
-    Raises:
-        UserError: they have not.
-    """
-    if len(set(sizes)) > 1:
-        raise UserError(
-            f"{config.model} and {config.baseline} have different vocabularies; they are not the same model"
-        )
 
 
 def _compression(folder: Path) -> CompressionSpec | None:

@@ -17,7 +17,7 @@ from neuronmm.engine.backends import choose, neuron
 from neuronmm.engine.backends.neuron import NeuronRunner
 from neuronmm.engine.engine import pick_dtype
 from neuronmm.kernels.hardware import TRN1
-from neuronmm.measure.benchmark import check_vocabularies, checkpoints, measure
+from neuronmm.measure.benchmark import checkpoints, measure
 from neuronmm.measure.benchmark_result import Run
 from neuronmm.measure.config import BenchmarkConfig
 from neuronmm.measure.statistics import Spread, summarise
@@ -129,7 +129,6 @@ def benchmark_neuron(config: BenchmarkConfig, progress: Progress = no_progress) 
     for batch in config.batches:
         options = {"n_positions": positions, **config.options, "batch_size": batch}
         runners = {name: neuron.load(folder, dtype, "auto", **options) for name, folder in folders.items()}
-        check_vocabularies(config, [runner.shards.checkpoint.architecture.vocabulary for runner in runners.values()])
         for length in config.prompt_lengths:
             advance = partial(progress, f"batch {batch}, prompt {length}")
             advance(0.0)

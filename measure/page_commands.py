@@ -9,6 +9,7 @@ from typing import Any
 from neuronmm.compression.config import CompressionConfig
 from neuronmm.measure.benchmark_result import BenchmarkResult
 from neuronmm.measure.page_inputs import EvaluationDocument
+from neuronmm.models.source import short_name
 
 _OPTIONS = ("targets", "method", "allocation", "share_a", "refine", "form")
 _LAST = ("factor_dtype", "weight_dtype")  # what the last command of a checkpoint rounds
@@ -28,8 +29,9 @@ def repeating(
     """
     lines: list[str] = []
     if report is not None:
-        recipe = _recipe(report)
-        lines += [*recipe, *_compression(out, report, ["--recipe", "recipe.yaml"] if recipe else [])]
+        file = f"{short_name(out)}-recipe.yaml"
+        recipe = _recipe(report, file)
+        lines += [*recipe, *_checkpoint(out, report, ["--recipe", file] if recipe else [])]
     lines += [_evaluate(document) for document in evaluations if "model" in document.models and document.settings]
     lines += [] if benchmark is None else [_benchmark(benchmark)]
     return lines
@@ -39,8 +41,8 @@ def _line(*words: Any) -> str:
     return shlex.join(["neuronmm", *map(str, words)])
 
 
-def _recipe(report: dict[str, Any]) -> list[str]:
-    """Return the line that writes recipe.yaml, if a setting without an option differs from the default."""
+def _recipe(report: dict[str, Any], file: str) -> list[str]:
+    """Return the line that writes the recipe ``file``, if a setting without an option differs from the default."""
     usual, text = CompressionConfig(), report["calibration"] or {}
     found = {
         "calibration_rows": text.get("asked_rows", text.get("rows")),
@@ -49,26 +51,47 @@ def _recipe(report: dict[str, Any]) -> list[str]:
         "damping": report.get("damping"),
     }
     others = [f"{name}: {value}" for name, value in found.items() if value not in (None, getattr(usual, name))]
-    return [f"printf '%s\\n' {shlex.join(others)} > recipe.yaml"] if others else []
+    return [f"printf '%s\\n' {shlex.join(others)} > {shlex.quote(file)}"] if others else []
 
 
-def _compression(out: str, report: dict[str, Any], recipe: list[str]) -> list[str]:
-    """Return the line that compresses, with the words of the ``recipe``, and that of a recovery on another text."""
-    budget, recovery, text = report.get("budget"), report["recovery"] or {}, report["calibration"] or {}
-    size = ["--ratio", report["asked_ratio"]] if budget is None else ["--budget", budget]
+def _checkpoint(out: str, report: dict[str, Any], recipe: list[str]) -> list[str]:
+    """Return the lines that write the checkpoint: ``compress`` with the words of the ``recipe``, ``recover`` if it ran
+    alone, and ``convert`` for each change of form.
+    """
+    recovery, text = report["recovery"] or {}, report["calibration"] or {}
+    conversions = report["conversions"]
+    forms = [*(conversion["form"] for conversion in conversions), report.get("form")]
+    earlier = [form for one, form in zip(conversions, forms[1:], strict=True) if not one["recovered"]]
     same = (text.get("source"), text.get("rows"), text.get("length"))
-    other = "text" in recovery and _text_of_recovery(recovery) != same  # older recoveries have none
-    first = f"{out}-before" if other else out
-    words = ["compress", report["model"], "-o", first, *size, *_options(report, _OPTIONS)]
-    words += [] if other else _options(report, ("recover", *_LAST))
+    alone = "text" in recovery and (bool(earlier) or _text_of_recovery(recovery) != same)  # older ones have no text
+    steps = [("compress", _compression({**report, "form": forms[0]} if conversions else report, not alone, recipe))]
+    steps += [("convert", ["--form", form]) for form in earlier]
+    steps += [("recover", _recovery(report))] if alone else []
+    steps += [("convert", ["--form", form]) for form in forms[1 + len(earlier) :]]
+    lines, source = list[str](), report["model"]
+    for left, (verb, words) in reversed(list(enumerate(reversed(steps)))):
+        target = out + "-before" * left
+        lines.append(_line(verb, source, "-o", target, *words))
+        source = target
+    return lines
+
+
+def _compression(report: dict[str, Any], last: bool, recipe: list[str]) -> list[Any]:
+    """Return the options of ``compress``, with those of the recovery and the rounding if they were its ``last``."""
+    budget = report.get("budget")
+    words = ["--ratio", report["asked_ratio"]] if budget is None else ["--budget", budget]
+    words += _options(report, _OPTIONS)
+    words += _options(report, ("recover", *_LAST)) if last else []
     if "asked_align" in report:  # older reports have only the smallest tile
         words += ["--align", report["asked_align"]]
-    words += [*_texts(text.get("source")), *recipe]
-    if not other:
-        return [_line(*words)]
-    source, rows, length = _text_of_recovery(recovery)
+    return [*words, *_texts((report["calibration"] or {}).get("source")), *recipe]
+
+
+def _recovery(report: dict[str, Any]) -> list[Any]:
+    """Return the options of ``recover``."""
+    source, rows, length = _text_of_recovery(report["recovery"])
     more = ["--calibration-rows", rows, "--calibration-length", length, *_options(report, _LAST)]
-    return [_line(*words), _line("recover", first, "-o", out, "--train", report["recover"], *_texts(source), *more)]
+    return ["--train", report["recover"], *_texts(source), *more]
 
 
 def _options(report: dict[str, Any], names: Sequence[str]) -> list[Any]:

@@ -52,6 +52,7 @@ class PredictionResult:
         """Return the JSON document. ``validation`` holds the errors against published measurements."""
         return {
             "kind": "predicted",
+            "what": "prediction",
             "model": str(self.config.model),
             "device": self.config.device,
             "cores": self.config.parallel,

@@ -72,6 +72,8 @@ class SweepConfig:
         if self.questions is not None and not self.tasks:
             raise UserError("--questions is for --tasks; give both or neither")
         by_name(self.tasks)
+        if self.base.budget is not None:
+            raise UserError("a sweep compresses by ratio; leave the budget out of the recipe")
 
     @property
     def points(self) -> list[PlannedPoint]:

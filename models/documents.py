@@ -57,15 +57,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 text file.
+    """Return the content of a UTF-8 text file, without the byte order mark that editors on Windows put before it.
 
     Raises:
-        UserError: the file does not exist or is not UTF-8.
+        UserError: the file does not exist, is a folder or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give a file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 

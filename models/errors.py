@@ -28,6 +28,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, in Python or in torch, which raises a plain RuntimeError."""
+    messages = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
+    )
+
+
 @contextmanager
 def reading(problem: str) -> Iterator[None]:
     """Turn any exception of another library that reads a file into a UserError.
@@ -39,13 +47,15 @@ def reading(problem: str) -> Iterator[None]:
         problem: the message; the library's own message is appended in brackets.
 
     Raises:
-        UserError: the library failed. A MemoryError passes through unchanged.
+        UserError: the library failed. What a lack of memory raises passes through unchanged.
     """
     try:
         yield
     except (UserError, MemoryError):
         raise
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise UserError(f"{problem} ({' '.join(str(error).split()) or type(error).__name__})") from error
 
 

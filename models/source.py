@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from neuronmm.models.progress import Progress, no_progress
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _GGUF_MAGIC = b"GGUF"
-_TEMPLATES = "additional_chat_templates"  # a folder that transformers reads, too
+TEMPLATES = "additional_chat_templates"
+"""A folder of further chat templates, which transformers reads, too."""
+
 _CACHE_FORMAT = 4
 
 
@@ -51,12 +54,14 @@ def config_folder(model: str | Path) -> Path:
         model: a folder, its config.json, or a hub id, from which nothing else is downloaded.
 
     Raises:
-        UserError: the model or its config.json does not exist.
+        UserError: the model or its config.json does not exist, or the folder holds an adapter.
     """
     path = expanded(model)
     if path.name == "config.json" and path.is_file():
         return path.parent
     folder = path if path.is_dir() else _download(str(model), ["config.json"])
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder}: holds an adapter (adapter_config.json), not a model; merge it into its model")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json there; give the folder of a Hugging Face checkpoint")
     return folder
@@ -102,6 +107,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json")
 
 
+def difference(settings: Mapping[str, Any], compressed: Mapping[str, Any]) -> str | None:
+    """Return in what the model of one config.json cannot be the dense model of the other; None if it can."""
+    for key in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if settings.get(key) != compressed.get(key):
+            return f"{key} {settings.get(key)}, not {compressed.get(key)}"
+    return None
+
+
 def is_compressed(folder: Path) -> bool:
     """Return whether the model of ``folder`` is compressed or quantised, by whatever tool; ``null`` says it is not.
 
@@ -118,11 +131,11 @@ def _check_side_files(folder: Path) -> None:
     the folder ``blobs`` two levels up, may leave the folder.
 
     Raises:
-        UserError: a symlink leads out of the checkpoint, a JSON file is malformed, or the folder is an adapter.
+        UserError: a symlink leads out of the checkpoint, or a JSON file is malformed.
     """
     home = folder.resolve()
     allowed = (home, home.parents[1] / "blobs" if home.parent.name == "snapshots" else home)
-    templates = folder / _TEMPLATES
+    templates = folder / TEMPLATES
     for file in (*sorted(folder.iterdir()), *sorted(templates.glob("*"))):
         leaves = file.is_symlink() and not any(Path(os.path.realpath(file)).is_relative_to(root) for root in allowed)
         if leaves and (file.is_file() or file == templates):
@@ -131,8 +144,6 @@ def _check_side_files(folder: Path) -> None:
     for name in ("tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
             read_object(folder / name)
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{folder}: holds an adapter (adapter_config.json), not a model; merge it into its model")
 
 
 def _download(model: str, files: list[str]) -> Path:

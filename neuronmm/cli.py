@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     """Run the chosen command and turn its errors into one line. Slow imports happen in the commands."""
     from neuronmm.kernels import KernelError
     from neuronmm.models import UserError
-    from neuronmm.models.errors import without_panics
+    from neuronmm.models.errors import lacks_memory, without_panics
 
     try:
         with _interruptible(), _joined(args.command), without_panics():
@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
         _drop_output()
         return 141  # a closed pipe (`| head`), which rich turns into a SystemExit
     except (UserError, KernelError, OSError, MemoryError, RuntimeError) as error:
-        user_error, memory = isinstance(error, (UserError, KernelError)), _lacks_memory(error)
+        user_error, memory = isinstance(error, (UserError, KernelError)), lacks_memory(error)
         if args.debug or not (user_error or memory or isinstance(error, OSError)):
             raise
         message = "not enough memory" if memory else str(error) or type(error).__name__
@@ -199,14 +199,6 @@ def _interruptible() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, in Python or in torch, which raises a plain RuntimeError."""
-    messages = ("can't allocate memory", "out of memory")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
-    )
 
 
 def _drop_output() -> None:

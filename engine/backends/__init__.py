@@ -68,6 +68,10 @@ BACKENDS = {
 }
 
 
+_FLAGS = {"tp_degree": "--tp", "n_positions": "--positions"}
+"""Options of the Neuron backend that the command line names otherwise."""
+
+
 def choose(name: str, options: Mapping[str, Any] | None = None) -> Backend:
     """Return the backend ``name``; ``auto`` is CUDA if torch sees a GPU and it has the options, otherwise the CPU.
 
@@ -83,9 +87,9 @@ def choose(name: str, options: Mapping[str, Any] | None = None) -> Backend:
     for option in options:
         if option not in chosen.options:
             owners = [backend.name for backend in BACKENDS.values() if option in backend.options]
-            raise UserError(
-                f"backend {name} has no option {option}" + (f"; backend {owners[0]} has it" if owners else "")
-            )
+            where = f"; backend {owners[0]} has it" if owners else ""
+            flag = f" (on the command line {_FLAGS[option]}, with --backend neuron)" if option in _FLAGS else ""
+            raise UserError(f"backend {name} has no option {option}{where}{flag}")
     reason = chosen.missing(**options)
     if reason is not None:
         raise UserError(f"backend {name} cannot run here: {reason}")

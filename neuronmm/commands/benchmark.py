@@ -22,7 +22,7 @@ import json
 from pathlib import Path
 
 from neuronmm.arguments import listed
-from neuronmm.commands.generate import add_neuron_arguments, add_weight_dtype, backend_options
+from neuronmm.commands.generate import add_dtype, add_neuron_arguments, add_weight_dtype, backend_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens per run; default 32")
     parser.add_argument("--batch", type=rows, default=(1,), metavar="N,N", help="batch sizes; default 1")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured rounds; default 5")
-    parser.add_argument("--dtype", default="auto", help="auto (default: as stored, fp16 as bf16), bf16, fp16 or fp32")
+    add_dtype(parser)
     add_weight_dtype(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads; default: torch's own choice")
     parser.add_argument("--draft", metavar="ngram|int4|int8|CHECKPOINT", help="compare plain decoding with drafts")

@@ -19,7 +19,7 @@ import argparse
 import json
 from pathlib import Path
 
-from neuronmm.commands.generate import add_weight_dtype
+from neuronmm.commands.generate import add_dtype, add_weight_dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, metavar="N", help="only the first N windows, and the first N rows per task"
     )
-    parser.add_argument("--dtype", default="auto", help="auto (default: as stored, fp16 as bf16), bf16, fp16 or fp32")
+    add_dtype(parser)
     add_weight_dtype(parser)
     parser.add_argument("--backend", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print the JSON document only, no table")

@@ -45,12 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="make sampling reproducible")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
-    parser.add_argument("--dtype", default="auto", help="auto (default: as stored, fp16 as bf16), bf16, fp16 or fp32")
+    add_dtype(parser)
     add_weight_dtype(parser)
     parser.add_argument("--impl", default="auto", help="low-rank kernel: auto (default), naive, torch, reference, ...")
     add_draft(parser, "for one prompt")
     add_neuron_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of streaming text")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the dtype to compute in."""
+    what = "auto (default: as config.json says, fp16 as bf16), bf16, fp16 or fp32"
+    parser.add_argument("--dtype", default="auto", help=what)
 
 
 def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
@@ -138,9 +144,11 @@ def run(args: argparse.Namespace) -> None:
     dtype = str(engine.runner.dtype).removeprefix("torch.")
     print(f"backend {engine.runner.backend}, {dtype}, kernels: {engine.runner.path}", file=sys.stderr)
     if args.batch_file or args.json:
-        results = engine.generate(prompts, params, chat=args.chat)
-        for result in results:
-            print(json.dumps(result.to_dict(), ensure_ascii=False))
+        with stage_progress(live=False) as progress:
+            for result in engine.each(prompts, params, chat=args.chat):
+                print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
+                if args.batch_file:
+                    progress("generating", 1 / len(prompts))
         return
     stream = engine.stream(prompts[0], params, chat=args.chat)
     for piece in stream:

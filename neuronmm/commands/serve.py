@@ -24,7 +24,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from neuronmm.commands.generate import add_draft, add_neuron_arguments, add_weight_dtype, backend_options
+from neuronmm.commands.generate import add_draft, add_dtype, add_neuron_arguments, add_weight_dtype, backend_options
 
 CONTEXT = 2048
 """Default context, unless the model's is shorter: the cache of all slots is allocated at the start."""
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"require the key in FILE (or in ${KEY_VARIABLE}) from clients",
     )
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or neuron")
-    parser.add_argument("--dtype", default="auto", help="auto (default: as stored, fp16 as bf16), bf16, fp16 or fp32")
+    add_dtype(parser)
     add_weight_dtype(parser)
     add_draft(parser, "while one row runs alone")
     add_neuron_arguments(parser, continuous=False)

@@ -70,8 +70,7 @@ def run(args: argparse.Namespace) -> None:
     from neuronmm.measure.sweep_table import notes, tables
     from neuronmm.progress import stage_progress
 
-    bare = {} if args.recipe else BARE
-    base = CompressionConfig.build(args.recipe, targets=args.targets, calibration=args.calibration, **bare)
+    base = CompressionConfig.build(args.recipe, usual=BARE, targets=args.targets, calibration=args.calibration)
     config = SweepConfig(
         ratios=args.ratios,
         methods=args.methods,

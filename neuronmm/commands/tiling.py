@@ -45,6 +45,6 @@ def run(args: argparse.Namespace) -> None:
         problem = Problem(tokens, inputs, rank, outputs, args.dtype)
     core = CORES[args.device]
     if args.json:
-        print(json.dumps({**asdict(solve(problem, core)), "seconds_are": "predicted"}))
+        print(json.dumps({"kind": "predicted", "what": "tiling", **asdict(solve(problem, core))}))
     else:
         print("\n".join(explain(problem, core)))

@@ -127,6 +127,37 @@ def test_an_impossible_budget_is_refused_with_what_was_measured(dense: Callable[
     assert not (tmp_path / "out").exists()
 
 
+def test_a_larger_budget_goes_on_with_the_gradients_of_a_refused_one(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = dense()
+    straight = within(source, tmp_path / "straight", LARGE, method="fisher")
+    with pytest.raises(UserError, match="larger budget with --resume"):
+        within(source, tmp_path / "out", SMALL, method="fisher")
+
+    def again(*_: Any) -> None:
+        raise AssertionError("the gradients were kept")
+
+    monkeypatch.setattr("neuronmm.compression.fisher._run_backwards", again)
+    settings = settings_within(LARGE, method="fisher")
+    resumed = compress(source, tmp_path / "out", settings, resume=True)
+    assert resumed["search"] == straight["search"] and resumed["budget"] == LARGE
+    one, other = tensors(tmp_path / "straight"), tensors(tmp_path / "out")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_planned_run_is_not_resumed_with_another_budget(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = dense()
+    with monkeypatch.context() as patch:
+        patch.setattr("neuronmm.compression.pipeline.compress_layer", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            within(source, tmp_path / "out", LARGE)
+    with pytest.raises(UserError, match="was started with another budget"):
+        compress(source, tmp_path / "out", settings_within(2 * LARGE), resume=True)
+
+
 def test_a_resumed_run_does_not_search_again(
     dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

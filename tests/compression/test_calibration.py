@@ -6,10 +6,12 @@ import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from compression_runs import config
@@ -35,6 +37,29 @@ def test_a_text_file_becomes_rows_of_its_own_tokens(text: Path) -> None:
     assert all(row in starts for row in rows.tolist())
     assert torch.equal(rows, from_text(text, word_tokenizer(), Rows(5, 16, seed=0)))
     assert not torch.equal(rows, from_text(text, word_tokenizer(), Rows(5, 16, seed=1)))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(text: Path, tmp_path: Path) -> None:
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbf" + text.read_bytes())
+    rows, same = (from_text(file, word_tokenizer(), Rows(5, 16, seed=0)) for file in (text, marked))
+    assert torch.equal(rows, same)
+
+
+@given(st.text(alphabet="ab \n", max_size=60), st.integers(1, 20))
+def test_the_pieces_of_a_document_are_the_document(document: str, most: int) -> None:
+    with patch.object(calibration, "_PIECE", most):
+        *pieces, last = calibration._pieces(document)
+    assert "".join([*pieces, last]) == document and all(0 < len(piece) <= most for piece in pieces)
+    for piece in pieces:
+        assert piece.endswith("\n") or ("\n" not in piece and len(piece) == most)
+
+
+def test_a_text_in_pieces_has_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lines.txt").write_text("\n".join(f"w{3 + i % 60} w{3 + i * 7 % 60}" for i in range(200)))
+    whole = from_text(tmp_path / "lines.txt", word_tokenizer(), Rows(9, 8, seed=0))
+    monkeypatch.setattr(calibration, "_PIECE", 64)
+    assert torch.equal(from_text(tmp_path / "lines.txt", word_tokenizer(), Rows(9, 8, seed=0)), whole)
 
 
 def test_the_query_heads_of_sampled_rows_attend_together(

@@ -41,6 +41,7 @@ def test_a_baseline_is_not_refined_unless_that_is_asked_for() -> None:
         ("method: magic", "method = 'magic'"),
         ("form: rows", "form = 'rows'"),
         ("damping: 0", "damping = 0"),
+        ("damping: 1.0e-11", "damping = 1e-11"),
         ("damping: much", "damping = 'much'"),
         ("- ratio", "a recipe is a YAML mapping"),
         ("ratio: [", "not a readable recipe"),

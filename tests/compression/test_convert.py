@@ -99,6 +99,16 @@ def test_the_report_counts_the_parameters_that_are_stored(two: Path, tmp_path: P
     assert "svd + pivoted" in (out / "compression_report.md").read_text()
 
 
+def test_the_distance_is_said_to_be_of_the_checkpoint_before(dense: Callable[..., Path], tmp_path: Path) -> None:
+    report = compress(dense(), tmp_path / "two", settings(method="whitened"))
+    assert report["conversions"] == [] and "converted_since" not in report["fidelity"]
+    converted = convert(tmp_path / "two", tmp_path / "out")
+    assert converted["conversions"] == [{"form": "two", "recovered": False}]
+    assert converted["fidelity"] == {**report["fidelity"], "converted_since": True}
+    assert ", before the form was changed" in (tmp_path / "out" / "compression_report.md").read_text()
+    assert "Measured before the form of the factors was changed, on " in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_it_writes_the_form_that_compress_writes(dense: Callable[..., Path], tmp_path: Path) -> None:
     """The ranks of the one are the other's, so the factors are too, but for the rounding of those in between."""
     source = dense()

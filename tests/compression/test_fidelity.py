@@ -23,7 +23,8 @@ from neuronmm.compression.fidelity import compare, loops
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.recover import recover
-from neuronmm.models import FAMILIES
+from neuronmm.compression.report import summary
+from neuronmm.models import FAMILIES, UserError
 from neuronmm.models.load import load_pretrained
 from neuronmm.models.progress import no_progress
 from word_tokenizer import word_tokenizer
@@ -43,7 +44,7 @@ def test_the_distance_is_that_of_the_whole_models(
     report = compress(source, tmp_path / "out", config(targets="all", ratio=0.4, method="whitened", **settings))
     rows = torch.randint(3, 64, (3, 11))
     stages: list[float] = []
-    result = compare(run_on(source, lambda _, fraction: stages.append(fraction)), tmp_path / "out", rows)
+    result = compare(run_on(source, lambda _, fraction: stages.append(fraction)), tmp_path / "out", rows, rows[:1])
     assert sum(stages) == pytest.approx(1)
 
     with torch.no_grad():
@@ -55,12 +56,30 @@ def test_the_distance_is_that_of_the_whole_models(
     assert distance["kl_standard_error"] == pytest.approx(float(each.std() / 3**0.5), rel=1e-2)
     assert distance["agreement"] == pytest.approx(float((want.argmax(-1) == got.argmax(-1)).double().mean()))
     held_out = report["fidelity"]["distance"]
+    assert held_out["held_out"] and distance["held_out"]
     assert held_out["kl"] > 0 and held_out["length"] == report["calibration"]["length"]
     assert held_out["rows"] == -(-report["calibration"]["rows"] // 8)
 
 
+def test_a_single_row_is_not_called_held_out(dense: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(f"w{3 + i % 60}" for i in range(20)))
+    settings = config(method="whitened", ratio=0.4, calibration=str(tmp_path / "text.txt"))
+    report = compress(dense(), tmp_path / "out", settings)
+    assert report["calibration"]["rows"] == report["fidelity"]["distance"]["rows"] == 1
+    assert not report["fidelity"]["distance"]["held_out"]
+    rows = dict(summary(report))
+    asked = report["calibration"]["asked_rows"]
+    assert f"1 x 12 tokens (of {asked} rows asked)" in rows["calibration"]
+    assert rows["distance from dense"].endswith("1 x 12 tokens that the factors were fitted to")
+    assert "12 tokens, which the factors were fitted to, of the calibration" in (tmp_path / "out/README.md").read_text()
+    budget = CompressionConfig(**settings.model_dump(exclude={"ratio", "budget"}), budget=1.0)
+    with pytest.raises(UserError, match="the text has a single one; calibrate on more"):
+        compress(dense(), tmp_path / "again", budget)
+
+
 def test_a_model_is_at_no_distance_from_itself(dense: Callable[..., Path]) -> None:
-    result = compare(run_on(dense()), dense(), torch.randint(3, 64, (1, 9)))
+    row = torch.randint(3, 64, (1, 9))
+    result = compare(run_on(dense()), dense(), row, row.roll(1))
     distance = result["distance"]
     assert (distance["kl"], distance["agreement"], distance["kl_standard_error"]) == (0, 1, None)
     assert result["samples"] and all(sample["dense"] == sample["compressed"] for sample in result["samples"])

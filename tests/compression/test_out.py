@@ -309,6 +309,23 @@ def test_a_mount_point_is_refused_at_once(shelf: Path, monkeypatch: pytest.Monke
         compress("model", "volume", config())
 
 
+def test_named_chat_templates_are_copied_and_stay_ours(shelf: Path) -> None:
+    templates = shelf / "model" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_text("{{ messages }}")
+    (templates / "notes.txt").write_text("no template")
+    settings = config(method="svd")
+    report = compress("model", "new", settings)
+    copied = shelf / "new" / "additional_chat_templates"
+    assert [file.name for file in copied.iterdir()] == ["tools.jinja"]
+    assert "additional_chat_templates/tools.jinja" in report["files"]
+    (copied / "mine.jinja").write_text("a user's")
+    with pytest.raises(UserError, match=r"holds additional_chat_templates/mine\.jinja, which neuronmm did not write"):
+        compress("model", "new", settings, force=True)
+    (copied / "mine.jinja").unlink()
+    compress("model", "new", settings, force=True)
+
+
 def test_folders_beside_the_tokenizer_are_not_copied(shelf: Path) -> None:
     (shelf / "model" / "tokenizer_old").mkdir()
     compress("model", "new", config(method="svd"))

@@ -202,6 +202,19 @@ def test_a_massive_activation_takes_no_rank_from_the_other_tokens() -> None:
     assert ranks({**spectra, **massive}) == ranks(spectra)
 
 
+def test_a_matrix_of_rank_one_takes_no_ranks_from_the_others() -> None:
+    """What rounding leaves of the other directions is no loss, however small their sum is."""
+    targets = linears(3, 64, 128)
+    spectra = {linear.name: falling(linear, 0.5) for linear in targets}
+    one = targets[0].name
+    spectra[one] = torch.cat([torch.ones(1), 1e-16 * torch.rand(len(spectra[one]) - 1).sort(descending=True)[0]])
+    losses = {name: relative(values, energy(values)) for name, values in spectra.items()}
+    assert energy(spectra[one]) == 0 and not losses[one].any()
+    ranks = allocate(targets, losses, alike(targets), 0.3, 2)
+    assert ranks[one] == min(rank for rank in ranks.values() if rank is not None)
+    assert all(ranks[linear.name] != ranks[one] for linear in targets[2:])
+
+
 def test_of_equal_spectra_the_linear_that_writes_more_of_the_stream_gets_more_ranks() -> None:
     targets = linears(2, 64, 128)
     spectra = {linear.name: falling(linear, 2.0) for linear in targets}  # steep enough that none is best dense

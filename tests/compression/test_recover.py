@@ -99,6 +99,29 @@ def test_another_text_can_be_given(low: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "out") != contents(tmp_path / "same")
 
 
+def test_a_file_that_has_changed_is_refused_unless_it_is_named(low: Path, text: Path, tmp_path: Path) -> None:
+    text.write_text(text.read_text() + " w7 w8")
+    with pytest.raises(UserError, match=r"calibration\.txt: has changed since .*low was calibrated on it; name the texts"):
+        recover(low, tmp_path / "out")
+    recover(low, tmp_path / "out", calibration=str(text))
+
+
+def test_a_shipped_text_that_has_changed_is_said_so(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shipped(word: str) -> list[str]:
+        return [" ".join(f"w{3 + i % 61}" for i in range(400))]
+
+    for module in ("calibration", "identity"):
+        monkeypatch.setattr(f"neuronmm.compression.{module}.shipped_documents", shipped)
+    compress(dense(), tmp_path / "low", config(method="whitened", calibration="prose", calibration_rows=24))
+    recover(tmp_path / "low", tmp_path / "same")
+    assert "has changed" not in capsys.readouterr().err
+    monkeypatch.setattr("neuronmm.compression.identity.shipped_documents", lambda word: ["another release's"])
+    recover(tmp_path / "low", tmp_path / "out")
+    assert "prose: has changed since" in capsys.readouterr().err
+
+
 def test_of_several_texts_it_takes_the_rows_of_the_compression(
     dense: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

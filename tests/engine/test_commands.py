@@ -111,6 +111,8 @@ def test_evaluate_ends_with_one_json_document(checkpoint: Callable[..., Path], t
     [
         (["generate", "{none}", "--prompt", "w9"], "no such file or folder"),
         (["generate", "{model}", "--batch-file", "{none}"], "no such file"),
+        (["generate", "{model}", "--batch-file", "{model}"], "is a folder; give a file"),
+        (["generate", "{model}", "--prompt", "w9", "--tp", "2"], "on the command line --tp, with --backend neuron"),
         (["generate", "{model}", "--prompt", "w9 " * 200], "context of 128"),
         (["generate", "{model}", "--prompt", "w9", "--backend", "tpu"], "unknown backend"),
         (["generate", "{model}", "--prompt", "w9", "--backend", "neuron"], "transformers-neuronx"),

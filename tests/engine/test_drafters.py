@@ -47,10 +47,10 @@ def test_an_ngram_needs_two_tokens_seen_before() -> None:
 @needs_core
 def test_a_model_drafter_reads_a_long_context_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = make_tiny(), make_tokens(1, 40)[0].tolist()
-    at_once, decoder = ModelDrafter(CpuDecoder(model, 1, 48), 1e-3), CpuDecoder(model, 1, 48)
+    at_once, decoder = ModelDrafter(CpuDecoder(model, 1, 48), 1e-3, 64), CpuDecoder(model, 1, 48)
     expected = at_once.propose(tokens, 5)
     monkeypatch.setattr(drafters, "CHUNK", 12)
-    drafter = ModelDrafter(decoder, 1e-3)
+    drafter = ModelDrafter(decoder, 1e-3, 64)
     behind = [drafter.behind(tokens)]
     for grown, read in ((37, 12), (38, 24), (39, 36)):  # the context grows while it is read
         assert drafter.propose(tokens[:grown], 5) == [] and decoder.cache.length == read

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -94,6 +94,54 @@ def test_speed_counts_later_tokens_only(checkpoint: Callable[..., Path]) -> None
     assert result.tokens_per_second == pytest.approx(4 / result.decode_seconds)
     (single,) = engine.generate(["w9"], SamplingParams(max_new_tokens=1))
     assert single.tokens_per_second is None
+
+
+def test_results_come_before_later_batches_run(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    prompts = [" ".join(["w9"] * (1 + i % 5)) for i in range(8 * MAX_BATCH + 3)]
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    run, events = engine._run, list[str]()
+
+    def recorded(rows: list[Any], params: SamplingParams) -> Any:
+        events.append("batch")
+        return run(rows, params)
+
+    engine._run = recorded  # type: ignore[method-assign]
+    for result in engine.each(prompts, params):
+        events.append(result.prompt)
+    assert [event for event in events if event != "batch"] == prompts and events.count("batch") == 9
+    assert events[-4:] == ["batch", *prompts[8 * MAX_BATCH :]]
+
+
+def test_a_continuous_batch_gives_a_result_when_all_before_it_are_complete(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    rows = engine._rows(["w3", "w4", "w5"], SamplingParams(), False)
+    engine.runner = cast(Any, SimpleNamespace(continuous=True))
+
+    def run(*_: Any) -> Iterator[tuple[Any, str]]:
+        for number, ended in ((1, True), (0, False), (0, True), (2, False), (2, True)):
+            rows[number].result.finish_reason = "length" if ended else ""
+            yield rows[number], "text"
+
+    engine._run = run  # type: ignore[method-assign]
+    found = [(result.prompt, rows[2].result.finish_reason) for result in engine._in_order(rows, SamplingParams())]
+    assert found == [("w3", ""), ("w4", ""), ("w5", "length")]
+
+
+def test_a_batch_stays_within_the_context(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    prompts = [" ".join(["w9"] * length) for length in (3, 5, 60, 110, 120)]
+    rows = engine._rows(prompts, SamplingParams(max_new_tokens=50), False)
+    groups = engine._groups(rows)
+    assert engine.context == 128
+    assert [[len(row.prompt_ids) for row in group] for group in groups] == [[3, 5, 60], [110], [120]]
+
+
+def test_one_text_is_not_a_list_of_prompts(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(), dtype="fp32")
+    with pytest.raises(UserError, match="prompts is one text; give a list"):
+        engine.generate("w9 w10")
+    assert engine.generate([]) == []
 
 
 def test_backends() -> None:

@@ -75,8 +75,8 @@ def speculator(slots: CpuSlots, draft: str, model: Any = _MODEL) -> Callable[[in
         verifier = slots.rows[slot]
         if draft == "int4":
             twin = CpuDecoder(rounded, 1, _POSITIONS, cache=verifier.cache)
-            return Speculation(verifier, FewerBitsDrafter(twin, 1e-3), StepTimes())
-        return Speculation(verifier, NgramDrafter() if draft == "ngram" else ModelDrafter(own, 1e-3), StepTimes())
+            return Speculation(verifier, FewerBitsDrafter(twin, 1e-3, 64), StepTimes())
+        return Speculation(verifier, NgramDrafter() if draft == "ngram" else ModelDrafter(own, 1e-3, 64), StepTimes())
 
     return speculate
 

@@ -82,6 +82,14 @@ def test_int8_factors_are_reported(checkpoint: Callable[..., Path], capsys: pyte
     assert [[cell.strip() for cell in row] for row in rows] == [["dense", "none"], ["naive", "int8"], ["fused", "int8"]]
 
 
+def test_the_baseline_is_what_the_model_was_made_from(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    make_tiny(hidden_size=64).save_pretrained(tmp_path / "wider")
+    with pytest.raises(
+        UserError, match=r"is not what .* was made from \(hidden_size 64, not 32\); give its dense model"
+    ):
+        benchmark(checkpoint(), baseline=tmp_path / "wider", **SMALL)
+
+
 def test_a_dense_model_alone(checkpoint: Callable[..., Path]) -> None:
     result = benchmark(checkpoint(compressed=False), **{**SMALL, "batches": (1,), "prompt_lengths": (4,)})
     assert list(result["variants"]) == ["dense"]

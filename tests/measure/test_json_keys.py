@@ -74,13 +74,22 @@ EVALUATION = {
 }
 PREDICTED = leaves("ttft tpot tokens_per_second weight_bytes cache_bytes fits")
 PREDICTION = {
-    **leaves("kind model device cores batch prompt_length targets realised_ratio"),
+    **leaves("kind what model device cores batch prompt_length targets realised_ratio"),
     "dense": PREDICTED,
     "compressed": PREDICTED,
     "validation": {
         **leaves("published_kernel_latencies_mean_absolute_error published_dense_decode_error"),
         **leaves("published_dense_context_encoding_error ttft measured_on"),
     },
+}
+TILING = {
+    **leaves("kind what"),
+    "problem": leaves("tokens inputs rank outputs dtype norm residual tokens_first form pivots factors"),
+    "device": None,
+    "blocks": leaves("tokens moving depth intermediate panels"),
+    **leaves("seconds tensor dma vector traffic"),
+    "sbuf": [None],
+    **leaves("psum_banks mfu"),
 }
 MEASURED = {
     **leaves("bytes bits"),
@@ -132,6 +141,10 @@ def test_evaluate(run: Callable[..., Any]) -> None:
 
 def test_predict(run: Callable[..., Any]) -> None:
     check(run("predict {low} --json"), PREDICTION)
+
+
+def test_tiling(run: Callable[..., Any]) -> None:
+    check(run("tiling --shape 128,256,128,256 --json"), TILING)
 
 
 def test_sweep(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def test_a_page_with_everything(measured: Path) -> None:
     assert re.search(r"neuronmm evaluate \S+out --baseline \S+dense --text \S+text.txt --dtype fp32 --backend c", text)
     assert "--prompt-lengths 4 --batch 1 --new-tokens 2 --threads " in text
     assert "--weight-dtype model" in text and "--align 2 " in text
-    recipe = text.index("printf '%s\\n' 'calibration_rows: 6' 'calibration_length: 12' > recipe.yaml")
-    assert recipe < text.index("--recipe recipe.yaml") < text.index("neuronmm evaluate")
+    recipe = text.index("printf '%s\\n' 'calibration_rows: 6' 'calibration_length: 12' > out-recipe.yaml")
+    assert recipe < text.index("--recipe out-recipe.yaml") < text.index("neuronmm evaluate")
     assert re.search(r"neuronmm benchmark \S+out --baseline \S+dense .* --backend cpu --dtype fp32 ", text)
     assert re.search(r"\S+out beside \S+dense, measured on", " ".join(text.split()))
     assert "#000000" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
@@ -158,6 +158,20 @@ def test_the_recovery_on_another_text_is_a_command_of_its_own(made: Path, tmp_pa
     report["recovery"]["text"] = source["source"]
     (_, line) = repeating("low", report, [], None)
     assert " -o low " in line and " --recover lora " in line
+
+
+def test_each_change_of_form_is_a_command(made: Path) -> None:
+    report = json.loads((made / "out" / REPORT).read_text())
+    report["conversions"] = [{"form": "pivoted", "recovered": False}, {"form": "two", "recovered": True}]
+    report |= {"form": "pivoted", "recover": "factors"}
+    source = report["calibration"]
+    rows = {"trained": source["rows"] - 1, "held_out": 1, "length": source["length"]}
+    report["recovery"] = {"kept": True, "rows": rows, "text": source["source"]}
+    _, first, second, third, fourth = repeating("low", report, [], None)
+    assert " -o low-before-before-before " in first and " --form pivoted" in first and "--recover" not in first
+    assert second == "neuronmm convert low-before-before-before -o low-before-before --form two"
+    assert third.startswith("neuronmm recover low-before-before -o low-before --train factors ")
+    assert fourth == "neuronmm convert low-before -o low --form pivoted"
 
 
 def test_default_settings_need_no_recipe(made: Path) -> None:

@@ -143,6 +143,13 @@ def test_a_link_out_of_a_folder_of_the_checkpoint_is_refused(folder: bool, tmp_p
         resolve(tmp_path / "m")
 
 
+def test_an_adapter_without_a_config_is_called_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/nothing"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"holds an adapter .*, not a model; merge it into its model"):
+        resolve(tmp_path)
+
+
 def test_a_head_that_is_tied_and_stored_has_to_be_the_embedding(tmp_path: Path) -> None:
     """transformers 5 takes the stored one, older versions and the compression the embedding."""
     make_tiny(tied=True).save_pretrained(tmp_path)
