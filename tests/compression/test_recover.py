@@ -101,7 +101,9 @@ def test_another_text_can_be_given(low: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_has_changed_is_refused_unless_it_is_named(low: Path, text: Path, tmp_path: Path) -> None:
     text.write_text(text.read_text() + " w7 w8")
-    with pytest.raises(UserError, match=r"calibration\.txt: has changed since .*low was calibrated on it; name the texts"):
+    with pytest.raises(
+        UserError, match=r"calibration\.txt: has changed since .*low was calibrated on it; name the texts"
+    ):
         recover(low, tmp_path / "out")
     recover(low, tmp_path / "out", calibration=str(text))
 
