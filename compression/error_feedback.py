@@ -24,8 +24,8 @@ from neuronmm.kernels.low_bits import GROUP, int4_elements, int4_integers, int4_
 DAMPING = 1e-2
 """What is added to the diagonal of the Gram matrix, relative to its mean: GPTQ's own (measured: docs/log.md)."""
 
-
 RoundColumn = Callable[[Tensor, int], Tensor]
+"""Rounds a column [out, 1], given its number, and returns the rounded values."""
 
 
 class ErrorFeedback:
@@ -39,7 +39,7 @@ class ErrorFeedback:
         scales = int4_scales(weight.detach().float())[:, None]
         chosen: list[tuple[Tensor, Tensor]] = []
 
-        def begin(group: Tensor, _: int) -> RoundColumn:
+        def begin(group: Tensor) -> RoundColumn:
             levels = int4_levels(group, scales)
             chosen.append(levels)
             return lambda column, _: int4_elements(int4_integers(column, scales, *levels), scales, *levels)
@@ -49,17 +49,17 @@ class ErrorFeedback:
         fitted, plain = pack_int4(wide, scales[:, 0], steps, offsets), quantise_int4(weight)
         return min(fitted, plain, key=lambda one: self.loss(weight, one))
 
-    def compensated(self, weight: Tensor, begin: Callable[[Tensor, int], RoundColumn]) -> Tensor:
+    def compensated(self, weight: Tensor, begin: Callable[[Tensor], RoundColumn]) -> Tensor:
         """Return ``weight`` in float32 with each column as it was when its turn came to be rounded.
 
-        ``begin`` gets the columns of each group as they are when its first one is reached, and the number of that one.
-        It returns the function that rounds a column [out, 1], given its number.
+        ``begin`` gets the columns of each group as they are when its first one is reached, and returns the function
+        that rounds them.
         """
         wide, upper = weight.detach().float().clone(), self._inverse_factor.to(torch.float32)
         for start in range(0, wide.shape[1], GROUP):
             group = wide[:, start : start + GROUP]
             end = start + group.shape[1]
-            rounded, errors, inside = begin(group, start), torch.empty_like(group), upper[start:end]
+            rounded, errors, inside = begin(group), torch.empty_like(group), upper[start:end]
             for j in range(end - start):
                 column = group[:, j : j + 1]
                 errors[:, j : j + 1] = (column - rounded(column, start + j)) / inside[j, start + j]

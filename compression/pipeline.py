@@ -91,7 +91,8 @@ def compress(
     with workspace_of(out, (model, *config.text_files, store), resume=resume, force=force) as workspace:
         dense, contents = processes.in_turn(lambda: _open(model, workspace, progress))
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
-        processes.in_turn(lambda: _begin(config, workspace, dense, contents.config, device, plan, store))
+        texts = of_texts(config)
+        processes.in_turn(lambda: _begin(config, texts, workspace, dense, contents.config, device, plan, store))
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows, held_out = calibration_tokens(run)
@@ -128,7 +129,7 @@ def compress(
         del streamed  # what follows needs the memory
         counted = parameter_shapes(contents.config, None)
         parameters = sum(math.prod(shape) for name, shape in counted.items() if name in contents.files)
-        spec = _spec(run, plan, rows, layers, parameters)
+        spec = _spec(run, plan, rows, layers, parameters, texts)
         facts = _facts(run, spec, plan, layers, parameters)
         result = {"kind": "measured", "model": _recorded(model), **facts, "search": search}
 
@@ -175,6 +176,7 @@ def _recorded(model: str | Path) -> str:
 
 def _begin(
     config: CompressionConfig,
+    texts: dict[str, Any],
     workspace: Workspace,
     dense: Reader,
     sizes: ModelConfig,
@@ -182,7 +184,7 @@ def _begin(
     plan: Plan,
     store: str | Path | None,
 ) -> None:
-    """Check disk, memory and weights, and start or resume the run in ``workspace``.
+    """Check disk, memory and weights, and start or resume the run in ``workspace``; ``texts`` has their digests.
 
     Raises:
         UserError: there is too little room, the run to resume had other settings, or a weight is not finite.
@@ -194,7 +196,7 @@ def _begin(
         before, parameters = size + max(size, moments), dense.total_parameters()
         working = working_memory(sizes, config)
         check_room(workspace.out, before, size, parameters, plan.parameters, working, config, device)
-    workspace.begin({**of_model(dense), **of_run(device), **config.model_dump(), **of_texts(config)})
+    workspace.begin({**of_model(dense), **of_run(device), **config.model_dump(), **texts})
     if first:
         dense.check_finite()
 
@@ -286,12 +288,14 @@ def _assemble(run: Run, final: Path, contents: Contents, spec: CompressionSpec) 
     assemble(final, run.dense, others, layer_files, {**contents.settings, "quantization_config": spec.model_dump()})
 
 
-def _spec(run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]], parameters: int) -> CompressionSpec:
-    """Return the ``quantization_config`` of the checkpoint; the dense model has ``parameters``."""
+def _spec(
+    run: Run, plan: Plan, rows: Tensor, layers: list[dict[str, Any]], parameters: int, texts: dict[str, Any]
+) -> CompressionSpec:
+    """Return the ``quantization_config`` of the checkpoint; ``parameters`` are those of the dense model."""
     config, text = run.config, None
     if len(rows):
         text = {"source": config.calibration, "rows": len(rows), "length": rows.shape[1], "seed": config.seed}
-        text |= {"asked_rows": config.calibration_rows, **of_texts(config)}
+        text |= {"asked_rows": config.calibration_rows, **texts}
     forms = {name: form for layer in layers for name, form in layer["forms"].items()}
     return CompressionSpec(
         format=2 if forms else 1 if plan.part_ranks else 3,

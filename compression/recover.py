@@ -104,12 +104,13 @@ def recover(
         folder = processes.in_turn(lambda: resolve(model))
         spec, sizes, result = _open(folder)
         config = _config(spec, settings | {"budget": result.get("budget")})
+        texts = of_texts(config)
         if calibration is None:
-            _check_texts(config, spec.calibration or {}, folder)
+            _check_texts(texts, spec.calibration or {}, folder)
         workspace.protect(folder, *config.text_files, result["model"] if dense is None else None)
         source = Reader(processes.in_turn(lambda: _dense_folder(folder, result["model"], dense, progress)))
         workspace.protect(source.folder)
-        processes.in_turn(lambda: _begin(config, workspace, Reader(folder), source, sizes, device))
+        processes.in_turn(lambda: _begin(config, texts, workspace, Reader(folder), source, sizes, device))
         shared = SharedStore(store, source, device, config) if store is not None else None
         run = Run(config, workspace, source, device, shared or CalibrationStore(), progress)
 
@@ -210,7 +211,7 @@ def _config(spec: CompressionSpec, settings: dict[str, Any]) -> CompressionConfi
     return CompressionConfig.build(**{**fitted, **asked})
 
 
-def _check_texts(config: CompressionConfig, text: dict[str, Any], folder: Path) -> None:
+def _check_texts(texts: dict[str, Any], text: dict[str, Any], folder: Path) -> None:
     """Check that the texts hold what they held when ``folder`` was calibrated on them; older checkpoints do not say.
 
     A release may change the shipped texts; a line on stderr says so.
@@ -219,7 +220,7 @@ def _check_texts(config: CompressionConfig, text: dict[str, Any], folder: Path) 
         UserError: a file has changed.
     """
     before = text.get("content_of_texts")
-    for name, digest in of_texts(config)["content_of_texts"].items():
+    for name, digest in texts["content_of_texts"].items():
         if isinstance(before, dict) and digest is not None and before.get(name, digest) != digest:
             changed = f"{name}: has changed since {folder} was calibrated on it"
             if name not in SHIPPED:
@@ -228,7 +229,13 @@ def _check_texts(config: CompressionConfig, text: dict[str, Any], folder: Path) 
 
 
 def _begin(
-    config: CompressionConfig, workspace: Workspace, low: Reader, dense: Reader, sizes: ModelConfig, device: str
+    config: CompressionConfig,
+    texts: dict[str, Any],
+    workspace: Workspace,
+    low: Reader,
+    dense: Reader,
+    sizes: ModelConfig,
+    device: str,
 ) -> None:
     """Check disk and memory, and start or resume the run in ``workspace``; ``low`` reads the compressed checkpoint.
 
@@ -241,7 +248,7 @@ def _begin(
         parameters = max(low.total_parameters(), dense.total_parameters())  # the dense model runs first
         check_room(workspace.out, size, size, parameters, trained, working_memory(sizes, config), config, device)
     origin = {"verb": "recover", **of_model(low), "dense": of_model(dense), **of_run(device)}
-    workspace.begin({**origin, **config.model_dump(), **of_texts(config)})
+    workspace.begin({**origin, **config.model_dump(), **texts})
 
 
 def _dense_folder(folder: Path, recorded: str, asked: str | Path | None, progress: Progress) -> Path:

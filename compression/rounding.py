@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from neuronmm.compression.error_feedback import ErrorFeedback, RoundColumn
+from neuronmm.compression.error_feedback import ErrorFeedback
 from neuronmm.kernels import Form, Fp8, Int8, quantise, quantise_fp8
 
 
@@ -58,16 +58,13 @@ def round_coefficients(coefficients: Tensor, pivots: Tensor, form: Form, rounded
     change = exact @ torch.linalg.solve(damped, cross - gram, left=False)
     plain, fitted = rounded(coefficients), rounded(_row_form(exact + change, form).contiguous())
 
-    def begin(group: Tensor, _: int) -> RoundColumn:
-        return column
-
     def column(values: Tensor, number: int) -> Tensor:
         """Round a column [out, 1] of the row form with the scales of ``fitted``."""
         if form is Form.ROWS:
             return rounded(values, fitted.scales).dequantise(torch.float32)
         return rounded(values.T, fitted.scales[number : number + 1]).dequantise(torch.float32).T
 
-    wide = ErrorFeedback(gram).compensated(exact + change, begin)
+    wide = ErrorFeedback(gram).compensated(exact + change, lambda _: column)
     compensated = rounded(_row_form(wide, form).contiguous(), fitted.scales)
 
     def error(low: Int8 | Fp8) -> float:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
-from neuronmm.emulator.nki import NkiError, run
+from neuronmm.emulator.nki import NkiError, nki_modules, run
 
+with nki_modules():
+    import nki.language as nl
+
+F32 = np.float32
 _MARK = "# broken: "
 
 
@@ -22,3 +27,17 @@ def assert_breaks(kernel: Callable[..., None], *arguments: Any) -> None:
     location = f"{inspect.getsourcefile(kernel)}:{line}"
     assert (caught.value.location, caught.value.rule) == (location, rule)
     assert str(caught.value).startswith(f"{location}: ") and str(caught.value).endswith(f"[{rule}]")
+
+
+def sbuf(*shape: int, dtype: Any = F32) -> Any:
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+
+
+def psum(*shape: int) -> Any:
+    return nl.ndarray(shape, dtype=F32, buffer=nl.psum)
+
+
+def violations(module: Mapping[str, Any]) -> list[Callable[..., None]]:
+    """Return the kernels among a module's globals: its functions of one parameter ``x``."""
+    functions = (value for value in module.values() if inspect.isfunction(value))
+    return [function for function in functions if list(inspect.signature(function).parameters) == ["x"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +9,13 @@ import numpy as np
 import pytest
 
 from neuronmm.emulator.nki import TensorSpec, nki_modules
-from nki_violations import assert_breaks
+from nki_violations import F32, assert_breaks, psum, sbuf, violations
 
 with nki_modules():
     import neuronxcc.nki.isa as xisa
     import neuronxcc.nki.language as xl
     import nki.isa as nisa
     import nki.language as nl
-
-F32 = np.float32
-
-
-def sbuf(*shape: int, dtype: Any = F32) -> Any:
-    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
-
-
-def psum(*shape: int) -> Any:
-    return nl.ndarray(shape, dtype=F32, buffer=nl.psum)
 
 
 def matmul_result_in_bfloat16(x: Any) -> None:
@@ -109,9 +98,7 @@ def affine_selection_into_32_bit_integers(x: Any) -> None:
     nisa.affine_select(sbuf(8, 4, dtype=np.uint32), [[1, 4]], 0, sbuf(8, 4), 0.0)  # broken: operand dtype
 
 
-BROKEN: list[Callable[..., None]] = [
-    f for f in list(globals().values()) if inspect.isfunction(f) and list(inspect.signature(f).parameters) == ["x"]
-]
+BROKEN = violations(globals())
 
 
 @pytest.mark.parametrize("data", [True, False], ids=["data", "shapes"])

@@ -10,23 +10,13 @@ import pytest
 
 from neuronmm.emulator.nki import TensorSpec, nki_modules, run
 from neuronmm.emulator.nki.trace import Engine
-from nki_violations import assert_breaks
+from nki_violations import F32, assert_breaks, psum, sbuf
 
 with nki_modules():
     import neuronxcc.nki.isa as xisa
     import neuronxcc.nki.language as xl
     import nki.isa as nisa
     import nki.language as nl
-
-F32 = np.float32
-
-
-def sbuf(*shape: int) -> Any:
-    return nl.ndarray(shape, dtype=F32, buffer=nl.sbuf)
-
-
-def psum(*shape: int) -> Any:
-    return nl.ndarray(shape, dtype=F32, buffer=nl.psum)
 
 
 def accumulate_on_unwritten_psum(x: Any) -> None:

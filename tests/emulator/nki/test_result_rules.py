@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from neuronmm.emulator.nki import TensorSpec, nki_modules, run
-from nki_violations import assert_breaks
+from nki_violations import F32, assert_breaks, sbuf, violations
 
 with nki_modules():
     import neuronxcc.nki.isa as xisa
@@ -18,11 +17,7 @@ with nki_modules():
     import nki.isa as nisa
     import nki.language as nl
 
-F32, U32 = np.float32, np.uint32
-
-
-def sbuf(*shape: int, dtype: Any = F32) -> Any:
-    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+U32 = np.uint32
 
 
 def reduction_moves_partitions(x: Any) -> None:
@@ -175,9 +170,7 @@ def product_used_after_its_addition(x: Any) -> None:
     xl.copy(product)  # broken: assigned result
 
 
-BROKEN: list[Callable[..., None]] = [
-    f for f in list(globals().values()) if inspect.isfunction(f) and list(inspect.signature(f).parameters) == ["x"]
-]
+BROKEN = violations(globals())
 
 
 @pytest.mark.parametrize("data", [True, False], ids=["data", "shapes"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,23 +11,13 @@ import pytest
 from neuronmm.emulator.nki import NkiError, TensorSpec, nki_modules, run
 from neuronmm.emulator.nki.trace import Engine
 from neuronmm.kernels.hardware import TRN2
-from nki_violations import assert_breaks
+from nki_violations import F32, assert_breaks, psum, sbuf, violations
 
 with nki_modules():
     import neuronxcc.nki.isa as xisa
     import neuronxcc.nki.language as xl
     import nki.isa as nisa
     import nki.language as nl
-
-F32 = np.float32
-
-
-def sbuf(*shape: int, dtype: Any = F32) -> Any:
-    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
-
-
-def psum(*shape: int) -> Any:
-    return nl.ndarray(shape, dtype=F32, buffer=nl.psum)
 
 
 def too_many_partitions(x: Any) -> None:
@@ -244,9 +233,7 @@ def grid_beside_an_ellipsis(x: Any) -> None:
     x[xl.arange(64)[:, None], ...]  # broken: mixed index
 
 
-BROKEN: list[Callable[..., None]] = [
-    f for f in list(globals().values()) if inspect.isfunction(f) and list(inspect.signature(f).parameters) == ["x"]
-]
+BROKEN = violations(globals())
 
 
 @pytest.mark.parametrize("data", [True, False], ids=["data", "shapes"])
