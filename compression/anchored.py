@@ -23,13 +23,15 @@ from torch import Tensor
 
 from neuronmm.compression.moments import check_finite, damping_of
 
+_STRIPE = 1024  # rows of the Gram matrix that are added at once: narrower stripes compute less above the diagonal
+
 
 class Anchors:
     """Sums over the calibration tokens for linears with one input.
 
-    Dimensions: ``gram`` is ``sum x' x'^T`` [in, in]. ``cross`` is ``sum x x'^T`` [in, in] or, for a linear whose target
-    is not its dense output, ``sum t x'^T`` [out, in]. Both are float64. ``power`` is ``sum |t|^2`` of the targets
-    (without bias).
+    Dimensions: ``gram`` is ``sum x' x'^T`` [in, in]; only its lower triangle is complete, which is half of the work.
+    ``cross`` is ``sum x x'^T`` [in, in] or, for a linear whose target is not its dense output, ``sum t x'^T``
+    [out, in]. Both are float64. ``power`` is ``sum |t|^2`` of the targets (without bias).
     """
 
     def __init__(self, size: int, damping: float, out: int | None = None, device: torch.device | None = None) -> None:
@@ -43,7 +45,9 @@ class Anchors:
     def add(self, targets: Tensor, compressed: Tensor) -> None:
         """Add tokens: dense inputs [tokens, in] or targets [tokens, out], and compressed inputs [tokens, in]."""
         inputs = compressed.double()
-        self.gram.addmm_(inputs.T, inputs)
+        for begin in range(0, len(self.gram), _STRIPE):
+            end = begin + _STRIPE
+            self.gram[begin:end, :end].addmm_(inputs[:, begin:end].T, inputs[:, :end])
         self.cross.addmm_(targets.double().T, inputs)
 
     def of(self, power: float) -> Anchors:
@@ -69,8 +73,9 @@ class Anchors:
     def problem(self, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
         """Return the covariance whose top eigenvectors are needed, and the function that turns them into A and B."""
         damping = self.damping
-        identity = torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
-        root = torch.linalg.cholesky(self.gram + damping * identity)
+        damped = self.gram.clone()
+        damped.diagonal().add_(damping)
+        root = torch.linalg.cholesky(damped)  # reads the lower triangle
         target = (weight @ self.cross if self._of_inputs else self.cross) + damping * weight
         if weight.shape[0] <= weight.shape[1]:
             best = torch.cholesky_solve(target.T, root).T  # the optimal W' of full rank

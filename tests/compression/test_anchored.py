@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from brute_force import least
 from draws import examples
+from neuronmm.compression import anchored
 from neuronmm.compression.anchored import Anchors
 from neuronmm.compression.anchored_layer import anchored_factors
 from neuronmm.compression.factorize import factorize
@@ -21,6 +23,14 @@ from neuronmm.compression.ranks import Linear
 from neuronmm.compression.streaming import Streams, run_layer
 from neuronmm.models.families import TARGETS
 from tiny_models import make_tiny
+
+
+@pytest.fixture(autouse=True, scope="module")
+def narrow_stripes() -> Iterator[None]:
+    """Let these small Gram matrices have several stripes, the last of them shorter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(anchored, "_STRIPE", 7)
+        yield
 
 
 def draw(out: int, into: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,9 +103,9 @@ def test_with_dense_inputs_it_equals_the_whitened_form(out: int, into: int) -> N
     anchors = gather(weight, dense, dense, 1e-3)
     moments = Moments(into, True, 1e-3)
     moments.add(dense.T, (weight @ dense).T)
-    anchored, whitened = factorize(weight, 5, anchors), factorize(weight, 5, moments)
-    torch.testing.assert_close(anchored.B @ anchored.A, whitened.B @ whitened.A, rtol=1e-6, atol=1e-6)
-    assert anchored.loss == pytest.approx(whitened.loss, rel=1e-6)
+    ours, whitened = factorize(weight, 5, anchors), factorize(weight, 5, moments)
+    torch.testing.assert_close(ours.B @ ours.A, whitened.B @ whitened.A, rtol=1e-6, atol=1e-6)
+    assert ours.loss == pytest.approx(whitened.loss, rel=1e-6)
 
 
 def test_all_zero_inputs_are_factorised_and_nan_is_refused() -> None:
@@ -131,7 +141,7 @@ def test_each_linear_gets_compressed_inputs_and_the_target_is_the_dense_stream(t
         (x, y, stream), (read, _, compressed_stream) = (watch(layer, name, inputs) for layer, inputs in pairs)
         writes = name in ("self_attn.o_proj", "mlp.down_proj")
         targets = y + stream - compressed_stream if writes else x
-        torch.testing.assert_close(sums.gram, read.T @ read, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sums.gram.tril(), (read.T @ read).tril(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(sums.cross, targets.T @ read, rtol=1e-5, atol=1e-5)
         assert sums.power == pytest.approx(float((targets if writes else y).square().sum()), rel=1e-5)
         target = compressed.get_submodule(name)
