@@ -159,6 +159,8 @@ def _documents(text: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[str
     path = Path(text)
     if not path.exists():
         raise UserError(f"{path}: no such calibration file; give a text or .jsonl file, 'self', 'prose' or 'code'")
+    if not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path}: is a pipe or a device, which cannot be read twice; write the text to a file")
     if path.suffix != ".jsonl":
         return [read_text(path)]
     template = ChatTemplate(tokenizer)

@@ -116,9 +116,17 @@ class CompressionConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Replace old names. The baselines svd and asvd are as published by default."""
+        """Replace old names. The baselines svd and asvd are as published by default.
+
+        No setting is a boolean, which pydantic would take as the number 0 or 1.
+        """
         values = renamed(values)
+        for name, value in values.items():
+            if isinstance(value, bool):
+                raise ValueError(f"{name}: is the boolean {value}; give a number, or a word such as 'off' in quotes")
         texts = values.get("calibration")
+        if texts == "" or (isinstance(texts, list) and "" in texts):
+            raise ValueError("calibration: a name is empty; give a file, self, prose or code")
         if isinstance(texts, list):
             if len(set(map(str, texts))) < len(texts):
                 raise ValueError(f"calibration {texts}: names one text twice")

@@ -11,6 +11,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.shipped_texts import SHIPPED, shipped_documents
 from neuronmm.models import processes
+from neuronmm.models.source import expanded
 from neuronmm.version import VERSION
 
 _PIECE = 1 << 20  # bytes
@@ -22,6 +23,12 @@ def of_model(checkpoint: Reader) -> dict[str, Any]:
     return {"model": str(checkpoint.folder), "bytes": checkpoint.total_bytes(), "last_change_of_model": changed}
 
 
+def name_of_model(model: str | Path) -> str:
+    """Return how a report names the dense model: by its path, from any folder, or by its hub id."""
+    path = expanded(model)
+    return str(path.absolute()) if path.exists() else str(model)
+
+
 def of_run(device: str) -> dict[str, Any]:
     """Return what of the program and the machine an interrupted run must find again."""
     return {"version": VERSION, "device": device, "number of processes": processes.size()}
@@ -29,7 +36,7 @@ def of_run(device: str) -> dict[str, Any]:
 
 def of_texts(config: CompressionConfig) -> dict[str, Any]:
     """Return the digest of every text but the model's own; None for one that cannot be read, which is refused later."""
-    files = {text: _digest(Path(text)) for text in config.text_files}
+    files = {text: of_file(Path(text)) for text in config.text_files}
     shipped = {text: _digest_of(shipped_documents(text)) for text in config.texts if text in SHIPPED}
     return {"content_of_texts": {**files, **shipped}}
 
@@ -38,7 +45,10 @@ def _digest_of(documents: list[str]) -> str:
     return hashlib.sha256("".join(documents).encode()).hexdigest()[:16]
 
 
-def _digest(file: Path) -> str | None:
+def of_file(file: Path) -> str | None:
+    """Return the digest of a file's content; None if it cannot be read, or only once as a pipe."""
+    if not file.is_file():
+        return None
     digest = hashlib.sha256()
     try:
         with file.open("rb") as stream:

@@ -22,7 +22,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.distillation import working_memory
 from neuronmm.compression.fidelity import compare
 from neuronmm.compression.fisher import measure_gradients, working_bytes
-from neuronmm.compression.identity import of_model, of_run, of_texts
+from neuronmm.compression.identity import name_of_model, of_model, of_run, of_texts
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.member import check_processes, check_rows, workspace_of
 from neuronmm.compression.memory import check_disk, check_room, check_row_memory, forget_peak, peak_rss
@@ -40,7 +40,7 @@ from neuronmm.models.errors import UserError
 from neuronmm.models.families import LAYERS
 from neuronmm.models.model_config import ModelConfig
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import expanded, is_compressed, resolve
+from neuronmm.models.source import is_compressed, resolve
 from neuronmm.models.spec import CompressionSpec
 from neuronmm.models.tensors import parameter_shapes
 from neuronmm.version import VERSION
@@ -131,7 +131,7 @@ def compress(
         parameters = sum(math.prod(shape) for name, shape in counted.items() if name in contents.files)
         spec = _spec(run, plan, rows, layers, parameters, texts)
         facts = _facts(run, spec, plan, layers, parameters)
-        result = {"kind": "measured", "model": _recorded(model), **facts, "search": search}
+        result = {"kind": "measured", "model": name_of_model(model), **facts, "search": search}
 
         def finish(final: Path) -> None:
             if processes.rank() == 0:
@@ -166,12 +166,6 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
         raise UserError(f"{folder}: is already compressed or quantised; compress the original checkpoint")
     contents = inspect(folder)
     return Reader(folder, contents.files), contents
-
-
-def _recorded(model: str | Path) -> str:
-    """Return how the report names the dense model: by its path, from any folder, or by its hub id."""
-    path = expanded(model)
-    return str(path.absolute()) if path.exists() else str(model)
 
 
 def _begin(

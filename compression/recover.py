@@ -22,7 +22,7 @@ from neuronmm.compression.config import CompressionConfig, accepts_old_names
 from neuronmm.compression.distillation import rows_per_pass, working_memory
 from neuronmm.compression.factor_training import Recovery, train_factors
 from neuronmm.compression.fidelity import compare
-from neuronmm.compression.identity import of_model, of_run, of_texts
+from neuronmm.compression.identity import name_of_model, of_model, of_run, of_texts
 from neuronmm.compression.low_bits import store_low_bits
 from neuronmm.compression.member import check_rows, workspace_of
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
@@ -131,6 +131,8 @@ def recover(
                 report.write(result, final)
 
         result |= config.model_dump(include={"recover", "factor_dtype", "weight_dtype"})
+        if dense is not None:
+            result["model"] = name_of_model(dense)  # the distance is measured from this one
         result |= {"format": 3} if config.needs_format_3 else {}
         workspace.finish(finish)
         return result

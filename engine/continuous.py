@@ -62,7 +62,10 @@ class _Sequence:
             return UserError(NOT_FINITE)
         if not self.sampler.plain:
             seen = self.seen if self.sampler.penalises else self.seen[-1:]  # a long text takes as long as a step
-            token = int(self.sampler(torch.tensor([seen], device=logits.device), logits)[0])
+            try:
+                token = int(self.sampler(torch.tensor([seen], device=logits.device), logits)[0])
+            except UserError as error:  # ends this row, not the others
+                return error
         self.seen.append(token)
         return token
 

@@ -119,7 +119,7 @@ class Sampler:
         Dimensions: seen [batch, tokens so far], without padding tokens; logits [batch, vocab] -> [batch].
 
         Raises:
-            UserError: the largest logit of a row is not finite.
+            UserError: the largest logit of a row is not finite, or not after the division by the temperature.
         """
         largest, likeliest = logits.max(-1)
         if not torch.isfinite(largest).all():
@@ -130,6 +130,8 @@ class Sampler:
         if self._greedy:
             return likeliest
         cumulative = logits.float().softmax(-1).cumsum(-1)
+        if not torch.isfinite(cumulative[:, -1]).all():
+            raise UserError(NOT_FINITE)
         drawn = [torch.rand(1, generator=generator, device=logits.device) for generator in self._generators]
         # In (0, total], so that the first sum that reaches it belongs to a token with a probability above 0.
         # One number per row is several times as fast as torch.multinomial, which draws one per token.
@@ -155,5 +157,7 @@ class TopP:
             likelier = likeliest.cumsum(-1) - likeliest
             if (likelier[:, -1] >= self._top_p).all():
                 break
-        dropped = torch.ones_like(logits, dtype=torch.bool).scatter(-1, at, likelier >= self._top_p)
+        unlikely = likelier >= self._top_p
+        unlikely[:, 0] = False  # a top_p that is 0 in float32 keeps the likeliest token
+        dropped = torch.ones_like(logits, dtype=torch.bool).scatter(-1, at, unlikely)
         return logits.masked_fill(dropped, -torch.inf)

@@ -8,6 +8,7 @@ releases Python's lock.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -174,6 +175,7 @@ class Scheduler:
             except Exception as error:  # whatever it is, every waiting client has to hear of it
                 with self._changed:
                     self.failure = error
+                    logging.getLogger(__name__).exception("the engine has failed; restart the server")
                     rows = list(self._jobs)
                 self._deliver([Event(row, error, time.perf_counter()) for row in rows])
                 return

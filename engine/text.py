@@ -48,6 +48,8 @@ class TextStream:
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._end])
         now = self._decode(self._ids[self._start :])
+        while not now.startswith(before):  # it completes a character that began in text given out, or in the prompt
+            before = before[:-1]
         incomplete = now.endswith(_INCOMPLETE) or len(now) <= len(before)
         if incomplete and len(self._ids) - self._end <= _LONGEST:
             return ""

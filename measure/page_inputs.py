@@ -25,6 +25,12 @@ class EstimateDocument(BaseModel):
     standard_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
+class ScoreDocument(EstimateDocument):
+    """A perplexity or an accuracy."""
+
+    value: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class ModelDocument(BaseModel):
     """An evaluated model."""
 
@@ -36,7 +42,7 @@ class MeasureDocument(BaseModel):
     """One measure of every model, and the paired difference if there are two."""
 
     measure: str
-    models: dict[str, EstimateDocument]
+    models: dict[str, ScoreDocument]
     difference: EstimateDocument | None = None
 
 
@@ -46,7 +52,7 @@ class EvaluationDocument(BaseModel):
     what: Literal["evaluation"]
     models: dict[str, ModelDocument]
     text: dict[str, Any] | None
-    results: list[MeasureDocument]
+    results: list[MeasureDocument] = Field(min_length=1)
     notes: list[str]
     settings: dict[str, str | int | list[str] | None] = {}
 

@@ -6,12 +6,16 @@ folder, so an interrupted sweep can be resumed and a finished one extended by po
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from neuronmm.compression.calibration import from_text
+from neuronmm.compression.config import SELF
+from neuronmm.compression.plan import make_plan, targeted
+from neuronmm.compression.reader import Reader
 from neuronmm.compression.report import read as read_report
 from neuronmm.compression.run import check_device
 from neuronmm.kernels.durable import replacing
@@ -23,11 +27,13 @@ from neuronmm.measure.sweep_folder import SweepSettings, claimed, write_settings
 from neuronmm.measure.sweep_points import SweepPoint, add_point, create_point, read_points
 from neuronmm.measure.sweep_table import as_markdown
 from neuronmm.measure.tasks import Question, encode, read_task
+from neuronmm.models.contents import inspect
 from neuronmm.models.documents import write_json
+from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config, load_tokenizer, positions_of
 from neuronmm.models.output import keep_apart, output_folder
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import resolve, short_name
+from neuronmm.models.source import is_compressed, resolve, short_name
 
 
 @dataclass
@@ -79,6 +85,7 @@ def sweep(
     with claimed(out, resume):
         dense = resolve(model, progress)
         keep_apart(out, [dense])
+        _check_points(dense, config)
         _check_sizes(dense, config, contents, questions)
         settings = SweepSettings.of(config, dense)
         write_settings(out, settings)
@@ -90,6 +97,23 @@ def sweep(
         with replacing(out / "sweep.png") as new:
             draw_sweep(result.points, result.costs, list(settings.texts), short_name(result.model), new)
         return result
+
+
+def _check_points(dense: Path, config: SweepConfig) -> None:
+    """Check that the model can be compressed as the points ask, as far as that is known before it runs.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if is_compressed(dense):
+        raise UserError(f"{dense}: is already compressed or quantised; sweep the original checkpoint")
+    reader, layers = Reader(dense), inspect(dense).config.num_hidden_layers
+    for point in config.points:
+        make_plan(targeted(reader, layers, point.config), point.config)
+    if any(point.config.needs_text for point in config.points):
+        tokenizer, row = load_tokenizer(dense), replace(config.base.rows, count=1)
+        for text in (text for text in config.base.texts if text != SELF):
+            from_text(text, tokenizer, row)
 
 
 def _check_sizes(dense: Path, config: SweepConfig, texts: list[str], questions: list[Question]) -> None:

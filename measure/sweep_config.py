@@ -30,7 +30,8 @@ class PlannedPoint:
     @property
     def folder(self) -> str:
         """The name of the checkpoint's folder in the sweep's folder."""
-        return f"{self.name}-{self.config.ratio:g}"
+        short = f"{self.config.ratio:g}"
+        return f"{self.name}-{short if float(short) == self.config.ratio else self.config.ratio}"
 
 
 @dataclass(frozen=True)

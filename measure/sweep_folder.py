@@ -12,6 +12,8 @@ from typing import Any
 
 from neuronmm.compression.claim import MARK, Claim
 from neuronmm.compression.config import renamed
+from neuronmm.compression.identity import of_file, of_model
+from neuronmm.compression.reader import Reader
 from neuronmm.kernels.durable import WRITING
 from neuronmm.measure.sweep_config import SweepConfig
 from neuronmm.models.documents import read_own, write_json
@@ -24,7 +26,10 @@ RUN = "run.json"
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The dense ``model``, what a sweep measures of every point, and the settings that all points share."""
+    """The dense ``model``, what a sweep measures of every point, and the settings that all points share.
+
+    ``contents`` identifies what the model and the files hold, by path: an edited file has the name of before.
+    """
 
     model: str
     texts: dict[str, str]
@@ -34,10 +39,12 @@ class SweepSettings:
     questions: int | None
     speed: bool
     base: dict[str, Any]
+    contents: dict[str, Any]
 
     @classmethod
     def of(cls, config: SweepConfig, dense: Path) -> SweepSettings:
         """Return the settings of ``config`` for the model in the folder ``dense``."""
+        files = [*config.text_files.values(), *config.task_files.values()]
         return cls(
             model=str(dense),
             texts={name: str(file) for name, file in config.text_files.items()},
@@ -47,6 +54,7 @@ class SweepSettings:
             questions=config.questions,
             speed=config.speed,
             base=config.base.model_dump(exclude={"ratio", "method"}),
+            contents={str(dense): of_model(Reader(dense)), **{str(file): of_file(Path(file)) for file in files}},
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +97,8 @@ def write_settings(out: Path, settings: SweepSettings) -> None:
     """Write ``settings`` to the folder of the sweep in ``out``.
 
     Raises:
-        UserError: the sweep started with other settings; a resumed sweep may only add measures.
+        UserError: the sweep started with other settings, or the model or a file has changed since; a resumed sweep may
+            only add measures.
     """
     run = json.loads(json.dumps(settings.to_json()))
     before = read_own(out / RUN) or run
@@ -99,7 +108,11 @@ def write_settings(out: Path, settings: SweepSettings) -> None:
         before = {**before, "base": {**added, **renamed(before["base"], notice=False)}}
     texts = before.get("texts")
     known = {name: file for name, file in run["texts"].items() if isinstance(texts, dict) and name in texts}
-    comparable = {**run, "texts": known}
+    contents = before.get("contents", {})  # earlier versions did not note them
+    for path, content in run["contents"].items():
+        if contents.get(path, content) != content:
+            raise UserError(f"{out}: {path} has changed since the sweep measured it; sweep it again with another -o")
+    comparable = {key: value for key, value in {**run, "texts": known}.items() if key != "contents"}
     if before.get("tasks") == {}:
         comparable.update(tasks={}, questions=before.get("questions"))
     if before.get("speed") is False:

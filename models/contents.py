@@ -96,7 +96,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """Map each tensor name to its file. As in transformers, model.safetensors takes precedence over an index.
 
     Raises:
-        UserError: the index is malformed or names a file that is missing or outside the folder, or a file is corrupt.
+        UserError: the index is malformed or names a file that is missing or outside the folder, a file is corrupt, or
+            two hold one tensor.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     names: dict[str, Path] = {}
@@ -115,9 +116,13 @@ def weight_files(folder: Path) -> dict[str, Path]:
             raise UserError(f"{file}: named in {index.name} but missing; download the checkpoint again")
         try:
             with safe_open(file, framework="np") as tensors:
-                stored.update(dict.fromkeys(tensors.keys(), file))
+                held = dict.fromkeys(tensors.keys(), file)
         except SafetensorError as error:
             raise UserError(f"{file}: corrupt shard ({error}); download or compress again") from None
+        twice = next(iter(held.keys() & stored.keys()), None)
+        if twice is not None:  # the copies may differ, and programs may differ in which they take
+            raise UserError(f"{file}: holds {twice}, and so does {stored[twice].name}; remove the wrong one")
+        stored |= held
     missing = [name for name in names if name not in stored]
     if missing:
         raise UserError(f"{folder}: tensor {missing[0]} is in the index but in no shard; download the checkpoint again")

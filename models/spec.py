@@ -179,6 +179,8 @@ class CompressionSpec(BaseModel):
         method = block.get("quant_method", QUANT_METHOD)
         if method != QUANT_METHOD:
             raise UserError(f"{where}: the weights are quantised by {method!r}; use the original checkpoint")
+        if not {"quant_method", "ranks"} & block.keys():  # as old versions of bitsandbytes' integration wrote it
+            raise UserError(f"{where}: the quantization_config is another program's; use the original checkpoint")
         if block.get("format", 1) not in FORMATS:
             raise UserError(
                 f"{where}: checkpoint format {block['format']} is none of {FORMATS}, which this neuronmm reads; "

@@ -45,7 +45,7 @@ class Logprobs:
         return {
             "tokens": [self._text(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._text(other): value for other, value in token.top} for token in tokens],
+            "top_logprobs": [{self._text(other): value for other, value in reversed(token.top)} for token in tokens],
             "text_offset": [self._starts[place] for place in places],
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -102,6 +103,9 @@ def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: bytes, me
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         from_text(tmp_path / name, word_tokenizer(), Rows(1, 8, seed=0))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: is a pipe or a device"):
+        from_text(tmp_path / "pipe", word_tokenizer(), Rows(1, 8, seed=0))
     with pytest.raises(UserError, match="no such calibration file"):
         from_text(tmp_path / "absent", word_tokenizer(), Rows(1, 8, seed=0))
 

@@ -246,7 +246,8 @@ def test_what_cannot_be_recovered_is_refused(low: Path, text: Path, tmp_path: Pa
     report = json.loads((low / "compression_report.json").read_text())
     shutil.move(model, tmp_path / "elsewhere")
     refused(low, "dense-llama.*; give the dense model with --dense")
-    recover(low, out, dense=tmp_path / "elsewhere")
+    measured = recover(low, out, dense=tmp_path / "elsewhere")
+    assert measured["model"] == str(tmp_path / "elsewhere"), "the report names the model that it was compared with"
     shutil.rmtree(out)
     for content in ("{}", "[]", "no JSON", json.dumps({**report, "matrices": [1]}), json.dumps({**report, "bytes": 1})):
         (low / "compression_report.json").write_text(content)

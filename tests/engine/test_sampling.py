@@ -44,6 +44,7 @@ def test_filters_leave_only_what_they_keep() -> None:
     assert drawn() == {0, 1, 2, 3, 4}
     assert drawn(top_k=2) == {0, 1}
     assert drawn(top_p=0.3) == {0, 1}
+    assert drawn(top_p=1e-300) == {0}
     greedy = Sampler(SamplingParams(), [0], torch.device("cpu"))
     assert int(greedy(seen, logits)) == 0
     penalised = Sampler(SamplingParams(repetition_penalty=2.0), [0], torch.device("cpu"))
@@ -57,6 +58,12 @@ def test_top_p_keeps_what_transformers_keeps(seed: int, top_p: float, scale: flo
     logits = scale * torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(seed))
     seen = torch.zeros(2, 1, dtype=torch.long)
     assert torch.equal(TopP(top_p)(seen, logits), TopPLogitsWarper(top_p)(seen, logits))
+
+
+def test_logits_that_the_temperature_makes_infinite_are_refused() -> None:
+    sampler = Sampler(SamplingParams(temperature=MIN_DIVISOR), [0], torch.device("cpu"))
+    with pytest.raises(UserError, match="NaN"):
+        sampler(torch.tensor([[0]]), torch.tensor([[3e38, 0.0]]))
 
 
 def test_draws_have_the_probabilities_of_the_logits() -> None:

@@ -24,7 +24,7 @@ from neuronmm.engine.decoder import TorchDecoder
 from neuronmm.engine.draft_length import DraftLength, StepTimes
 from neuronmm.engine.drafters import FewerBitsDrafter, ModelDrafter, NgramDrafter
 from neuronmm.engine.loop import Row
-from neuronmm.engine.sampling import SamplingParams
+from neuronmm.engine.sampling import MIN_DIVISOR, SamplingParams
 from neuronmm.engine.scheduler import Event, QueueFull, Scheduler, SchedulerEnded
 from neuronmm.engine.slots import CpuSlots, RowSlots
 from neuronmm.engine.speculation import Speculation
@@ -241,16 +241,22 @@ def test_a_full_queue_refuses_the_whole_request() -> None:
 
 
 class Overflowing(FakeSlots):
-    """The logits of sequences that begin with 7 overflow after the prompt."""
+    """The logits of sequences that begin with 7 are ``huge`` after the prompt."""
+
+    huge = torch.inf
 
     def logits(self, slot: int) -> Tensor:
         bad = self.sequences[slot][0] == 7 and len(self.sequences[slot]) > 2
-        return super().logits(slot) + (torch.inf if bad else 0)
+        return super().logits(slot) + (self.huge if bad else 0)
 
 
-def test_logits_that_overflow_end_their_row_alone() -> None:
-    params, log = KINDS[1], Log()
-    scheduler = Scheduler(Overflowing(2), EOS, CPU, 9, log)
+@pytest.mark.parametrize(
+    ("huge", "params"), [(torch.inf, KINDS[1]), (3e38, SamplingParams(max_new_tokens=12, temperature=MIN_DIVISOR))]
+)
+def test_logits_that_overflow_end_their_row_alone(huge: float, params: SamplingParams) -> None:
+    slots, log = Overflowing(2), Log()
+    slots.huge = huge
+    scheduler = Scheduler(slots, EOS, CPU, 9, log)
     rows = [row([7, 3], 5, params), row([8, 3], 5, params)]
     scheduler.submit(rows, params)
     for _ in range(9):
@@ -269,7 +275,7 @@ class Breaking(FakeSlots):
         return super().step(slots, token_ids)
 
 
-def test_a_broken_engine_tells_every_row() -> None:
+def test_a_broken_engine_tells_every_row_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
     params, log, done = KINDS[1], Log(), threading.Event()
 
     def deliver(events: list[Event]) -> None:
@@ -284,6 +290,7 @@ def test_a_broken_engine_tells_every_row() -> None:
     assert done.wait(30)
     assert [str(log.tokens[one][-1]) for one in rows] == ["broken", "broken"]
     assert (len(log.tokens[rows[0]]), len(log.tokens[rows[1]])) == (4, 1)
+    assert "RuntimeError: broken" in caplog.text
     with pytest.raises(SchedulerEnded):
         scheduler.submit([row([5], 1, params)], params)
     scheduler.close()

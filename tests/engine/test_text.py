@@ -39,6 +39,20 @@ def test_half_a_character_at_the_end_is_dropped(byte_tokenizer: PreTrainedTokeni
     assert stream.text == "ok"
 
 
+def test_a_character_that_began_in_the_prompt_comes_out(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = byte_tokenizer("aé").input_ids
+    stream = TextStream(byte_tokenizer, ids[:-1], ())
+    assert stream.push(ids[-1]) == "é"
+
+
+def test_a_character_whose_beginning_was_given_out_comes_out(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    first, *rest = byte_tokenizer("😀").input_ids
+    stream = TextStream(byte_tokenizer, [], ())
+    for token in [*[rest[0]] * 8, first, *rest]:
+        stream.push(token)
+    assert stream.text == "\N{REPLACEMENT CHARACTER}" * 9 + "😀"
+
+
 def test_tokens_without_text_cost_no_more_than_others(
     byte_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,11 +150,12 @@ def test_tiling(run: Callable[..., Any]) -> None:
 def test_sweep(run: Callable[..., Any], tmp_path: Path) -> None:
     quality = "--text {here}/text.txt --tasks {here}/task.jsonl --context 20 --speed"
     result = run("sweep {dense} -o {here}/out --recipe {here}/recipe.yaml --ratios 0.3 --methods svd " + quality)
-    base = result.pop("base")
+    base, contents = result.pop("base"), result.pop("contents")
     points = [{**POINT, "fronts": result["points"][0]["fronts"]}]
     assert "align" in base and not {"ratio", "method"} & base.keys()
     check(result, {**leaves("kind what"), **SETTINGS, "costs": [None], "machine": MACHINE, "points": points})
     files = {"svd-0.3.point.json": POINT, "dense.point.json": {**leaves("name ratio"), **MEASURED}}
-    files |= {"run.json": {**SETTINGS, "base": base}}
+    assert [Path(name).name for name in contents] == ["llama-dense", "text.txt", "task.jsonl"]
+    files |= {"run.json": {**SETTINGS, "base": base, "contents": contents}}
     for name, expected in files.items():
         check(shape(json.loads((tmp_path / "out" / name).read_text())), expected)

@@ -304,6 +304,15 @@ def test_a_document_with_a_false_value_is_refused_or_drawn(
     assert refused > 20 and drawn > 0
 
 
+def test_an_evaluation_without_a_possible_score_is_refused(measured: Path, tmp_path: Path) -> None:
+    document = json.loads((measured / "quality.json").read_text())
+    negative = changed(document, ("results", 0, "models", "model", "value"), -5)
+    for other in (negative, {**document, "results": []}):
+        (tmp_path / "quality.json").write_text(json.dumps(other))
+        with pytest.raises(UserError, match=r"quality\.json"):
+            read_evaluation(tmp_path / "quality.json")
+
+
 def test_a_report_with_a_false_value_is_refused_or_shown(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,34 @@ def test_a_dangerous_folder_is_refused_before_a_model_is_read(
     assert snapshot(place) == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"align": 1000}, "align"),
+        ({"calibration": "absent.txt"}, "no such calibration file"),
+        ({"calibration": "short.txt"}, "fewer than one row"),
+    ],
+)
+def test_what_compress_would_refuse_is_refused_before_anything_is_measured(
+    changes: dict[str, Any], message: str, place: Path
+) -> None:
+    (place / "short.txt").write_text("w5 w6")
+    config = SweepConfig([0.4], ["whitened"], ["text.txt"], BASE.model_copy(update=changes), context=30)
+    before = snapshot(place)
+    with pytest.raises(UserError, match=message):
+        sweep("model", "sweep", config)
+    assert snapshot(place) == before
+
+
+def test_a_compressed_model_is_refused_before_anything_is_measured(place: Path) -> None:
+    run("sweep")
+    shutil.move("sweep/whitened-0.4", "low")
+    before = snapshot(place)
+    with pytest.raises(UserError, match="already compressed"):
+        sweep("low", "other", SweepConfig([0.4], ["whitened"], ["text.txt"], BASE, context=30))
+    assert snapshot(place) == before
+
+
 def test_text_in_the_folder_is_refused(place: Path) -> None:
     run("sweep")
     shutil.copy("text.txt", "sweep/text.txt")
@@ -120,6 +148,22 @@ def test_a_damaged_point_is_measured_again(content: str, place: Path, monkeypatc
     (place / "sweep" / "run.json").write_text("[]")
     with pytest.raises(UserError, match="not the folder of a sweep"):
         add_point(place / "sweep", "dense", place / "model", {"name": "dense", "ratio": 0.0})
+
+
+@pytest.mark.parametrize("file", ["text.txt", "model/model.safetensors"])
+def test_a_resumed_sweep_refuses_a_text_or_model_that_has_changed(file: str, place: Path) -> None:
+    expected, settings = run("sweep"), place / "sweep" / "run.json"
+    (place / file).write_bytes((place / file).read_bytes())
+    os.utime(place / file, (1, 1))
+    if file == "text.txt":  # the same content is the same text
+        assert run("sweep", resume=True) == expected
+        (place / file).write_text("w5 " * 200)
+    with pytest.raises(UserError, match=f"{Path(file).parts[0]} has changed since the sweep measured it"):
+        run("sweep", resume=True)
+    noted = json.loads(settings.read_text())
+    del noted["contents"]  # as an earlier version wrote it
+    settings.write_text(json.dumps(noted))
+    assert len(run("sweep", resume=True)) == len(expected)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"verb"'])

@@ -65,6 +65,13 @@ def drop_a_shard(folder: Path) -> None:
     sorted(folder.glob("*.safetensors"))[1].unlink()
 
 
+def copy_a_tensor(folder: Path) -> None:
+    shard = weight_files(folder)["model.norm.weight"]
+    other = next(file for file in sorted(folder.glob("*.safetensors")) if file != shard)
+    copied = load_file(shard)["model.norm.weight"]
+    save_file({**load_file(other), "model.norm.weight": copied}, other, metadata={"format": "pt"})
+
+
 def garble_a_header(folder: Path) -> None:
     shard = sorted(folder.glob("*.safetensors"))[0]
     shard.write_bytes(b"\0" * 64)
@@ -117,6 +124,7 @@ DAMAGES = [
     (cut_a_shard, "corrupt shard"),
     (garble_a_header, "corrupt shard"),
     (drop_a_shard, "named in model.safetensors.index.json but missing"),
+    (copy_a_tensor, r"holds model\.norm\.weight, and so does model-"),
     (break_the_index, "not valid JSON"),
     (empty_the_index, "not a safetensors index"),
     (list_the_index, "not a safetensors index"),
@@ -131,6 +139,7 @@ DAMAGES = [
     (deny_compression, "disagree"),
     (set_config(quantization_config=[]), "quantization_config is not a JSON object"),
     (set_config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised by 'gptq'"),
+    (set_config(quantization_config={"load_in_8bit": True}), "is another program's; use the original checkpoint"),
     (set_config(model_type="mistral", architectures=["MistralForCausalLM"]), "MistralForCausalLM is not supported"),
     (set_config(hidden_size=64), "disagree"),
     (set_config(num_hidden_layers=1), r"layers\.1\..* belongs to no part of the model"),
