@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the decoder's output for an incomplete UTF-8 character
 _CONTEXT = 4  # prompt tokens that are decoded too, so that the spaces after the prompt are right
+_BYTES = 4  # of the longest character
 _LONGEST = 8  # tokens that are held back as an incomplete character; more are bytes that complete none
 
 
@@ -27,7 +28,10 @@ class TextStream:
         self.special = {*tokenizer.all_special_ids, *named.values()}
         self._ends = {named[text] for text in stop if text in named}
         self._stop = tuple(stop)
-        self._ids = list(prompt[-_CONTEXT:])
+        for length in range(_CONTEXT, _CONTEXT + _BYTES):  # one that begins inside a character can spoil what follows
+            self._ids = list(prompt[-length:])
+            if not self._decode(self._ids).startswith(_INCOMPLETE):
+                break
         self._start, self._end = 0, len(self._ids)
         self._pending = ""
         self.text = ""

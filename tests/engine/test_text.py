@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from neuronmm.engine.text import TextStream
 
@@ -51,6 +52,21 @@ def test_a_character_whose_beginning_was_given_out_comes_out(byte_tokenizer: Pre
     for token in [*[rest[0]] * 8, first, *rest]:
         stream.push(token)
     assert stream.text == "\N{REPLACEMENT CHARACTER}" * 9 + "😀"
+
+
+def test_text_after_a_prompt_of_single_bytes_is_whole() -> None:
+    """A decoder with byte fallback, as Llama 2's, judges a run of bytes as a whole."""
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    ids = tokenizer.encode("ﷺ").ids
+    assert len(ids) == 3
+    for repeats in range(5):
+        stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=tokenizer), ids * repeats, ())
+        for token in ids:
+            stream.push(token)
+        stream.finish()
+        assert stream.text == "ﷺ"
 
 
 def test_tokens_without_text_cost_no_more_than_others(
