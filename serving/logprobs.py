@@ -45,9 +45,16 @@ class Logprobs:
         return {
             "tokens": [self._text(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._text(other): value for other, value in reversed(token.top)} for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": [self._starts[place] for place in places],
         }
+
+    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+        """Return the likeliest tokens by text, likeliest first; of two tokens with one text the likelier counts."""
+        values: dict[str, float] = {}
+        for other, value in token.top:
+            values.setdefault(self._text(other), value)
+        return values
 
     def _chat_token(self, token: TokenLogprobs) -> dict[str, Any]:
         top = [self._entry(other, value) for other, value in token.top]

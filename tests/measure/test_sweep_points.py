@@ -54,8 +54,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def sweep(model: Path, out: Path, methods: list[str], text: Path, **options: Any) -> SweepResult:
-    return run_sweep(model, out, SweepConfig([0.4], methods, [text], BASE, context=30), **options)
+def sweep(model: Path, out: Path, methods: list[str], text: Path, rows: int = 24, **options: Any) -> SweepResult:
+    base = BASE.model_copy(update={"calibration_rows": rows})
+    return run_sweep(model, out, SweepConfig([0.4], methods, [text], base, context=30), **options)
 
 
 def test_the_mean_accuracy_has_an_error_only_if_every_task_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,10 @@ def test_the_mean_accuracy_has_an_error_only_if_every_task_has_one(monkeypatch: 
 def test_a_point_with_recovery_starts_from_the_one_without(
     words: str, calls: list[str], model: Path, text: Path, tmp_path: Path
 ) -> None:
-    """Its checkpoint equals the one of a new compression, and an interrupted recovery is resumed."""
+    """Its checkpoint equals the one of a new compression, and an interrupted recovery is resumed.
+
+    Whether training helps the 3 rows that are held out of 24 is chance and differs from processor to processor.
+    """
     name, stages = f"whitened+{words}", list[str]()
 
     def stop(stage: str, fraction: float) -> None:
@@ -81,16 +85,16 @@ def test_a_point_with_recovery_starts_from_the_one_without(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(model, tmp_path / "out", [name, "whitened"], text, progress=stop)
+        sweep(model, tmp_path / "out", [name, "whitened"], text, rows=96, progress=stop)
     fractions: dict[str, float] = {}
 
     def count(stage: str, fraction: float) -> None:
         fractions[stage] = fractions.get(stage, 0) + fraction
 
-    result = sweep(model, tmp_path / "out", [name], text, resume=True, progress=count)
+    result = sweep(model, tmp_path / "out", [name], text, rows=96, resume=True, progress=count)
     assert calls == ["compress whitened-0.4", f"recover {name}-0.4", f"recover {name}-0.4"]
     assert fractions["compressing"] == pytest.approx(1) and "sampling text" not in fractions
-    sweep(model, tmp_path / "alone", [name], text)
+    sweep(model, tmp_path / "alone", [name], text, rows=96)
     assert calls[3:] == [f"compress {name}-0.4"]
     for file in ("model.safetensors", "config.json"):
         one, other = (tmp_path / folder / f"{name}-0.4" / file for folder in ("out", "alone"))
