@@ -244,11 +244,6 @@ def test_a_folder_of_other_settings_is_refused(
     assert states(finished[0]) == before
 
 
-def test_ratios_that_print_alike_are_two_points() -> None:
-    points = SweepConfig([0.0, 0.2, 0.2000001, 0.2000002], ["svd"], ["text.txt"]).points
-    assert [point.folder for point in points][1:] == ["svd-0.2", "svd-0.2000001", "svd-0.2000002"]
-
-
 def test_a_methods_words_are_values_of_settings() -> None:
     assert parse_method("whitened") == {"method": "whitened"}
     assert parse_method("svd+all") == {"method": "svd", "targets": "all"}

@@ -69,6 +69,11 @@ def test_the_mean_accuracy_has_an_error_only_if_every_task_has_one(monkeypatch: 
     assert sweep_points._accuracy(Path("model"), ["one.jsonl"], None)["standard_error"] == pytest.approx(0.25)
 
 
+def test_ratios_that_print_alike_are_two_points() -> None:
+    points = SweepConfig([0.2, 0.2000001, 0.2000002], ["svd"], ["text.txt"]).points
+    assert [point.folder for point in points] == ["svd-0.2", "svd-0.2000001", "svd-0.2000002"]
+
+
 @pytest.mark.parametrize("words", ["lora", "factors", "factors+int8"])
 def test_a_point_with_recovery_starts_from_the_one_without(
     words: str, calls: list[str], model: Path, text: Path, tmp_path: Path
