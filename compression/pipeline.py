@@ -158,10 +158,19 @@ def _open(model: str | Path, workspace: Workspace, progress: Progress) -> tuple[
     """Find the dense checkpoint and read its config.json and headers.
 
     Raises:
-        UserError: it is missing, unsupported, damaged, compressed or quantised, or in the way of ``workspace``.
+        UserError: as :func:`open_dense`, or it is missing or in the way of ``workspace``.
     """
     folder = resolve(model, progress)
     workspace.protect(folder)
+    return open_dense(folder)
+
+
+def open_dense(folder: Path) -> tuple[Reader, Contents]:
+    """Return a reader of the checkpoint to compress, and what its config.json and headers say.
+
+    Raises:
+        UserError: it is unsupported, damaged, compressed or quantised.
+    """
     if is_compressed(folder):
         raise UserError(f"{folder}: is already compressed or quantised; compress the original checkpoint")
     contents = inspect(folder)

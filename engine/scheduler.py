@@ -173,9 +173,9 @@ class Scheduler:
             try:
                 self.round()
             except Exception as error:  # whatever it is, every waiting client has to hear of it
+                logging.getLogger(__name__).exception("the engine has failed; restart the server")
                 with self._changed:
                     self.failure = error
-                    logging.getLogger(__name__).exception("the engine has failed; restart the server")
                     rows = list(self._jobs)
                 self._deliver([Event(row, error, time.perf_counter()) for row in rows])
                 return

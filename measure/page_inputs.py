@@ -16,19 +16,20 @@ from neuronmm.models.errors import UserError, first_problem
 
 T = TypeVar("T")
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class EstimateDocument(BaseModel):
     """A mean and its standard error."""
 
     value: FiniteFloat
-    standard_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    standard_error: NotNegative | None
 
 
 class ScoreDocument(EstimateDocument):
     """A perplexity or an accuracy."""
 
-    value: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    value: NotNegative
 
 
 class ModelDocument(BaseModel):

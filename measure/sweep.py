@@ -14,8 +14,8 @@ import torch
 
 from neuronmm.compression.calibration import from_text
 from neuronmm.compression.config import SELF
+from neuronmm.compression.pipeline import open_dense
 from neuronmm.compression.plan import make_plan, targeted
-from neuronmm.compression.reader import Reader
 from neuronmm.compression.report import read as read_report
 from neuronmm.compression.run import check_device
 from neuronmm.kernels.durable import replacing
@@ -27,13 +27,11 @@ from neuronmm.measure.sweep_folder import SweepSettings, claimed, write_settings
 from neuronmm.measure.sweep_points import SweepPoint, add_point, create_point, read_points
 from neuronmm.measure.sweep_table import as_markdown
 from neuronmm.measure.tasks import Question, encode, read_task
-from neuronmm.models.contents import inspect
 from neuronmm.models.documents import write_json
-from neuronmm.models.errors import UserError
 from neuronmm.models.load import load_config, load_tokenizer, positions_of
 from neuronmm.models.output import keep_apart, output_folder
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import is_compressed, resolve, short_name
+from neuronmm.models.source import resolve, short_name
 
 
 @dataclass
@@ -100,24 +98,18 @@ def sweep(
 
 
 def _check_points(dense: Path, config: SweepConfig) -> None:
-    """Check that the model can be compressed as the points ask, as far as that is known before it runs.
+    """Check that the model is dense and has linears of which the points can remove a part.
 
     Raises:
-        UserError: it cannot.
+        UserError: it has not.
     """
-    if is_compressed(dense):
-        raise UserError(f"{dense}: is already compressed or quantised; sweep the original checkpoint")
-    reader, layers = Reader(dense), inspect(dense).config.num_hidden_layers
+    reader, contents = open_dense(dense)
     for point in config.points:
-        make_plan(targeted(reader, layers, point.config), point.config)
-    if any(point.config.needs_text for point in config.points):
-        tokenizer, row = load_tokenizer(dense), replace(config.base.rows, count=1)
-        for text in (text for text in config.base.texts if text != SELF):
-            from_text(text, tokenizer, row)
+        make_plan(targeted(reader, contents.config.num_hidden_layers, point.config), point.config)
 
 
 def _check_sizes(dense: Path, config: SweepConfig, texts: list[str], questions: list[Question]) -> None:
-    """Check that the windows of the texts and the questions fit the model.
+    """Check that the windows of the texts and the questions fit the model, and that calibration texts have a row.
 
     Raises:
         UserError: one does not.
@@ -127,6 +119,10 @@ def _check_sizes(dense: Path, config: SweepConfig, texts: list[str], questions: 
         cut(tokenizer, text, context, context=config.context, limit=config.limit)
     for question in questions:
         encode(tokenizer, question, context)
+    if any(point.config.needs_text for point in config.points):
+        for name in config.base.texts:
+            if name != SELF:
+                from_text(name, tokenizer, replace(config.base.rows, count=1))
 
 
 def _fill(out: Path, dense: Path, config: SweepConfig, device: str, progress: Progress) -> None:

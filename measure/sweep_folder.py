@@ -112,7 +112,8 @@ def write_settings(out: Path, settings: SweepSettings) -> None:
     for path, content in run["contents"].items():
         if contents.get(path, content) != content:
             raise UserError(f"{out}: {path} has changed since the sweep measured it; sweep it again with another -o")
-    comparable = {key: value for key, value in {**run, "texts": known}.items() if key != "contents"}
+    comparable = {**run, "texts": known}
+    del comparable["contents"]
     if before.get("tasks") == {}:
         comparable.update(tasks={}, questions=before.get("questions"))
     if before.get("speed") is False:
