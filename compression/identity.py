@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import datetime, timezone
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.reader import Reader
 from neuronmm.compression.shipped_texts import SHIPPED, shipped_documents
 from neuronmm.models import processes
+from neuronmm.models.errors import UserError
 from neuronmm.models.source import expanded
 from neuronmm.version import VERSION
 
@@ -21,6 +23,12 @@ def of_model(checkpoint: Reader) -> dict[str, Any]:
     """Return the folder, the size and the last change of a checkpoint: a fine-tuned model has the same size."""
     changed = datetime.fromtimestamp(checkpoint.modified(), timezone.utc).isoformat()
     return {"model": str(checkpoint.folder), "bytes": checkpoint.total_bytes(), "last_change_of_model": changed}
+
+
+def of_weights(checkpoint: Reader) -> str:
+    """Return the digest of a checkpoint's weight files, which a model of the same name and sizes does not share."""
+    digests = (of_file(file) for file in checkpoint.files)
+    return hashlib.sha256("".join(digest or "" for digest in digests).encode()).hexdigest()[:16]
 
 
 def name_of_model(model: str | Path) -> str:
@@ -35,9 +43,16 @@ def of_run(device: str) -> dict[str, Any]:
 
 
 def of_texts(config: CompressionConfig) -> dict[str, Any]:
-    """Return the digest of every text but the model's own; None for one that cannot be read, which is refused later."""
+    """Return the digest of every text but the model's own; None for one that cannot be read, which is refused later.
+
+    Raises:
+        UserError: two files hold one text.
+    """
     files = {text: of_file(Path(text)) for text in config.text_files}
     shipped = {text: _digest_of(shipped_documents(text)) for text in config.texts if text in SHIPPED}
+    for one, other in combinations((name for name, digest in files.items() if digest is not None), 2):
+        if files[one] == files[other]:
+            raise UserError(f"calibration: {one} and {other} hold one text; name it once")
     return {"content_of_texts": {**files, **shipped}}
 
 

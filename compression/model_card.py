@@ -34,7 +34,8 @@ def _content(report: dict[str, Any], warnings: list[str]) -> str:
         where, method = _TARGETS.get(targets, _code(targets)), _code(report["method"])
         steps.append(f"the linears of {where} were replaced by low-rank factors (method {method})")
         share, of_model = report["realised_ratio"], report["model_ratio"]
-        removed = ["", f"Removed: {share:.2%} of the targeted weights, {of_model:.2%} of the model."]
+        what = "Removed" if share >= 0 else "Added"  # two factors of a high rank are larger than the linear
+        removed = ["", f"{what}: {abs(share):.2%} of the targeted weights, {abs(of_model):.2%} of the model."]
     if rounded != "model":
         steps.append(f"the dense linears were rounded to {_code(rounded)}, embedding and head to int8")
     data = ModelCardData(

@@ -22,7 +22,7 @@ from neuronmm.compression.config import CompressionConfig
 from neuronmm.compression.distillation import working_memory
 from neuronmm.compression.fidelity import compare
 from neuronmm.compression.fisher import measure_gradients, working_bytes
-from neuronmm.compression.identity import name_of_model, of_model, of_run, of_texts
+from neuronmm.compression.identity import name_of_model, of_model, of_run, of_texts, of_weights
 from neuronmm.compression.layer import compress_layer
 from neuronmm.compression.member import check_processes, check_rows, workspace_of
 from neuronmm.compression.memory import check_disk, check_room, check_row_memory, forget_peak, peak_rss
@@ -93,6 +93,7 @@ def compress(
         plan = make_plan(targeted(dense, contents.config.num_hidden_layers, config), config)
         texts = of_texts(config)
         processes.in_turn(lambda: _begin(config, texts, workspace, dense, contents.config, device, plan, store))
+        weights = of_weights(dense) if processes.rank() == 0 else None
         run = Run(config, workspace, dense, device, _store(store, workspace, dense, device, config), progress)
 
         rows, held_out = calibration_tokens(run)
@@ -131,7 +132,8 @@ def compress(
         parameters = sum(math.prod(shape) for name, shape in counted.items() if name in contents.files)
         spec = _spec(run, plan, rows, layers, parameters, texts)
         facts = _facts(run, spec, plan, layers, parameters)
-        result = {"kind": "measured", "model": name_of_model(model), **facts, "search": search}
+        origin = {"model": name_of_model(model), "content_of_model": weights}
+        result = {"kind": "measured", **origin, **facts, "search": search}
 
         def finish(final: Path) -> None:
             if processes.rank() == 0:

@@ -46,13 +46,18 @@ class Reader:
         """All tensor names, in the order of the shards."""
         return list(self._files)
 
+    @property
+    def files(self) -> list[Path]:
+        """The shards, in the order of their names."""
+        return sorted(set(self._files.values()))
+
     def total_bytes(self) -> int:
         """Return the size of all shards on disk, in bytes."""
-        return sum(file.stat().st_size for file in set(self._files.values()))
+        return sum(file.stat().st_size for file in self.files)
 
     def modified(self) -> float:
         """Return when a shard was last changed, in seconds since 1970."""
-        return max(file.stat().st_mtime for file in self._files.values())
+        return max(file.stat().st_mtime for file in self.files)
 
     def total_parameters(self) -> int:
         """Return the number of elements of all tensors."""

@@ -22,7 +22,7 @@ from neuronmm.compression.config import CompressionConfig, accepts_old_names
 from neuronmm.compression.distillation import rows_per_pass, working_memory
 from neuronmm.compression.factor_training import Recovery, train_factors
 from neuronmm.compression.fidelity import compare
-from neuronmm.compression.identity import name_of_model, of_model, of_run, of_texts
+from neuronmm.compression.identity import name_of_model, of_model, of_run, of_texts, of_weights
 from neuronmm.compression.low_bits import store_low_bits
 from neuronmm.compression.member import check_rows, workspace_of
 from neuronmm.compression.memory import check_room, forget_peak, peak_rss
@@ -110,6 +110,9 @@ def recover(
         workspace.protect(folder, *config.text_files, result["model"] if dense is None else None)
         source = Reader(processes.in_turn(lambda: _dense_folder(folder, result["model"], dense, progress)))
         workspace.protect(source.folder)
+        weights = of_weights(source) if processes.rank() == 0 else None
+        if dense is None:
+            _check_weights(weights, result.get("content_of_model"), source.folder, folder)
         processes.in_turn(lambda: _begin(config, texts, workspace, Reader(folder), source, sizes, device))
         shared = SharedStore(store, source, device, config) if store is not None else None
         run = Run(config, workspace, source, device, shared or CalibrationStore(), progress)
@@ -132,7 +135,8 @@ def recover(
 
         result |= config.model_dump(include={"recover", "factor_dtype", "weight_dtype"})
         if dense is not None:
-            result["model"] = name_of_model(dense)  # the distance is measured from this one
+            # The distance is measured from this one.
+            result |= {"model": name_of_model(dense), "content_of_model": weights}
         result |= {"format": 3} if config.needs_format_3 else {}
         workspace.finish(finish)
         return result
@@ -228,6 +232,16 @@ def _check_texts(texts: dict[str, Any], text: dict[str, Any], folder: Path) -> N
             if name not in SHIPPED:
                 raise UserError(f"{changed}; name the texts with --calibration to train on what they hold now")
             print(f"neuronmm: {changed}, so the rows differ", file=sys.stderr)
+
+
+def _check_weights(weights: str | None, before: object, dense: Path, folder: Path) -> None:
+    """Check that the dense model holds what it held when ``folder`` was made from it; older reports do not say.
+
+    Raises:
+        UserError: its weights have changed.
+    """
+    if None not in (weights, before) and weights != before:
+        raise UserError(f"{dense}: has changed since {folder} was made from it; {_GIVE_DENSE}")
 
 
 def _begin(

@@ -129,8 +129,13 @@ def _factorisation_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         _ratio_row(report),
         ("ratio realised", f"{report['realised_ratio']:.2%} (ranks in multiples of {report['align']})"),
         ("whole model", f"{report['parameters']['dense']:,} -> {report['parameters']['compressed']:,} parameters "
-                        f"({report['model_ratio']:.2%} removed)"),
+                        f"({_removed(report['model_ratio'])})"),
     ]  # fmt: skip
+
+
+def _removed(share: float) -> str:
+    """Return the share of the parameters that is removed; two factors of a high rank are larger than the linear."""
+    return f"{abs(share):.2%} {'removed' if share >= 0 else 'added'}"
 
 
 def _ratio_row(report: dict[str, Any]) -> tuple[str, str]:

@@ -64,6 +64,8 @@ class Workspace:
         self.out = output_folder(out)
         if is_within(Path.cwd(), self.out):
             raise UserError(f"{out}: is the current directory or one above it; give another folder to write")
+        if other := next((folder for folder in self.out.parents if _works_in(folder)), None):
+            raise UserError(f"{out}: is inside {other}, in which another run works; give another folder to write")
         self.folder = work_folder(self.out)
         self._resume, self._force = resume, force
         self.protect(*inputs)
@@ -290,3 +292,8 @@ def _facts(part: Path) -> dict[str, Any] | None:
     except (ValueError, LookupError):
         return None
     return facts if isinstance(facts, dict) else None
+
+
+def _works_in(folder: Path) -> bool:
+    """Return whether ``folder`` is the work folder of a run; a sweep marks its own folder, too, and has runs inside."""
+    return folder.suffix == ".partial" and (folder / MARK).is_file()

@@ -83,8 +83,9 @@ def render(config: PageConfig, command: str) -> str:
         matrices=[] if report is None else report["matrices"],
         report_name=REPORT,
         samples=[] if report is None else (report.get("fidelity") or {}).get("samples", []),
-        evaluations=[_evaluation(document) for document in evaluations],
+        evaluations=[_evaluation(document, folder) for document in evaluations],
         benchmark=benchmark,
+        benchmark_of=[] if benchmark is None else _of_others(folder, [benchmark.model, benchmark.baseline or ""]),
         benchmark_charts=[] if benchmark is None else list(map(Markup, charts.benchmark_bars(benchmark))),
         sweep=config.sweep,
         sweep_charts=[] if config.sweep is None else list(map(Markup, charts.sweep_panels(*read_sweep(config.sweep)))),
@@ -168,7 +169,15 @@ def _spectrum(matrix: dict[str, Any]) -> charts.Spectrum:
     return matrix["spectrum"], matrix["rank"] / min(matrix["shape"]), matrix["relative_error"]
 
 
-def _evaluation(document: EvaluationDocument) -> dict[str, Any]:
+def _of_others(folder: Path, models: list[str]) -> list[str]:
+    """Return the warning that measured ``models`` are others than ``folder``; one that was moved keeps its name."""
+    name = short_name(folder)
+    if name in (short_name(model) for model in models if model):
+        return []
+    return [f"None of these models is called {name}: the figures are of other checkpoints"]
+
+
+def _evaluation(document: EvaluationDocument, folder: Path) -> dict[str, Any]:
     """Return the heading, the columns, the rows and the notes of one evaluation."""
     names = list(document.models)
     paired = len(names) > 1
@@ -180,7 +189,8 @@ def _evaluation(document: EvaluationDocument) -> dict[str, Any]:
     models = [f"{name}: {document.models[name].path}, {document.models[name].dtype}" for name in names]
     text = [f"text: {document.text['file']}"] if document.text and "file" in document.text else []
     columns = ["measure", *names, *(["paired difference"] if paired else [])]
-    return {"columns": columns, "rows": rows, "notes": [*models, *text, *document.notes]}
+    others = _of_others(folder, [model.path for model in document.models.values()])
+    return {"columns": columns, "rows": rows, "notes": [*others, *models, *text, *document.notes]}
 
 
 def _prediction(result: PredictionResult) -> list[str]:

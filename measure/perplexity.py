@@ -124,7 +124,7 @@ def cut(
     with quiet():  # tokenizers warn about texts longer than the model's context
         ids = torch.tensor(tokenizer(text).input_ids)
     if len(ids) < 2:
-        raise UserError("the text has fewer than two tokens; there is nothing to predict")
+        raise UserError("the text has fewer than two tokens, so there is nothing to predict; give a longer one")
     size = min(context, len(ids))
     return Windows(ids, size, min(stride, size), list(range(0, len(ids) - size + 1, stride))[:limit])
 

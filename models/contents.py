@@ -109,7 +109,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
             if not _PLAIN_NAME.fullmatch(file):
                 raise UserError(f"{index}: {file!r} is not the name of a .safetensors file in the folder; fix it")
             names[name] = folder / file
-    files = [single] if single.is_file() else sorted(set(names.values())) or sorted(folder.glob("*.safetensors"))
+    files = [single] if single.is_file() else sorted(set(names.values()))
+    if not files:
+        raise UserError(f"{folder}: neither {single.name} nor {index.name} with its shards is there; download it again")
     stored: dict[str, Path] = {}
     for file in files:
         if not file.is_file():

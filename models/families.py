@@ -83,10 +83,18 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         raise UserError(f'{where}: architectures has to be a list of names, such as ["LlamaForCausalLM"]')
     if family is None or (architectures and family.architecture not in architectures):
         supported = "; ".join(f"{f.architecture} ({f.members})" for f in FAMILIES.values())
-        architecture = ", ".join(architectures) or f"model_type {model_type!r}"
-        raise UserError(f"{where}: architecture {architecture} is not supported; supported are {supported}")
+        architecture = ", ".join([f"model_type {model_type!r}", *(f"architecture {name}" for name in architectures)])
+        raise UserError(f"{where}: {architecture} is not supported; supported are {supported}")
     if config.get("use_sliding_window"):
         raise UserError(f"{where}: sliding-window attention (use_sliding_window) is not supported; set it to false")
+    if family.model_type == "llama" and _slides(config):  # in the others use_sliding_window says it
+        raise UserError(f"{where}: sliding-window attention (sliding_window) is not supported; set it to null")
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{where}: the MLP activation is {config['hidden_act']!r}; only silu (SwiGLU) is supported")
     return family
+
+
+def _slides(config: dict[str, Any]) -> bool:
+    """Return whether a config.json has a window that is smaller than the context, which transformers' cache obeys."""
+    window, positions = config.get("sliding_window"), config.get("max_position_embeddings")
+    return window is not None and not (isinstance(window, int) and isinstance(positions, int) and window >= positions)

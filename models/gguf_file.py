@@ -26,7 +26,7 @@ from neuronmm.models.documents import write_json
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import family_of
 from neuronmm.models.gguf_header import StoredTensor, read_header
-from neuronmm.models.gguf_names import ROPE_FACTORS, gguf_names
+from neuronmm.models.gguf_names import ROPE_FACTORS, biases, gguf_names, sizes_of
 from neuronmm.models.gguf_rope import with_scaling
 from neuronmm.models.gguf_tokenizer import end_tokens, read_tokenizer
 from neuronmm.models.load import DTYPE, SAFELY, quiet
@@ -52,6 +52,8 @@ def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
     unreadable = f"{file}: transformers cannot read this GGUF file"
     with quiet(), reading(unreadable):
         config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, **SAFELY)
+    sizes_of(file, header)
+    config.update(biases(header))
     sizes = ModelConfig.parse(config.to_dict(), str(file))
     source = _Weights(file, header.tensors, sizes)
     with quiet(), reading(unreadable):

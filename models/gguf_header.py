@@ -38,6 +38,8 @@ SIZES = {
     "attention.key_length": "head_dim",
 }
 """A size of the model, as an entry ``<architecture>.<name>`` names it -> its name in config.json."""
+ROTATED = "rope.dimension_count"
+"""The end of the name of the entry with the features of a head that RoPE turns."""
 ROPE_SCALING = "rope.scal"
 """The beginning of the names of all entries that scale RoPE, ``rope.scaling.type`` and others."""
 _MAX_VALUES = (
@@ -72,12 +74,14 @@ class StoredTensor:
 class Header:
     """What the header says: the architecture, the :data:`SIZES` that it has, named as in config.json, the tensors.
 
-    ``rope`` has the entries that scale RoPE, without the architecture in their names; ``tokenizer`` those of the
-    tokenizer that are no arrays, without ``tokenizer.ggml.``.
+    ``rotated`` is how many features of a head RoPE turns, None if the file does not say. ``rope`` has the entries that
+    scale RoPE, without the architecture in their names; ``tokenizer`` those of the tokenizer that are no arrays,
+    without ``tokenizer.ggml.``.
     """
 
     architecture: str
     sizes: dict[str, int]
+    rotated: int | None
     rope: dict[str, str | float]
     tokenizer: dict[str, str | float]
     tensors: dict[str, StoredTensor]
@@ -135,7 +139,7 @@ class _Parser:
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is none of {_VERSIONS}")
         tensors, entries = self._number("Q"), self._number("Q")
-        architecture, sizes, rope, tokenizer = "", {}, {}, {}
+        architecture, sizes, rotated, rope, tokenizer = "", {}, None, {}, {}
         for _ in range(entries):
             key, kind = self._string(), self._number("I")
             size = key.partition(b".")[2].decode(errors="replace")
@@ -147,6 +151,8 @@ class _Parser:
                 self.parts = self._number("H")
             elif size in SIZES and kind in _INTEGERS:
                 sizes[SIZES[size]] = self._number(_INTEGERS[kind])
+            elif size == ROTATED and kind in _INTEGERS:
+                rotated = self._number(_INTEGERS[kind])
             elif size.startswith(ROPE_SCALING) and (kind in _SCALARS or kind == _STRING):
                 rope[size] = self._text_or_number(kind)
             elif size.startswith(_TOKENIZER) and (kind in _SCALARS or kind == _STRING):
@@ -165,7 +171,7 @@ class _Parser:
         start = -(-self._at // self._alignment) * self._alignment
         stored = {name.decode(): self._stored(shape, kind, start + offset) for name, shape, kind, offset in listed}
         _check_apart(stored)
-        return Header(architecture, sizes, rope, tokenizer, stored)
+        return Header(architecture, sizes, rotated, rope, tokenizer, stored)
 
     def _shape(self) -> tuple[int, ...]:
         dimensions = self._number("I")

@@ -26,7 +26,20 @@ def sizes_of(file: Path, header: Header) -> ModelConfig:
     if embedding is None:
         raise UserError(f"{file}: token_embd.weight ({EMBEDDING}) is not in this GGUF file; download it again")
     values |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in header.tensors}
-    return ModelConfig.parse(values, str(file))
+    config = ModelConfig.parse(values | biases(header), str(file))
+    if header.rotated not in (None, config.head):
+        raise UserError(
+            f"{file}: RoPE turns {header.rotated} of the {config.head} features of a head; it has to turn all"
+        )
+    return config
+
+
+def biases(header: Header) -> dict[str, bool]:
+    """Return the entries of config.json that say which linears have a bias; a GGUF file just has the tensors."""
+    if header.architecture == "qwen2":  # the family says it
+        return {}
+    parts = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
+    return {entry: True for entry, part in parts.items() if f"blk.0.{part}.bias" in header.tensors}
 
 
 def gguf_names(file: Path, stored: dict[str, StoredTensor], config: ModelConfig) -> dict[str, str]:

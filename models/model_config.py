@@ -19,6 +19,9 @@ Labels = Annotated[int, Field(ge=0, le=1 << 16)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[float, Field(ge=1, le=1)]  # no supported family rotates only a part of a head
 
+_HEAD = {"qwen3": 128}
+"""Family -> features per head where config.json does not say, as in transformers; else the hidden size per head."""
+
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -112,7 +115,7 @@ class ModelConfig(BaseModel):
     def _fits_together(self) -> ModelConfig:
         if self.num_attention_heads % self.kv_heads:
             raise ValueError(f"{self.num_attention_heads} attention heads are no multiple of {self.kv_heads} KV heads")
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+        if not (self.head_dim or self.model_type in _HEAD) and self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden size {self.hidden_size} is no multiple of {self.num_attention_heads} heads")
         if self.head % 2:
             raise ValueError(f"the head size {self.head} is odd; RoPE needs an even one")
@@ -130,7 +133,7 @@ class ModelConfig(BaseModel):
     @property
     def head(self) -> int:
         """Features per head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+        return self.head_dim or _HEAD.get(self.model_type) or self.hidden_size // self.num_attention_heads
 
     def has_bias(self, linear: str) -> bool:
         """Return whether the linear of this short name has a bias, which the family or config.json says."""

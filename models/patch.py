@@ -84,7 +84,10 @@ def _linear(model: nn.Module, name: str, rank: int, sharing: bool) -> nn.Linear:
         linear = model.get_submodule(name)
     except AttributeError:
         kind = type(model).__name__
-        raise UserError(f"the compressed linear {name!r} is not in this {kind}; config.json is wrong") from None
+        raise UserError(
+            f"the compressed linear {name!r} is not in this {kind}; load the model as AutoModelForCausalLM, "
+            "or correct config.json"
+        ) from None
     if not isinstance(linear, nn.Linear):
         raise UserError(f"{name!r} is a {type(linear).__name__}, not a dense linear; config.json is wrong")
     if not 0 < rank <= (linear.in_features if sharing else min(linear.in_features, linear.out_features)):

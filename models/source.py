@@ -85,8 +85,10 @@ def expanded(path: str | Path) -> Path:
     """Return ``path`` with a leading ``~`` expanded to the home folder.
 
     Raises:
-        UserError: the path names a user that this machine does not have.
+        UserError: the path is empty, or names a user that this machine does not have.
     """
+    if path == "":  # Path takes it for the current directory
+        raise UserError("an empty name, perhaps of a variable that is not set; give the name of a file or a folder")
     try:
         return Path(path).expanduser()
     except RuntimeError:

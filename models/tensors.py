@@ -56,22 +56,23 @@ def promised(config: ModelConfig, spec: CompressionSpec | None) -> Iterator[tupl
         layer = f"{LAYERS}.{index}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{layer}.{norm}.weight", Promise((hidden,))
-        for norm in ("q_norm", "k_norm"):
-            yield f"{layer}.self_attn.{norm}.weight", Promise((head,), required=config.model_type == "qwen3")
+        for norm in ("q_norm", "k_norm") if config.model_type == "qwen3" else ():
+            yield f"{layer}.self_attn.{norm}.weight", Promise((head,))
         for short, inside in LINEARS.items():
             yield from linear_tensors(f"{layer}.{inside}", *shapes[short], spec, biased=config.has_bias(short))
 
 
 def linear_tensors(
-    name: str, out_features: int, in_features: int, spec: CompressionSpec | None, *, biased: bool = False
+    name: str, out_features: int, in_features: int, spec: CompressionSpec | None, *, biased: bool | None = None
 ) -> Iterator[tuple[str, Promise]]:
     """Yield the full names of the tensors of one linear, dense or factorised, with their promises.
 
-    ``biased`` says whether it has to have a bias; it may have one anyway.
+    ``biased`` says whether it has a bias; None: it may have one.
     """
+    bias = () if biased is False else (Promise((out_features,), required=biased is True),)
     if spec is None or name not in spec.ranks:
         yield from _matrix(f"{name}.weight", (out_features, in_features), "model" if spec is None else spec.weights)
-        yield f"{name}.bias", Promise((out_features,), required=biased)
+        yield from ((f"{name}.bias", promise) for promise in bias)
         return
     rank, form = spec.ranks[name], spec.form_of(name)
     spec.check_first_pivot(name, out_features)
@@ -85,7 +86,7 @@ def linear_tensors(
         yield from _matrix(f"{name}.{factor}.weight", shape, spec.factors)
     if name in spec.forms and spec.forms[name].indexed:
         yield f"{name}.pivots", Promise((rank,), dtypes=("I32",))
-    yield bias_name(name, form), Promise((out_features,), required=biased)
+    yield from ((bias_name(name, form), promise) for promise in bias)
 
 
 def _matrix(name: str, shape: tuple[int, int], precision: str) -> Iterator[tuple[str, Promise]]:

@@ -39,6 +39,7 @@ class Api:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
+            Route("/v1/models/{model:path}", self._model),
             Route("/v1/completions", self._posted(self._complete, "prompt"), methods=["POST"]),
             Route("/v1/chat/completions", self._posted(self._chat, "messages"), methods=["POST"]),
         ]
@@ -55,9 +56,16 @@ class Api:
 
     async def _models(self, request: HttpRequest) -> Response:
         self._authorize(request)
-        limits = self._service.limits
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: HttpRequest) -> Response:
+        self._authorize(request)
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
         model = {"id": self._service.name, "object": "model", "created": 0, "owned_by": "neuronmm"}
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": limits.context}]})
+        return {**model, "max_model_len": self._service.limits.context}
 
     def _posted(self, answer: Callable[[bytes], Response], text: str) -> Callable[[HttpRequest], Any]:
         """Return the endpoint that checks the key and the size of a request before ``answer`` reads its body.
@@ -86,7 +94,7 @@ class Api:
 
     def _complete(self, body: bytes) -> Response:
         request, engine = parse(CompletionRequest, body), self._service.engine
-        self._check_model(request)
+        self._check_model(request.model)
         self._check_choices(request, len(request.prompts))
         for token in (token for prompt in request.prompts if not isinstance(prompt, str) for token in prompt):
             if token >= engine.vocabulary:
@@ -97,7 +105,7 @@ class Api:
 
     def _chat(self, body: bytes) -> Response:
         request = parse(ChatRequest, body)
-        self._check_model(request)
+        self._check_model(request.model)
         self._check_choices(request, 1)
         prompts = [self._service.engine.encode_chat([message.plain() for message in request.messages])]
         limit = self._limit(request.max_completion_tokens or request.max_tokens, prompts)
@@ -135,10 +143,10 @@ class Api:
         if not 1 <= request.n * prompts <= most:
             raise ApiError(400, f"{prompts} prompts with n = {request.n}: a request has 1 to {most} choices here", "n")
 
-    def _check_model(self, request: Request) -> None:
+    def _check_model(self, asked: str) -> None:
         name = self._service.name
-        if request.model != name:
-            raise ApiError(404, f"there is no model {request.model!r} here, only {name!r}", "model", "model_not_found")
+        if asked != name:
+            raise ApiError(404, f"there is no model {asked!r} here, only {name!r}", "model", "model_not_found")
 
     def _authorize(self, request: HttpRequest) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")

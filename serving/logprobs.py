@@ -1,7 +1,7 @@
 """The log-probabilities of a choice, in the shapes of OpenAI's API, as its text becomes final.
 
-A token is listed with the piece of text in which its first character is. Special tokens, which have no text, and those
-cut off by a stop string are not listed.
+A token is listed with the piece of text in which its first character is; one whose character the end of the answer
+cuts, which has no text, with the last piece. Special tokens and those cut off by a stop string are not listed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Logprobs:
 
     def take(self) -> dict[str, Any]:
         """Return the tokens that begin in the text so far and were not taken yet."""
-        first, end = self._given, len(self._row.result.text)
+        first, result = self._given, self._row.result
+        end = len(result.text) + (result.finish_reason in ("length", "context"))  # none begins behind the text then
         while self._given < len(self._starts) and self._starts[self._given] < end:
             self._given += 1
         special = self._row.stream.special

@@ -55,11 +55,12 @@ _Stop = Annotated[_Text, Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):
-    """``include_usage`` adds a last chunk with the token counts."""
+    """``include_usage`` adds a last chunk with the token counts. ``include_obfuscation`` pads chunks, never here."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class Request(BaseModel):
@@ -178,6 +179,8 @@ def parse(kind: type[R], body: bytes) -> R:
     if not isinstance(data, dict):
         raise ApiError(400, "the body of the request has to be a JSON object")
     data = _without_nulls(data)
+    if isinstance(data.get("stream_options"), dict):
+        data["stream_options"] = _without_nulls(data["stream_options"])
     if isinstance(data.get("messages"), list):
         data["messages"] = [_without_nulls(m) if isinstance(m, dict) else m for m in data["messages"]]
     for name in data.keys() & NEUTRAL.keys():

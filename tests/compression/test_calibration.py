@@ -200,6 +200,14 @@ def test_one_text_twice_is_refused(text: Path) -> None:
     assert config(calibration=[str(text)]).calibration == str(text)
 
 
+def test_one_text_under_two_names_is_refused(dense: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text.read_bytes())
+    with pytest.raises(UserError, match=r"calibration\.txt and .*copy\.txt hold one text; name it once"):
+        compress(dense(), tmp_path / "out", config(method="whitened", calibration=[str(text), str(copy)]))
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_sampling_starts_from_bos_and_from_the_chat_template() -> None:
     tokenizer = word_tokenizer()
     opened = prefixes(tokenizer)

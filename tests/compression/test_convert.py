@@ -18,6 +18,7 @@ from neuronmm.compression import convert as module
 from neuronmm.compression.convert import convert
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
+from neuronmm.compression.report import write
 from neuronmm.kernels import Form
 from neuronmm.models import LowRankLinear, UserError
 from neuronmm.models.contents import inspect
@@ -97,6 +98,17 @@ def test_the_report_counts_the_parameters_that_are_stored(two: Path, tmp_path: P
     assert report["bytes"]["compressed"] < before["bytes"]["compressed"]
     assert report["seconds"] > before["seconds"]
     assert "svd + pivoted" in (out / "compression_report.md").read_text()
+
+
+def test_two_factors_that_are_larger_than_the_linear_are_said_so(two: Path, tmp_path: Path) -> None:
+    """Pivoted factors of a high rank save what two factors cost."""
+    report = report_of(two)
+    report |= {"realised_ratio": -0.25, "model_ratio": -0.125}
+    write(report, two)
+    assert "12.50% added" in (two / "compression_report.md").read_text()
+    (two / "README.md").unlink()
+    write(report, two)
+    assert "Added: 25.00% of the targeted weights, 12.50% of the model." in (two / "README.md").read_text()
 
 
 def test_the_distance_is_said_to_be_of_the_checkpoint_before(dense: Callable[..., Path], tmp_path: Path) -> None:

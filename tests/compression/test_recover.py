@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compression_runs import config
 from neuronmm import cli
@@ -21,6 +22,7 @@ from neuronmm.compression.pipeline import compress
 from neuronmm.compression.recover import recover
 from neuronmm.compression.run import Run
 from neuronmm.models import UserError
+from neuronmm.models.contents import weight_files
 
 pytestmark = pytest.mark.usefixtures("fast_learning")
 
@@ -106,6 +108,18 @@ def test_a_file_that_has_changed_is_refused_unless_it_is_named(low: Path, text: 
     ):
         recover(low, tmp_path / "out")
     recover(low, tmp_path / "out", calibration=str(text))
+
+
+def test_a_dense_model_that_has_changed_is_refused_unless_it_is_named(low: Path, tmp_path: Path) -> None:
+    made = json.loads((low / "compression_report.json").read_text())
+    file = weight_files(Path(made["model"]))["model.norm.weight"]
+    tensors = load_file(file)
+    tensors["model.norm.weight"] *= 2  # a model that was trained further has the same sizes
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"has changed since .*low was made from it; give the dense model"):
+        recover(low, tmp_path / "out")
+    report = recover(low, tmp_path / "out", dense=made["model"])
+    assert report["content_of_model"] != made["content_of_model"]
 
 
 def test_a_shipped_text_that_has_changed_is_said_so(

@@ -27,12 +27,14 @@ def write_gguf(
     tokenizer: dict[str, bool | int] | None = None,
     special: tuple[str, str, str] = ("<s>", "</s>", "<pad>"),
     parts: int = 1,
+    rotated: int | None = None,
 ) -> None:
     """Write a one-layer model to ``path``: matrices of type ``kind``, norms, biases and ``extra`` in float32.
 
     ``rope`` has further entries of the header, without the architecture in their names; ``tokenizer`` those of the
     tokenizer, which splits words as ``pre`` says and has the tokens ``special`` for the beginning, the end and padding.
-    ``parts`` is the number of files that the header says the model is in.
+    ``parts`` is the number of files that the header says the model is in, ``rotated`` of the features of a head that
+    RoPE turns.
     """
     writer = GGUFWriter(path, family)
     writer.add_name("tiny")  # transformers 4.47 needs one
@@ -48,7 +50,7 @@ def write_gguf(
     writer.add_head_count_kv(keys)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_rope_dimension_count(rotated or hidden // heads)
     others = {f"{family}.{name}": value for name, value in (rope or {}).items()}
     others |= {f"tokenizer.ggml.{name}": value for name, value in (tokenizer or {}).items()}
     for name, value in others.items():

@@ -134,6 +134,15 @@ def test_a_page_with_everything(measured: Path) -> None:
     assert "#000000" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
 
 
+def test_figures_of_another_checkpoint_are_said_to_be(measured: Path, tmp_path: Path) -> None:
+    config = everything(measured)
+    assert "of other checkpoints" not in render(config, "")
+    other = tmp_path / "another"
+    shutil.copytree(config.out, other)
+    text = " ".join(render(replace(config, out=str(other)), "").split())
+    assert text.count("None of these models is called another: the figures are of other checkpoints.") == 2
+
+
 def test_the_recovery_on_another_text_is_a_command_of_its_own(made: Path, tmp_path: Path) -> None:
     report = json.loads((made / "out" / REPORT).read_text())
     report |= {"recover": "lora", "factor_dtype": "int8", "weight_dtype": "model"}

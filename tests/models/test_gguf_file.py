@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from neuronmm.measure.inspection import inspect
 from neuronmm.models import UserError, gguf_file
 from neuronmm.models.gguf_file import unpack
 from neuronmm.models.load import DTYPE, load_config, load_pretrained, load_tokenizer
@@ -145,6 +146,36 @@ def test_a_rope_scaling_that_nobody_reads_is_refused(rope: dict[str, Any], tmp_p
     file = tmp_path / "model.gguf"
     write_gguf(file, rope=rope)
     with pytest.raises(UserError, match="the header has a RoPE scaling that is not supported"):
+        unpacked(file)
+
+
+def test_rope_on_a_part_of_a_head_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, rotated=4)
+    for read in (unpacked, inspect):
+        with pytest.raises(UserError, match="RoPE turns 4 of the 8 features of a head"):
+            read(file)
+
+
+def test_a_llama_with_attention_biases_keeps_them(tmp_path: Path) -> None:
+    file, draw = tmp_path / "model.gguf", np.random.default_rng(1)
+    sizes = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32}
+    biases = {f"blk.0.{name}.bias": draw.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    write_gguf(file, extra=biases)
+    attention = load_pretrained(unpacked(file), torch.float32).model.layers[0].self_attn
+    assert inspect(file).config.attention_bias
+    for module, name in (("q", "attn_q"), ("k", "attn_k"), ("v", "attn_v"), ("o", "attn_output")):
+        bias = biases[f"blk.0.{name}.bias"]
+        if module in "qk":  # the two rows that RoPE turns together lie half a head apart
+            bias = np.concatenate([np.concatenate([head[::2], head[1::2]]) for head in bias.reshape(-1, 8)])
+        stored = attention.get_submodule(f"{module}_proj").bias
+        assert torch.equal(stored, torch.from_numpy(bias).bfloat16().float()), module
+
+
+def test_biases_of_some_linears_only_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, extra={"blk.0.attn_q.bias": np.zeros(32, np.float32)})
+    with pytest.raises(UserError, match=r"attn_k.bias .* is not in this GGUF file"):
         unpacked(file)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from neuronmm.models import FAMILIES, LowRankLinear, LowRankSwiGLU, UserError, fuse
 from neuronmm.models.families import TARGETS
@@ -218,3 +218,9 @@ def test_loading_shows_no_missing_or_unexpected_keys(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "out", tied=True)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_the_model_without_head_is_refused_with_its_reason(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "out")
+    with pytest.raises(UserError, match="not in this LlamaModel; load the model as AutoModelForCausalLM"):
+        AutoModel.from_pretrained(tmp_path / "out")

@@ -89,6 +89,20 @@ def list_the_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
 
 
+def drop_the_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def add_a_tensor(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        shard = next(iter(weight_files(folder).values()))
+        save_file({**load_file(shard), name: torch.ones(32)}, shard, metadata={"format": "pt"})
+        edit(index, lambda content: content["weight_map"].update({name: shard.name}))
+
+    return change
+
+
 def drop_a_tensor(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         shard = weight_files(folder)[name]
@@ -128,6 +142,10 @@ DAMAGES = [
     (break_the_index, "not valid JSON"),
     (empty_the_index, "not a safetensors index"),
     (list_the_index, "not a safetensors index"),
+    (drop_the_index, "neither model.safetensors nor model.safetensors.index.json"),
+    (add_a_tensor("model.layers.0.self_attn.q_proj.bias"), r"q_proj\.bias belongs to no part of the model"),
+    (add_a_tensor("model.layers.0.mlp.up_proj.B.bias"), r"up_proj\.B\.bias belongs to no part of the model"),
+    (add_a_tensor("model.layers.0.self_attn.q_norm.weight"), r"q_norm\.weight belongs to no part of the model"),
     (drop_a_tensor("model.layers.0.mlp.up_proj.B.weight"), r"up_proj\.B\.weight"),
     (drop_a_tensor("model.layers.1.input_layernorm.weight"), r"input_layernorm\.weight"),
     (drop_a_tensor("model.norm.weight"), r"model\.norm\.weight"),

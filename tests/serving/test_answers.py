@@ -25,6 +25,12 @@ def test_the_model_is_listed(client: openai.OpenAI, server: Server) -> None:
     assert [model.id for model in client.models.list()] == [server.model] == ["tiny"]
 
 
+def test_the_model_is_found_by_its_name(client: openai.OpenAI, server: Server) -> None:
+    assert client.models.retrieve(server.model) == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="there is no model 'an/other' here"):
+        client.models.retrieve("an/other")
+
+
 def test_a_completion(client: openai.OpenAI, server: Server, engine: Engine) -> None:
     answer = client.completions.create(
         model="tiny", prompt="w9 w10", max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
@@ -96,6 +102,9 @@ def test_a_stream_counts_tokens_on_request(client: openai.OpenAI) -> None:
     *_, last = client.completions.create(model="tiny", prompt="w9 w10", max_tokens=3, temperature=0, **options)
     assert last.choices == []
     assert last.usage is not None and last.usage.prompt_tokens == 2
+    options["stream_options"] = {"include_usage": None, "include_obfuscation": False}
+    *_, last = client.completions.create(model="tiny", prompt="w9 w10", max_tokens=3, temperature=0, **options)
+    assert last.choices and last.usage is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

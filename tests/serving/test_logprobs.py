@@ -99,12 +99,29 @@ def test_the_bytes_of_a_token_that_is_part_of_a_character(byte_tokenizer: PreTra
     assert b"".join(parts).decode() == text and b"\xf0" in parts
 
 
+@pytest.mark.parametrize(("reason", "listed"), [("length", 2), ("context", 2), ("stop", 1), ("", 1)])
+def test_a_token_whose_character_the_limit_cuts_is_listed(
+    reason: str, listed: int, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    word, *_ = byte_tokenizer("a").input_ids
+    part, *_ = byte_tokenizer("\U0001f600").input_ids
+    stream, result, noted = TextStream(byte_tokenizer, [word], ()), SimpleNamespace(text="", finish_reason=""), []
+    row = SimpleNamespace(stream=stream, result=result, logprobs=noted)
+    logprobs = Logprobs(cast(Any, row), byte_tokenizer, chat=True)
+    for token in (word, part):
+        logprobs.note()
+        noted.append(TokenLogprobs(token, -1.0, []))
+        result.text += stream.push(token)
+    result.text, result.finish_reason = result.text + stream.finish(), reason
+    assert result.text == "a" and len(logprobs.take()["content"]) == listed
+
+
 def test_a_token_without_text_is_not_listed() -> None:
     """As the reserved ones of Llama 3, which are none of the tokenizer's named special tokens."""
     tokenizer: Any = word_tokenizer()
     tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)], special_tokens=True)
     reserved = tokenizer.convert_tokens_to_ids("<|reserved|>")
-    stream, result, noted = TextStream(tokenizer, [3], ()), SimpleNamespace(text=""), []
+    stream, result, noted = TextStream(tokenizer, [3], ()), SimpleNamespace(text="", finish_reason=""), []
     listed = Logprobs(cast(Any, SimpleNamespace(stream=stream, result=result, logprobs=noted)), tokenizer, chat=False)
     for token in (9, reserved, 10):
         listed.note()
