@@ -25,10 +25,13 @@ def of_model(checkpoint: Reader) -> dict[str, Any]:
     return {"model": str(checkpoint.folder), "bytes": checkpoint.total_bytes(), "last_change_of_model": changed}
 
 
-def of_weights(checkpoint: Reader) -> str:
-    """Return the digest of a checkpoint's weight files, which a model of the same name and sizes does not share."""
-    digests = (of_file(file) for file in checkpoint.files)
-    return hashlib.sha256("".join(digest or "" for digest in digests).encode()).hexdigest()[:16]
+def of_weights(checkpoint: Reader) -> str | None:
+    """Return the digest of a checkpoint's weight files, which another model of its sizes does not share.
+
+    None if a file cannot be read now.
+    """
+    digests = [of_file(file) for file in checkpoint.files]
+    return None if None in digests else hashlib.sha256("".join(map(str, digests)).encode()).hexdigest()[:16]
 
 
 def name_of_model(model: str | Path) -> str:

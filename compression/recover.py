@@ -241,7 +241,7 @@ def _check_weights(weights: str | None, before: object, dense: Path, folder: Pat
         UserError: its weights have changed.
     """
     if None not in (weights, before) and weights != before:
-        raise UserError(f"{dense}: has changed since {folder} was made from it; {_GIVE_DENSE}")
+        raise UserError(f"{dense}: its weights are no more those that {folder} was made from; {_GIVE_DENSE}")
 
 
 def _begin(

@@ -65,7 +65,7 @@ class Workspace:
         if is_within(Path.cwd(), self.out):
             raise UserError(f"{out}: is the current directory or one above it; give another folder to write")
         if other := next((folder for folder in self.out.parents if _works_in(folder)), None):
-            raise UserError(f"{out}: is inside {other}, in which another run works; give another folder to write")
+            raise UserError(f"{out}: is inside {other}, the work folder of another run; give another folder to write")
         self.folder = work_folder(self.out)
         self._resume, self._force = resume, force
         self.protect(*inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -85,7 +85,7 @@ def render(config: PageConfig, command: str) -> str:
         samples=[] if report is None else (report.get("fidelity") or {}).get("samples", []),
         evaluations=[_evaluation(document, folder) for document in evaluations],
         benchmark=benchmark,
-        benchmark_of=[] if benchmark is None else _of_others(folder, [benchmark.model, benchmark.baseline or ""]),
+        benchmark_of=[] if benchmark is None else _of_others(folder, [benchmark.model]),
         benchmark_charts=[] if benchmark is None else list(map(Markup, charts.benchmark_bars(benchmark))),
         sweep=config.sweep,
         sweep_charts=[] if config.sweep is None else list(map(Markup, charts.sweep_panels(*read_sweep(config.sweep)))),
@@ -170,11 +170,11 @@ def _spectrum(matrix: dict[str, Any]) -> charts.Spectrum:
 
 
 def _of_others(folder: Path, models: list[str]) -> list[str]:
-    """Return the warning that measured ``models`` are others than ``folder``; one that was moved keeps its name."""
-    name = short_name(folder)
-    if name in (short_name(model) for model in models if model):
+    """Return the warning that measured ``models``, as the user named them somewhere, may be others than ``folder``."""
+    name, names = short_name(folder), {PurePath(model).name for model in models}
+    if names & {name, "", ".."}:  # of "." nobody knows which folder it was
         return []
-    return [f"None of these models is called {name}: the figures are of other checkpoints"]
+    return [f"None of these models is called {name}: the figures may be of other checkpoints"]
 
 
 def _evaluation(document: EvaluationDocument, folder: Path) -> dict[str, Any]:

@@ -82,16 +82,16 @@ class SweepConfig:
 
         A method without factors has one point, of the ratio 0.
         """
-        settings = {name: parse_method(name) for name in self.methods}
+        settings = {name: parse_method(name, self.base.form) for name in self.methods}
         names = sorted(settings, key=lambda name: "recover" in settings[name])
-        shared = self.base.model_dump()
-        configs = {
-            (name, ratio): CompressionConfig.build(None, **{**shared, "ratio": ratio, **settings[name]})
-            for ratio in self.ratios
-            for name in names
-        }
+        configs = {(name, ratio): self._config(ratio, settings[name]) for ratio in self.ratios for name in names}
         points = {(name, config.ratio): config for (name, _), config in configs.items()}
         return [PlannedPoint(name, settings[name], config) for (name, _), config in points.items()]
+
+    def _config(self, ratio: float, settings: dict[str, Any]) -> CompressionConfig:
+        values = {**self.base.model_dump(), "ratio": ratio, **settings}
+        without_factors = {} if values["ratio"] else {"recover": "off", "factor_dtype": "model"}
+        return CompressionConfig.build(None, **{**values, **without_factors})
 
     @property
     def text_files(self) -> dict[str, Path]:
@@ -104,8 +104,8 @@ class SweepConfig:
         return {name: expanded(task).absolute() for name, task in by_name(self.tasks).items()}
 
 
-def parse_method(text: str) -> dict[str, Any]:
-    """Return the settings of a method such as ``anchored+fast``.
+def parse_method(text: str, form: str = "two") -> dict[str, Any]:
+    """Return the settings of a method such as ``anchored+fast``; ``form`` is that of a method without such a word.
 
     A word is a value of a setting with named values (``whitened``), the name of a setting that has one value beside
     ``off`` (``share_a``, formerly ``share``), or one of :data:`ROUNDED`.
@@ -133,6 +133,6 @@ def parse_method(text: str) -> dict[str, Any]:
             if name in settings:
                 raise UserError(f"--methods {text}: {settings[name]!r} and {word!r} are both a {name}")
             settings[name] = value
-    if settings.get("form") == "pivoted" and settings.get("factor_dtype") == "int4":
+    if settings.get("form", form) == "pivoted" and settings.get("factor_dtype") == "int4":
         settings["factor_dtype"] = "int8"  # pivoted factors have no int4
     return settings

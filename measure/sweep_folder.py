@@ -131,6 +131,8 @@ def _check(out: Path, resume: bool) -> None:
     A sweep that was killed at once has left only its mark; another one may start there.
     """
     if not os.path.lexists(out):
+        if out.suffix == ".partial":
+            raise UserError(f"{out}: has the name of a work folder, in which no run may write; give another -o")
         return
     if (out / MARK).is_file() and stranger_in(out, (MARK, RUN + WRITING)) is None:
         return

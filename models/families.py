@@ -87,14 +87,18 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         raise UserError(f"{where}: {architecture} is not supported; supported are {supported}")
     if config.get("use_sliding_window"):
         raise UserError(f"{where}: sliding-window attention (use_sliding_window) is not supported; set it to false")
-    if family.model_type == "llama" and _slides(config):  # in the others use_sliding_window says it
-        raise UserError(f"{where}: sliding-window attention (sliding_window) is not supported; set it to null")
+    if family.model_type == "llama":  # in the others use_sliding_window says it
+        for entry in ("sliding_window", "attention_chunk_size"):
+            if _hides(config, entry):
+                raise UserError(f"{where}: sliding-window attention ({entry}) is not supported; set it to null")
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{where}: the MLP activation is {config['hidden_act']!r}; only silu (SwiGLU) is supported")
     return family
 
 
-def _slides(config: dict[str, Any]) -> bool:
-    """Return whether a config.json has a window that is smaller than the context, which transformers' cache obeys."""
-    window, positions = config.get("sliding_window"), config.get("max_position_embeddings")
-    return window is not None and not (isinstance(window, int) and isinstance(positions, int) and window >= positions)
+def _hides(config: dict[str, Any], entry: str) -> bool:
+    """Return whether a window is smaller than the context; transformers' cache obeys it unless layers have types."""
+    window, positions = config.get(entry), config.get("max_position_embeddings")
+    if window is None or config.get("layer_types"):
+        return False
+    return not (isinstance(window, int) and isinstance(positions, int) and window >= positions)

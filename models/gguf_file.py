@@ -53,7 +53,7 @@ def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
     with quiet(), reading(unreadable):
         config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, **SAFELY)
     sizes_of(file, header)
-    config.update(biases(header))
+    config.update(header.sizes | biases(header))  # transformers reads neither the size of a head nor biases
     sizes = ModelConfig.parse(config.to_dict(), str(file))
     source = _Weights(file, header.tensors, sizes)
     with quiet(), reading(unreadable):

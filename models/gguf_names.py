@@ -54,6 +54,8 @@ def gguf_names(file: Path, stored: dict[str, StoredTensor], config: ModelConfig)
     for name, promise in promised(config, None):
         gguf_name = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
         if gguf_name not in stored:
+            if promise.required and name.endswith(".bias") and config.model_type != "qwen2":
+                raise UserError(f"{file}: only some linears have biases, {gguf_name} is not there; it is not supported")
             if promise.required:
                 raise UserError(f"{file}: {gguf_name} ({name}) is not in this GGUF file; download it again")
             continue

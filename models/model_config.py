@@ -109,6 +109,7 @@ class ModelConfig(BaseModel):
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     num_labels: Labels | None = None  # unused here, but transformers creates a name for each
+    per_layer_config: None = None  # would give single layers another attention
     transformers_weights: None = None  # would name another file, which transformers reads unchecked
 
     @model_validator(mode="after")

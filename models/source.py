@@ -22,7 +22,7 @@ _GGUF_MAGIC = b"GGUF"
 TEMPLATES = "additional_chat_templates"
 """A folder of further chat templates, which transformers reads, too."""
 
-_CACHE_FORMAT = 4
+_CACHE_FORMAT = 5
 
 
 def resolve(model: str | Path, progress: Progress = no_progress) -> Path:

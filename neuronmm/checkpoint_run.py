@@ -42,8 +42,8 @@ def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype",
         choices=("model", "int8", "int4"),
-        help="dtype of the stored weights that are not factorised; embedding and head are int8 at least (default the "
-        "model's)",
+        help="dtype of the stored weights that are not factorised; with either, embedding and head become int8 "
+        "(default the model's)",
     )
 
 

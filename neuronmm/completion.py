@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 SHELLS = ("bash", "zsh")
-_FILES = {"MODEL", "OUT", "FILE", "FOLDER", "DIR", "YAML", "FILE|self", "ngram|int4|int8|CHECKPOINT"}
+_FILES = {"MODEL", "OUT", "FILE", "FOLDER", "DIR", "YAML", "FILE|self|prose|code", "ngram|int4|int8|CHECKPOINT"}
 """The metavars of arguments that are files or folders."""
 
 

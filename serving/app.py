@@ -59,6 +59,8 @@ class Api:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: HttpRequest) -> Response:
+        if not request.path_params["model"]:
+            return await self._models(request)
         self._authorize(request)
         self._check_model(request.path_params["model"])
         return JSONResponse(self._card())

@@ -44,6 +44,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert completions("inspect", "mo") == {"model.gguf"}
     assert completions("generate", "model.gguf", "--draft", "mo") == {"model.gguf"}
     assert completions("recover", "model.gguf", "--dense", "mo") == {"model.gguf"}
+    assert completions("compress", "model.gguf", "--calibration", "mo") == {"model.gguf"}
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")

@@ -97,7 +97,7 @@ REFUSED = [
     ("model", "/", "current directory or one above"),
     ("model", "", "an empty name"),
     ("", "low", "an empty name"),
-    ("model", "marked.partial/out", "is inside .*marked.partial, in which another run works"),
+    ("model", "marked.partial/out", "is inside .*marked.partial, the work folder of another run"),
     ("model", "~", "current directory or one above"),
     ("model", "~nobody-of-that-name/out", "no such user"),
     ("model", "stranger", "exists already|has no compression_report.json"),

@@ -82,6 +82,8 @@ def write_gguf(
         "blk.0.ffn_up": (wide, hidden),
         "blk.0.ffn_down": (hidden, wide),
     }
+    if family == "qwen3":
+        shapes |= {"blk.0.attn_q_norm": (head,), "blk.0.attn_k_norm": (head,)}
     if tied:
         del shapes["output"]
     for name, shape in shapes.items():

@@ -138,9 +138,10 @@ def test_figures_of_another_checkpoint_are_said_to_be(measured: Path, tmp_path: 
     config = everything(measured)
     assert "of other checkpoints" not in render(config, "")
     other = tmp_path / "another"
+    assert page._of_others(other, ["."]) == page._of_others(other, ["elsewhere/another/"]) == []
     shutil.copytree(config.out, other)
     text = " ".join(render(replace(config, out=str(other)), "").split())
-    assert text.count("None of these models is called another: the figures are of other checkpoints.") == 2
+    assert text.count("None of these models is called another: the figures may be of other checkpoints.") == 2
 
 
 def test_the_recovery_on_another_text_is_a_command_of_its_own(made: Path, tmp_path: Path) -> None:

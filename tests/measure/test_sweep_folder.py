@@ -108,6 +108,14 @@ def test_a_compressed_model_is_refused_before_anything_is_measured(place: Path) 
     assert snapshot(place) == before
 
 
+def test_the_name_of_a_work_folder_is_refused(place: Path) -> None:
+    """No point could be compressed in it."""
+    before = snapshot(place)
+    with pytest.raises(UserError, match="has the name of a work folder"):
+        run("sweep.partial")
+    assert snapshot(place) == before
+
+
 def test_text_in_the_folder_is_refused(place: Path) -> None:
     run("sweep")
     shutil.copy("text.txt", "sweep/text.txt")

@@ -142,3 +142,12 @@ def test_points_are_compressed_on_the_device_that_is_asked_for(
     monkeypatch.setattr(sweep_points, "compress", stop)
     with pytest.raises(UserError, match="compresses on cuda"):
         sweep(model, tmp_path / "out", ["svd"], text, device="cuda")
+
+
+def test_the_words_of_few_bits_fit_every_recipe() -> None:
+    """Pivoted factors have no int4, and a dense model has no factors to recover or to round."""
+    base = BASE.model_copy(update={"form": "pivoted", "recover": "factors", "factor_dtype": "int8"})
+    points = {point.name: point.config for point in SweepConfig([0.4], ["int4", "svd+int4"], ["text.txt"], base).points}
+    low, dense = points["svd+int4"], points["int4"]
+    assert (low.form, low.factor_dtype, low.weight_dtype, low.recover) == ("pivoted", "int8", "int4", "factors")
+    assert (dense.ratio, dense.factor_dtype, dense.weight_dtype, dense.recover) == (0.0, "model", "int4", "off")

@@ -39,6 +39,7 @@ def test_the_tables_fit_transformers_models(model_type: str) -> None:
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "llama", "sliding_window": 64, "max_position_embeddings": 128}, "sliding_window.*to null"),
         ({"model_type": "llama", "sliding_window": 64}, "sliding_window"),
+        ({"model_type": "llama", "attention_chunk_size": 64, "max_position_embeddings": 128}, "attention_chunk_size"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "'gelu'; only silu"),
     ],
 )
@@ -53,6 +54,12 @@ def test_a_refusal_says_what_and_where_in_one_line(config: dict[str, Any], messa
     [
         {"model_type": "llama", "sliding_window": None},
         {"model_type": "llama", "sliding_window": 128, "max_position_embeddings": 128},
+        {
+            "model_type": "llama",
+            "sliding_window": 64,
+            "layer_types": ["full_attention"],
+            "max_position_embeddings": 128,
+        },
         {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False, "max_position_embeddings": 128},
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from typing import Any
 
 import openai
@@ -11,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from neuronmm.engine.engine import Engine
 from neuronmm.engine.sampling import SamplingParams
-from served import Server
+from served import KEY, Server
 
 CHAT: Any = [{"role": "system", "content": "w20"}, {"role": "user", "content": [{"type": "text", "text": "w9 w10"}]}]
 SAMPLED: Any = {"temperature": 0.9, "top_p": 0.9, "seed": 11}
@@ -29,6 +31,11 @@ def test_the_model_is_found_by_its_name(client: openai.OpenAI, server: Server) -
     assert client.models.retrieve(server.model) == client.models.list().data[0]
     with pytest.raises(openai.NotFoundError, match="there is no model 'an/other' here"):
         client.models.retrieve("an/other")
+    for path in ("", server.model):
+        asked = urllib.request.Request(f"{server.url}/v1/models/{path}", headers={"Authorization": f"Bearer {KEY}"})
+        assert urllib.request.urlopen(asked).status == 200
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{server.url}/v1/models/{path}")
 
 
 def test_a_completion(client: openai.OpenAI, server: Server, engine: Engine) -> None:
