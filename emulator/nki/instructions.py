@@ -26,6 +26,8 @@ _REDUCERS: dict[str, tuple[Callable[..., Any], float]] = {
     "multiply": (np.prod, 1.0),
 }
 """Reduction -> NumPy function and neutral element."""
+VECTOR_TRANSPOSE = 32
+"""Most partitions, and elements per partition, of a transpose on the vector engine."""
 _REDUCTION_NAMES = {
     **{name: name for name in _REDUCERS},
     "max": "maximum",
@@ -269,15 +271,19 @@ def scan(
     elementwise(Engine.VECTOR, "tensor_tensor_scan", dst, (a, b, initial), function, mask)
 
 
-def check_transposer(engine: Engine | None) -> None:
-    """Check that a transpose asks for the tensor engine; the vector engine's, of up to 32 x 32, is not emulated."""
-    if engine not in (None, Engine.TENSOR):
-        current().fail("engine", "transposes of this engine are not emulated", Engine.TENSOR.value, engine.value)
+def transpose(dst: Tile, data: Tile, engine: Engine | None = None) -> None:
+    """``dst = data^T``: on the tensor engine, or on the vector engine if ``engine`` says so.
 
-
-def transpose(dst: Tile, data: Tile) -> None:
-    """``dst = data^T``, a matmul with an identity: data [p, f <= 128] in SBUF, dst [f, p] in PSUM."""
+    The tensor engine multiplies with an identity: data [p, f <= 128] in SBUF, dst [f, p] in PSUM. The vector engine
+    moves bits: both sides up to 32, in SBUF or PSUM, of one dtype.
+    Source: https://awsdocs-neuron.readthedocs-hosted.com/general/nki/api/generated/nki.isa.nc_transpose.html
+    """
     machine = current()
+    if engine is Engine.VECTOR:
+        _transpose_bits(dst, data)
+        return
+    if engine not in (None, Engine.TENSOR):
+        machine.fail("engine", "this engine transposes nothing", "tensor or vector", engine.value)
     p = data.shape[0]
     if data.elements > machine.core.stationary_columns:
         machine.fail(
@@ -292,14 +298,32 @@ def transpose(dst: Tile, data: Tile) -> None:
     matmul(dst, data, identity, accumulate=False, transpose=True)
 
 
-def new_transpose(data: Tile, dtype: Any = None) -> Tile:
-    """Return ``data^T`` as a new PSUM tile; another ``dtype`` than the tensor engine writes takes one more copy."""
-    written_dtype = transpose_dtype(current().core, data.dtype)
-    result = new_result((data.elements, data.shape[0]), written_dtype, Space.PSUM)
-    transpose(result, data)
+def _transpose_bits(dst: Tile, data: Tile) -> None:
+    p, f = data.shape[0], data.elements
+    if max(p, f) > VECTOR_TRANSPOSE:
+        current().fail("transpose size", "the vector engine transposes smaller tiles", VECTOR_TRANSPOSE, (p, f))
+    check_result_size("nc_transpose", dst, f, p)
+    if dst.dtype != data.dtype:
+        current().fail("result dtype", "a transpose keeps the dtype", data.dtype.name, dst.dtype.name)
+    elementwise(
+        Engine.VECTOR, "transpose", dst, (data,), lambda values: values.reshape(p, f).T.reshape(dst.shape),
+        source_shape=data.shape, exact=True,
+    )  # fmt: skip
+
+
+def new_transpose(data: Tile, dtype: Any = None, engine: Engine | None = None) -> Tile:
+    """Return ``data^T`` as a new tile; another ``dtype`` than the engine writes takes one more copy.
+
+    The tile is in PSUM; of the vector engine in SBUF.
+    """
+    on_vector = engine is Engine.VECTOR
+    space = Space.SBUF if on_vector else Space.PSUM
+    written_dtype = data.dtype if on_vector else transpose_dtype(current().core, data.dtype)
+    result = new_result((data.elements, data.shape[0]), written_dtype, space)
+    transpose(result, data, engine)
     if dtype is None or as_dtype(dtype) == written_dtype:
         return result
-    cast = new_result(result.shape, dtype, Space.PSUM)
+    cast = new_result(result.shape, dtype, space)
     copy(cast, result, Engine.VECTOR)
     return cast
 

@@ -134,10 +134,9 @@ def _check_tile_position(stationary: Tile, position: tuple[int, ...], size: tupl
 
 
 def nc_transpose(data: Tile, *, mask: Any = None, dtype: Any = None, engine: Any = None) -> Tile:
-    """Return ``data^T`` as a new PSUM tile (tensor engine); another ``dtype`` than the engine writes takes a copy."""
+    """Return ``data^T`` as a new tile; another ``dtype`` than the engine writes takes a copy."""
     _refuse_mask(mask)
-    instructions.check_transposer(engine)
-    return instructions.new_transpose(data, dtype)
+    return instructions.new_transpose(data, dtype, engine)
 
 
 def activation(

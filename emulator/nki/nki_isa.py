@@ -73,9 +73,8 @@ def nc_matmul(
 
 
 def nc_transpose(dst: Tile, data: Tile, engine: Any = None, name: str | None = None) -> None:
-    """``dst = data^T`` on the tensor engine."""
-    instructions.check_transposer(engine)
-    instructions.transpose(dst, data)
+    """``dst = data^T`` on the tensor engine, or on the vector engine if ``engine`` says so."""
+    instructions.transpose(dst, data, engine)
 
 
 def activation(

@@ -75,11 +75,28 @@ def addition_and_multiplication_on_the_scalar_engine(x: Any) -> None:
 
 
 def transpose_of_another_engine(x: Any) -> None:
-    nisa.nc_transpose(psum(4, 8), sbuf(8, 4), engine=nisa.vector_engine)  # broken: engine
+    nisa.nc_transpose(psum(4, 8), sbuf(8, 4), engine=nisa.gpsimd_engine)  # broken: engine
 
 
 def transpose_of_another_engine_in_the_first_dialect(x: Any) -> None:
-    xisa.nc_transpose(xl.ndarray((8, 4), F32), engine=xisa.vector_engine)  # broken: engine
+    xisa.nc_transpose(xl.ndarray((8, 4), F32), engine=xisa.gpsimd_engine)  # broken: engine
+
+
+def large_transpose_on_the_vector_engine(x: Any) -> None:
+    nisa.nc_transpose(sbuf(33, 8), sbuf(8, 33), engine=nisa.vector_engine)  # broken: transpose size
+
+
+def transpose_of_many_partitions_on_the_vector_engine(x: Any) -> None:
+    xisa.nc_transpose(xl.ndarray((33, 8), F32), engine=xisa.vector_engine)  # broken: transpose size
+
+
+def transpose_on_the_vector_engine_into_a_larger_tile(x: Any) -> None:
+    nisa.nc_transpose(sbuf(8, 8), sbuf(8, 4), engine=nisa.vector_engine)  # broken: result shape
+
+
+def transpose_on_the_vector_engine_into_another_dtype(x: Any) -> None:
+    wide = nl.ndarray((4, 8), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.nc_transpose(wide, sbuf(8, 4), engine=nisa.vector_engine)  # broken: result dtype
 
 
 BROKEN = [
@@ -95,6 +112,10 @@ BROKEN = [
     addition_and_multiplication_on_the_scalar_engine,
     transpose_of_another_engine,
     transpose_of_another_engine_in_the_first_dialect,
+    large_transpose_on_the_vector_engine,
+    transpose_of_many_partitions_on_the_vector_engine,
+    transpose_on_the_vector_engine_into_a_larger_tile,
+    transpose_on_the_vector_engine_into_another_dtype,
 ]
 
 

@@ -1,8 +1,9 @@
-"""The result of a transpose on the tensor engine, for each generation of the NeuronCore.
+"""The result of a transpose on the tensor engine, for each generation of the NeuronCore, and on the vector engine.
 
 Sources: "the output data of a TensorE calculation is always in FP32" (architecture guide of Trainium and Inferentia2);
 16-bit output of a 16-bit transpose, and no spreading of NaN (guide of Trainium2); ``dst`` of
-``nki.isa.nc_transpose`` has the dtype of ``data`` (reference of NKI 0.3 and later).
+``nki.isa.nc_transpose`` has the dtype of ``data``; the vector engine takes up to 32 x 32, from and to SBUF or PSUM
+(reference of NKI 0.3 and later).
 """
 
 from __future__ import annotations
@@ -116,3 +117,33 @@ def test_get_nc_version() -> None:
     for core in (TRN1, TRN2, TRN3):
         run(lambda: versions.append(xisa.get_nc_version()), core=core)
     assert versions == [xisa.nc_version.gen2, xisa.nc_version.gen3, xisa.nc_version.gen4]
+
+
+@pytest.mark.parametrize("core", [TRN1, TRN2, TRN3])
+@pytest.mark.parametrize("buffer", [nl.sbuf, nl.psum])
+def test_the_vector_engine_moves_bits_between_sbuf_and_psum(core: NeuronCore, buffer: Any) -> None:
+    def kernel(x: Any, y: Any) -> None:
+        tile = nl.ndarray((32, 2, 15), dtype=x.dtype, buffer=nl.sbuf)
+        transposed = nl.ndarray((30, 32), dtype=x.dtype, buffer=buffer)
+        back, out = (nl.ndarray(shape, dtype=x.dtype, buffer=nl.sbuf) for shape in ((32, 30), (30, 32)))
+        nisa.dma_copy(dst=tile, src=x.reshape((32, 2, 15)))
+        nisa.nc_transpose(transposed, tile, engine=nisa.vector_engine)
+        nisa.nc_transpose(back, transposed, engine=nisa.vector_engine)
+        nisa.nc_transpose(out, back, engine=nisa.vector_engine)
+        nisa.dma_copy(dst=y, src=out)
+
+    x = np.random.default_rng(0).normal(size=(32, 30)).astype(ml_dtypes.bfloat16)
+    x[0, :3] = np.nan, np.inf, -0.0  # a product with an identity would spread the first two
+    result = run(kernel, x, outputs=[TensorSpec((30, 32), "bfloat16")], core=core)
+    assert np.array_equal(result.outputs[0].view(np.uint16), x.T.copy().view(np.uint16))
+    assert [i.op for i in result.trace.instructions if i.engine is Engine.VECTOR] == ["transpose"] * 3
+
+
+def test_a_transpose_on_the_vector_engine_of_the_first_dialect() -> None:
+    def kernel(x: Any, y: Any, z: Any) -> None:
+        xl.store(y, value=xisa.nc_transpose(xl.load(x), engine=xisa.vector_engine))
+        xl.store(z, value=xisa.nc_transpose(xl.load(x), engine=xisa.vector_engine, dtype=z.dtype))
+
+    outputs = [TensorSpec((3, 4)), TensorSpec((3, 4), "bfloat16")]
+    for result in run(kernel, X, outputs=outputs, core=TRN1).outputs:
+        assert np.array_equal(result.astype(np.float32), X.T)
