@@ -3,8 +3,7 @@
 examples:
   neuronmm sweep MODEL --text wikitext2.txt -o sweep
   neuronmm sweep MODEL --ratios 0.1,0.2,0.3 --methods svd,whitened --text wikitext2.txt c4.jsonl --speed -o sweep
-  neuronmm sweep MODEL --ratios 0.1,0.2,0.3,0.4 --methods svd,whitened --text wikitext2.txt c4.jsonl --speed \
-      -o sweep --resume
+  neuronmm sweep MODEL --ratios 0.1,0.2,0.3,0.4 --text wikitext2.txt -o sweep --resume
   neuronmm sweep MODEL --methods fisher+global+share_a+pivoted+fast --text wikitext2.txt -o best
 
 A method is one word or several joined by +, each a value of a setting of compress: svd, whitened, and so on. +int8 and
