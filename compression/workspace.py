@@ -64,8 +64,7 @@ class Workspace:
         self.out = output_folder(out)
         if is_within(Path.cwd(), self.out):
             raise UserError(f"{out}: is the current directory or one above it; give another folder to write")
-        if other := next((folder for folder in self.out.parents if _works_in(folder)), None):
-            raise UserError(f"{out}: is inside {other}, the work folder of another run; give another folder to write")
+        check_no_run_around(self.out)
         self.folder = work_folder(self.out)
         self._resume, self._force = resume, force
         self.protect(*inputs)
@@ -294,6 +293,12 @@ def _facts(part: Path) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) else None
 
 
-def _works_in(folder: Path) -> bool:
-    """Return whether ``folder`` is the work folder of a run; a sweep marks its own folder, too, and has runs inside."""
-    return folder.suffix == ".partial" and (folder / MARK).is_file()
+def check_no_run_around(out: Path) -> None:
+    """Check that the absolute path ``out`` is not in a run's work folder; a sweep's own folder has another name.
+
+    Raises:
+        UserError: it is.
+    """
+    for folder in out.parents:
+        if folder.suffix == ".partial" and (folder / MARK).is_file():
+            raise UserError(f"{out}: is inside {folder}, the work folder of another run; give another folder to write")

@@ -89,9 +89,10 @@ class SweepConfig:
         return [PlannedPoint(name, settings[name], config) for (name, _), config in points.items()]
 
     def _config(self, ratio: float, settings: dict[str, Any]) -> CompressionConfig:
-        values = {**self.base.model_dump(), "ratio": ratio, **settings}
-        without_factors = {} if values["ratio"] else {"recover": "off", "factor_dtype": "model"}
-        return CompressionConfig.build(None, **{**values, **without_factors})
+        without_factors = {"recover": "off", "factor_dtype": "model"} if settings.get("ratio") == 0 else {}
+        return CompressionConfig.build(
+            None, **{**self.base.model_dump(), **without_factors, "ratio": ratio, **settings}
+        )
 
     @property
     def text_files(self) -> dict[str, Path]:

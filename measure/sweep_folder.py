@@ -14,6 +14,7 @@ from neuronmm.compression.claim import MARK, Claim
 from neuronmm.compression.config import renamed
 from neuronmm.compression.identity import of_file, of_model
 from neuronmm.compression.reader import Reader
+from neuronmm.compression.workspace import check_no_run_around
 from neuronmm.kernels.durable import WRITING
 from neuronmm.measure.sweep_config import SweepConfig
 from neuronmm.models.documents import read_own, write_json
@@ -130,6 +131,7 @@ def _check(out: Path, resume: bool) -> None:
 
     A sweep that was killed at once has left only its mark; another one may start there.
     """
+    check_no_run_around(out)
     if not os.path.lexists(out):
         if out.suffix == ".partial":
             raise UserError(f"{out}: has the name of a work folder, in which no run may write; give another -o")

@@ -272,37 +272,43 @@ def scan(
 
 
 def transpose(dst: Tile, data: Tile, engine: Engine | None = None) -> None:
-    """``dst = data^T``: on the tensor engine, or on the vector engine if ``engine`` says so.
+    """``dst = data^T`` on the tensor or the vector engine; without ``engine`` the space of ``dst`` selects it.
 
     The tensor engine multiplies with an identity: data [p, f <= 128] in SBUF, dst [f, p] in PSUM. The vector engine
     moves bits: both sides up to 32, in SBUF or PSUM, of one dtype.
-    Source: https://awsdocs-neuron.readthedocs-hosted.com/general/nki/api/generated/nki.isa.nc_transpose.html
+    Source: https://awsdocs-neuron.readthedocs-hosted.com/general/nki/api/generated/nki.isa.nc_transpose.html, and the
+    release notes of NKI in SDK 2.32 for the selection.
     """
-    machine = current()
+    machine, p = current(), data.shape[0]
+    if engine is None and dst.space is Space.SBUF:
+        engine = Engine.VECTOR
+    _check_transposable(data, engine)
     if engine is Engine.VECTOR:
         _transpose_bits(dst, data)
         return
-    if engine not in (None, Engine.TENSOR):
-        machine.fail("engine", "this engine transposes nothing", "tensor or vector", engine.value)
-    p = data.shape[0]
-    if data.elements > machine.core.stationary_columns:
-        machine.fail(
-            "stationary size",
-            "the tile to transpose has too many columns",
-            machine.core.stationary_columns,
-            data.elements,
-        )
     identity = declare((p, p), data.dtype, name="identity")
     if machine.has_data:
         identity.storage.data = np.eye(p, dtype=data.dtype).reshape(-1)
     matmul(dst, data, identity, accumulate=False, transpose=True)
 
 
+def _check_transposable(data: Tile, engine: Engine | None) -> None:
+    """Raise NkiError unless ``engine`` (None: the tensor engine) transposes, and tiles as large as ``data``."""
+    machine, p, f = current(), data.shape[0], data.elements
+    if engine is Engine.VECTOR and max(p, f) > VECTOR_TRANSPOSE:
+        machine.fail("transpose size", "the vector engine transposes smaller tiles", VECTOR_TRANSPOSE, (p, f))
+    if engine not in (None, Engine.TENSOR, Engine.VECTOR):
+        machine.fail("engine", "this engine transposes nothing", "tensor or vector", engine.value)
+    if engine is not Engine.VECTOR and f > machine.core.stationary_columns:
+        limit = machine.core.stationary_columns
+        machine.fail("stationary size", "the tile to transpose has too many columns", limit, f)
+
+
 def _transpose_bits(dst: Tile, data: Tile) -> None:
     p, f = data.shape[0], data.elements
-    if max(p, f) > VECTOR_TRANSPOSE:
-        current().fail("transpose size", "the vector engine transposes smaller tiles", VECTOR_TRANSPOSE, (p, f))
     check_result_size("nc_transpose", dst, f, p)
+    if (dst.storage, dst.offset) == (data.storage, data.offset):
+        current().fail("overlapping write", "a transpose in place would write elements before it reads them")
     if dst.dtype != data.dtype:
         current().fail("result dtype", "a transpose keeps the dtype", data.dtype.name, dst.dtype.name)
     elementwise(
@@ -316,6 +322,7 @@ def new_transpose(data: Tile, dtype: Any = None, engine: Engine | None = None) -
 
     The tile is in PSUM; of the vector engine in SBUF.
     """
+    _check_transposable(data, engine)
     on_vector = engine is Engine.VECTOR
     space = Space.SBUF if on_vector else Space.PSUM
     written_dtype = data.dtype if on_vector else transpose_dtype(current().core, data.dtype)

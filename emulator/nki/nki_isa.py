@@ -73,7 +73,7 @@ def nc_matmul(
 
 
 def nc_transpose(dst: Tile, data: Tile, engine: Any = None, name: str | None = None) -> None:
-    """``dst = data^T`` on the tensor engine, or on the vector engine if ``engine`` says so."""
+    """``dst = data^T`` on the tensor engine, or on the vector engine if ``engine`` says so or dst is in SBUF."""
     instructions.transpose(dst, data, engine)
 
 

@@ -94,6 +94,9 @@ def assign(dst: Tile, value: Any) -> None:
         if producer.op != "transpose":  # the compiler makes two instructions of a transpose that is assigned to SBUF
             machine.fail("operand space", "the tensor engine writes only PSUM", "psum", dst.space.value)
         producer = None
+    moves_bits = producer is not None and (producer.engine, producer.op) == (Engine.VECTOR, "transpose")
+    if moves_bits and dst.dtype != value.dtype:
+        producer = None  # it keeps the dtype; the compiler adds a cast
     if producer is None or value.producer != len(machine.trace.instructions) - 1:
         return elementwise(Engine.VECTOR, "copy", dst, (value,), OPS["copy"].function, value.mask)
     if producer.engine is Engine.DMA and dst.space is Space.PSUM:

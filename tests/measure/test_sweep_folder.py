@@ -116,6 +116,15 @@ def test_the_name_of_a_work_folder_is_refused(place: Path) -> None:
     assert snapshot(place) == before
 
 
+def test_a_folder_in_the_work_folder_of_a_run_is_refused(place: Path) -> None:
+    (place / "low.partial").mkdir()
+    (place / "low.partial" / MARK).touch()
+    before = snapshot(place)
+    with pytest.raises(UserError, match=r"is inside .*low\.partial, the work folder of another run"):
+        run("low.partial/sweep")
+    assert snapshot(place) == before
+
+
 def test_text_in_the_folder_is_refused(place: Path) -> None:
     run("sweep")
     shutil.copy("text.txt", "sweep/text.txt")

@@ -151,3 +151,5 @@ def test_the_words_of_few_bits_fit_every_recipe() -> None:
     low, dense = points["svd+int4"], points["int4"]
     assert (low.form, low.factor_dtype, low.weight_dtype, low.recover) == ("pivoted", "int8", "int4", "factors")
     assert (dense.ratio, dense.factor_dtype, dense.weight_dtype, dense.recover) == (0.0, "model", "int4", "off")
+    with pytest.raises(UserError, match="ratio 0: leaves no factors"):
+        _ = SweepConfig([0.0], ["svd+int4"], ["text.txt"], BASE).points

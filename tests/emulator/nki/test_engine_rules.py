@@ -90,6 +90,19 @@ def transpose_of_many_partitions_on_the_vector_engine(x: Any) -> None:
     xisa.nc_transpose(xl.ndarray((33, 8), F32), engine=xisa.vector_engine)  # broken: transpose size
 
 
+def wide_transpose_on_the_vector_engine(x: Any) -> None:
+    xisa.nc_transpose(xl.ndarray((8, 200), F32), engine=xisa.vector_engine)  # broken: transpose size
+
+
+def large_transpose_to_sbuf(x: Any) -> None:
+    nisa.nc_transpose(sbuf(33, 8), sbuf(8, 33))  # broken: transpose size
+
+
+def transpose_in_place(x: Any) -> None:
+    tile = sbuf(8, 8)
+    nisa.nc_transpose(tile, tile, engine=nisa.vector_engine)  # broken: overlapping write
+
+
 def transpose_on_the_vector_engine_into_a_larger_tile(x: Any) -> None:
     nisa.nc_transpose(sbuf(8, 8), sbuf(8, 4), engine=nisa.vector_engine)  # broken: result shape
 
@@ -114,6 +127,9 @@ BROKEN = [
     transpose_of_another_engine_in_the_first_dialect,
     large_transpose_on_the_vector_engine,
     transpose_of_many_partitions_on_the_vector_engine,
+    wide_transpose_on_the_vector_engine,
+    large_transpose_to_sbuf,
+    transpose_in_place,
     transpose_on_the_vector_engine_into_a_larger_tile,
     transpose_on_the_vector_engine_into_another_dtype,
 ]

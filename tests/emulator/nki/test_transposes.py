@@ -129,7 +129,7 @@ def test_the_vector_engine_moves_bits_between_sbuf_and_psum(core: NeuronCore, bu
         nisa.dma_copy(dst=tile, src=x.reshape((32, 2, 15)))
         nisa.nc_transpose(transposed, tile, engine=nisa.vector_engine)
         nisa.nc_transpose(back, transposed, engine=nisa.vector_engine)
-        nisa.nc_transpose(out, back, engine=nisa.vector_engine)
+        nisa.nc_transpose(out, back)  # to SBUF only the vector engine writes
         nisa.dma_copy(dst=y, src=out)
 
     x = np.random.default_rng(0).normal(size=(32, 30)).astype(ml_dtypes.bfloat16)
@@ -147,3 +147,22 @@ def test_a_transpose_on_the_vector_engine_of_the_first_dialect() -> None:
     outputs = [TensorSpec((3, 4)), TensorSpec((3, 4), "bfloat16")]
     for result in run(kernel, X, outputs=outputs, core=TRN1).outputs:
         assert np.array_equal(result.astype(np.float32), X.T)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "space", "ops"),
+    [
+        (xl.float32, xl.sbuf, ["transpose"]),
+        (xl.float32, xl.psum, ["transpose"]),
+        (xl.bfloat16, xl.sbuf, ["transpose", "copy"]),
+    ],
+)
+def test_only_a_copy_changes_the_dtype_of_a_transpose_that_is_assigned(dtype: Any, space: Any, ops: list[str]) -> None:
+    def kernel(x: Any, y: Any) -> None:
+        tile = xl.ndarray((xl.par_dim(3), 4), dtype=dtype, buffer=space)
+        tile[...] = xisa.nc_transpose(xl.load(x), engine=xisa.vector_engine)
+        xl.store(y, value=xisa.tensor_scalar(tile, np.multiply, 1.0, dtype=y.dtype))
+
+    result = run(kernel, X, outputs=[TensorSpec((3, 4))], core=TRN2)
+    assert np.array_equal(result.outputs[0], X.T)
+    assert [i.op for i in result.trace.instructions if i.op in ("transpose", "copy")] == ops
