@@ -52,7 +52,7 @@ def unpack(file: Path, folder: Path, progress: Progress = no_progress) -> None:
     unreadable = f"{file}: transformers cannot read this GGUF file"
     with quiet(), reading(unreadable):
         config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, **SAFELY)
-    sizes_of(file, header)
+    sizes_of(file, header)  # refuses what the header says and transformers does not read
     config.update(header.sizes | biases(header))  # transformers reads neither the size of a head nor biases
     sizes = ModelConfig.parse(config.to_dict(), str(file))
     source = _Weights(file, header.tensors, sizes)

@@ -69,10 +69,11 @@ def linear_tensors(
 
     ``biased`` says whether it has a bias; None: it may have one.
     """
-    bias = () if biased is False else (Promise((out_features,), required=biased is True),)
+    bias = Promise((out_features,), required=biased is True)
     if spec is None or name not in spec.ranks:
         yield from _matrix(f"{name}.weight", (out_features, in_features), "model" if spec is None else spec.weights)
-        yield from ((f"{name}.bias", promise) for promise in bias)
+        if biased is not False:
+            yield f"{name}.bias", bias
         return
     rank, form = spec.ranks[name], spec.form_of(name)
     spec.check_first_pivot(name, out_features)
@@ -86,7 +87,8 @@ def linear_tensors(
         yield from _matrix(f"{name}.{factor}.weight", shape, spec.factors)
     if name in spec.forms and spec.forms[name].indexed:
         yield f"{name}.pivots", Promise((rank,), dtypes=("I32",))
-    yield from ((bias_name(name, form), promise) for promise in bias)
+    if biased is not False:
+        yield bias_name(name, form), bias
 
 
 def _matrix(name: str, shape: tuple[int, int], precision: str) -> Iterator[tuple[str, Promise]]:

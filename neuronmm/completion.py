@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 SHELLS = ("bash", "zsh")
-_FILES = {"MODEL", "OUT", "FILE", "FOLDER", "DIR", "YAML", "FILE|self|prose|code", "ngram|int4|int8|CHECKPOINT"}
-"""The metavars of arguments that are files or folders."""
+_FILES = {"MODEL", "OUT", "FILE", "FOLDER", "DIR", "YAML", "CHECKPOINT"}
+"""The metavars of arguments that are files or folders; another metavar may offer one beside words: ``FILE|self``."""
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
@@ -25,5 +25,5 @@ def _complete_files(parser: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 _complete_files(command)
-        elif action.metavar in _FILES:
+        elif not _FILES.isdisjoint(str(action.metavar).split("|")):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
