@@ -188,7 +188,7 @@ def test_a_short_text_gives_what_it_has(dense: Callable[..., Path], tmp_path: Pa
 
 def test_fewer_rows_than_texts_are_refused(dense: Callable[..., Path], tmp_path: Path, text: Path) -> None:
     other = tmp_path / "other.txt"
-    other.write_text(text.read_text())
+    other.write_text(text.read_text() + " w60")
     settings = config(method="whitened", calibration=[str(text), str(other), "self"], calibration_rows=1)
     with pytest.raises(UserError, match="calibration_rows 1: too few for 3 texts"):
         compress(dense(), tmp_path / "out", settings)
