@@ -47,6 +47,16 @@ def resolve(model: str | Path, progress: Progress = no_progress) -> Path:
     return folder
 
 
+def folder_at_hand(model: str | Path) -> Path:
+    """Return the folder that :func:`resolve` returns, which may not exist: nothing is downloaded, unpacked or checked.
+
+    Raises:
+        UserError: as :func:`is_gguf`.
+    """
+    path = expanded(model)
+    return _unpacked(path.resolve()) if is_gguf(path) else path
+
+
 def config_folder(model: str | Path) -> Path:
     """Return the folder with the config.json of ``model``, whose weights need not be there.
 
@@ -167,9 +177,14 @@ def _unpack_gguf(file: Path, progress: Progress) -> Path:
     """Dequantise ``file`` into a bf16 folder of the cache, which appears only when complete, and return the folder."""
     from neuronmm.models.gguf_file import unpack
 
-    stat = file.stat()
-    key = hashlib.sha256(f"{_CACHE_FORMAT}:{file}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = cache_folder() / f"{file.stem}-{key}"
+    folder = _unpacked(file)
     if not folder.is_dir():
         write_folder(folder, lambda partial: unpack(file, partial, progress))
     return folder
+
+
+def _unpacked(file: Path) -> Path:
+    """Return the folder of the cache for a GGUF file."""
+    stat = file.stat()
+    key = hashlib.sha256(f"{_CACHE_FORMAT}:{file}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    return cache_folder() / f"{file.stem}-{key}"

@@ -1,21 +1,17 @@
-"""One contiguous memory arena for all weights, on huge pages if the system grants them.
-
-Decoding reads every weight once per token. With pages of 4 KiB the processor spends much of that time on address
-translation. Linux gives huge pages to anonymous memory on request (``madvise(2)``, MADV_HUGEPAGE).
-"""
+"""One contiguous memory arena for all weights, on huge pages if the system grants them."""
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from neuronmm.kernels.pages import allocate
 
 _LINE = 64
 
@@ -32,25 +28,16 @@ def gather(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
     """
     moved = list(tensors)
     sizes = [-(-tensor.nbytes // _LINE) * _LINE for tensor in moved]
-    arena = torch.frombuffer(_map(max(sum(sizes), _LINE)), dtype=torch.uint8)
+    arena = torch.frombuffer(allocate(max(sum(sizes), _LINE)), dtype=torch.uint8)
     offsets = accumulate(sizes, initial=0)
 
     def move(tensor: Tensor, offset: int) -> None:
         target = arena[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.data = target.copy_(tensor.detach())
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # most of the time goes into new pages
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # most of the time may go into new pages
         list(threads.map(move, moved, offsets))
     return moved
-
-
-def _map(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets no huge pages
-    with suppress(OSError):  # without transparent huge pages in the kernel, small pages work, but slower
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def huge_bytes(tensor: Tensor) -> int:

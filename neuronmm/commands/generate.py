@@ -106,8 +106,17 @@ def backend_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def prepare_early(args: argparse.Namespace) -> None:
+    """Begin to get the memory of the weights if they are held as they are stored. Call it before slow imports."""
+    if args.dtype == "auto" and args.weight_dtype is None:
+        from neuronmm.engine.early import prepare
+
+        prepare(args.model, "cpu" if args.draft and args.backend == "auto" else args.backend)
+
+
 def run(args: argparse.Namespace) -> None:
     """Load the model, generate, and report the speed."""
+    prepare_early(args)
     from neuronmm.engine.backends.torch_runner import MAX_BATCH
     from neuronmm.engine.engine import load
     from neuronmm.engine.sampling import SamplingParams

@@ -24,7 +24,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from neuronmm.commands.generate import add_draft, add_dtype, add_neuron_arguments, add_weight_dtype, backend_options
+from neuronmm.commands.generate import (
+    add_draft,
+    add_dtype,
+    add_neuron_arguments,
+    add_weight_dtype,
+    backend_options,
+    prepare_early,
+)
 
 CONTEXT = 2048
 """Default context, unless the model's is shorter: the cache of all slots is allocated at the start."""
@@ -76,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Load the model and serve it until a signal."""
+    prepare_early(args)
     from neuronmm.engine.engine import load
     from neuronmm.models import UserError
     from neuronmm.models.source import short_name

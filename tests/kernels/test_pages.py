@@ -1,0 +1,90 @@
+"""Memory that a thread gets ahead."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+from pathlib import Path
+from threading import Event
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draws import examples
+from neuronmm.kernels import pages
+
+MB = 1 << 20
+PAGES = st.integers(1, 5 * mmap.PAGESIZE)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def wait() -> None:
+    assert pages._ahead is not None
+    pages._ahead._thread.join()
+
+
+@examples(40)
+@given(ahead=st.none() | PAGES, sizes=st.lists(PAGES, min_size=1, max_size=3))
+def test_memory_is_large_enough_and_empty_and_nobody_elses(ahead: int | None, sizes: list[int]) -> None:
+    if ahead is not None:
+        pages.get_ahead(ahead)
+    taken = [pages.allocate(size) for size in sizes]
+    for index, (memory, size) in enumerate(zip(taken, sizes, strict=True)):
+        assert len(memory) >= size and not any(memory[:])
+        memory[:size] = bytes([index + 1]) * size
+    assert all(set(memory[:size]) == {index + 1} for index, (memory, size) in enumerate(zip(taken, sizes, strict=True)))
+
+
+def test_the_pages_are_there_before_they_are_asked_for() -> None:
+    before = resident()
+    pages.get_ahead(128 * MB)
+    wait()
+    got = resident() - before
+    memory = pages.allocate(128 * MB)
+    assert got > 120 * MB
+    assert abs(resident() - before - got) < 8 * MB
+    del memory
+
+
+def test_what_is_not_asked_for_goes_back() -> None:
+    before = resident()
+    pages.get_ahead(128 * MB)
+    wait()
+    memory = pages.allocate(32 * MB)
+    assert resident() - before < 48 * MB
+    del memory
+
+
+def test_too_little_memory_goes_back() -> None:
+    before = resident()
+    pages.get_ahead(128 * MB)
+    wait()
+    memory = pages.allocate(129 * MB)
+    assert len(memory) == 129 * MB and resident() - before < 16 * MB
+
+
+def test_who_takes_the_memory_waits_for_one_piece_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the caller gets the other pages itself, with more threads."""
+    written, taken = list[int](), Event()
+
+    def memset(start: int, value: int, size: int) -> None:
+        taken.wait()
+        written.append(size)
+
+    monkeypatch.setattr(ctypes, "memset", memset)
+    monkeypatch.setattr(pages, "Event", lambda: taken)
+    monkeypatch.setattr(pages, "_PIECE", MB)
+    pages.get_ahead(8 * MB)
+    assert len(pages.allocate(8 * MB)) == 8 * MB
+    assert written in ([MB], [])
+
+
+@pytest.mark.parametrize("size", [0, 1 << 62])
+def test_memory_that_cannot_be_had_ahead_is_asked_for_later(size: int) -> None:
+    pages.get_ahead(size)
+    assert pages._ahead is None
