@@ -1,33 +1,55 @@
-"""What can be done for a model before torch is imported, which takes seconds: get the memory of its weights."""
+"""What a command does for a model before it imports torch, which takes seconds: get the memory of the weights."""
 
 from __future__ import annotations
 
+import gc
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from neuronmm.kernels.pages import get_ahead
-from neuronmm.models.contents import weight_files
+from neuronmm.models.contents import chosen_dtype, inspect
 from neuronmm.models.errors import UserError
 from neuronmm.models.source import folder_at_hand
+from neuronmm.models.tensors import FLOATS, headers
 
+_STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _GPU = Path("/proc/driver/nvidia")
+_NODES = Path("/sys/devices/system/node")
 
 
-def prepare(model: str, backend: str) -> None:
-    """Begin to get the memory that the weights of ``model`` will take on the CPU, in the dtype that they are stored in.
+@contextmanager
+def imports_before(model: str, backend: str, dtype: str, weight_dtype: str | None) -> Iterator[None]:
+    """Begin to get the memory that ``load`` of these arguments will take on the CPU; the block imports what it needs.
 
-    The memory is the first thing that :func:`~neuronmm.engine.engine.load` takes. Whatever is wrong with the model,
-    ``load`` reports. Nothing happens if the backend is not the CPU, if the model has to be downloaded or unpacked, or
-    under torchrun, whose processes hold a part each.
+    Whatever is wrong with the model, :func:`~neuronmm.engine.engine.load` reports. It gets the memory itself if the
+    model has to be downloaded or unpacked, if the weights will be held in another dtype than they are stored in, under
+    torchrun, whose processes hold a part each, and on machines with several memory nodes, where the threads that will
+    read a weight should write it first.
 
-    Args:
-        model: as :func:`~neuronmm.engine.engine.load` takes it.
-        backend: ``cpu``, or ``auto`` on a machine without a GPU.
+    Python does not look for garbage in the block: nearly all of the many objects of torch and transformers stay.
     """
     on_cpu = backend == "cpu" or (backend == "auto" and not _GPU.exists())
-    if not on_cpu or "RANK" in os.environ:
-        return
-    with suppress(UserError, OSError):
-        files = set(weight_files(folder_at_hand(model)).values())
-        get_ahead(sum(file.stat().st_size for file in files))
+    if on_cpu and weight_dtype is None and "RANK" not in os.environ and len([*_NODES.glob("node[0-9]*")]) < 2:
+        with suppress(UserError, OSError):
+            get_ahead(_size(model, dtype))
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _size(model: str, dtype: str) -> int:
+    """Return the bytes of the weights, which are a little less than those of the files; 0 if they will be converted."""
+    folder = folder_at_hand(model)
+    if folder is None:
+        return 0
+    files = inspect(folder).files
+    stored = {dtype for _, (_, dtype) in headers(files)}.intersection(FLOATS)
+    if stored != {_STORED.get(chosen_dtype(folder) if dtype == "auto" else dtype)}:
+        return 0
+    return sum(file.stat().st_size for file in set(files.values()))

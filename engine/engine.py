@@ -23,13 +23,14 @@ from neuronmm.engine.sampling import SamplingParams
 from neuronmm.engine.slots import CpuSlots
 from neuronmm.engine.speculation import Speculation
 from neuronmm.engine.text import TextStream
+from neuronmm.kernels import pages
 from neuronmm.models import processes
 from neuronmm.models.chat import ChatTemplate
-from neuronmm.models.contents import stored_dtype
+from neuronmm.models.contents import chosen_dtype
 from neuronmm.models.errors import UserError, without_panics
 from neuronmm.models.load import DTYPES, end_tokens, load_config, load_tokenizer, positions_of
 from neuronmm.models.progress import Progress, no_progress
-from neuronmm.models.source import read_config, resolve
+from neuronmm.models.source import resolve
 from neuronmm.models.tensors import check_tokens
 
 _BATCHES = 8  # batches of similar lengths that are made at once; their results come in order only at the end
@@ -307,6 +308,8 @@ def load(
         raise UserError(f"{what} needs one process, not {processes.size()}; leave out torchrun")
     if draft and chosen.name != "cpu":
         raise UserError(f"drafts need --backend cpu, not {chosen.name}")
+    if chosen.name != "cpu":
+        pages.forget()
     folder = resolve(model, progress)
     runner = chosen.load(folder, pick_dtype(folder, amp or dtype), impl, **options)
     tokenizer = load_tokenizer(folder)
@@ -324,9 +327,7 @@ def pick_dtype(folder: Path, name: str) -> torch.dtype:
         UserError: ``name`` is unknown.
     """
     if name == "auto":
-        config = read_config(folder)
-        named = str(config.get("dtype") or config.get("torch_dtype") or stored_dtype(folder)).removeprefix("torch.")
-        return torch.bfloat16 if named in ("bfloat16", "float16", "BF16", "F16") else torch.float32
+        name = chosen_dtype(folder)
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}; there are: auto, {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -1,11 +1,11 @@
-"""New memory for weights, on huge pages if the system grants them, and got while something else runs.
+"""New memory for weights, on huge pages if the system grants them; Linux gets it while something else runs.
 
 Decoding reads every weight once per token. With pages of 4 KiB the processor spends much of that time on address
 translation. Linux gives huge pages to anonymous memory on request (``madvise(2)``, MADV_HUGEPAGE).
 
 The system clears a page when it is first written to, which takes longer than to copy a weight there. A thread does it
-while Python imports torch and transformers. The writes are plain ones: a system call that populates all pages would
-lock out the imports, which map libraries.
+while Python imports torch and transformers. It writes without the interpreter's lock, which a system call by Python's
+``madvise`` would keep.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Ahead:
         for offset in range(0, size, _PIECE):
             if self._taken.is_set():
                 return
-            ctypes.memset(start + offset, 0, min(_PIECE, size - offset))  # releases the interpreter's lock
+            ctypes.memset(start + offset, 0, min(_PIECE, size - offset))
 
     def take(self) -> mmap.mmap:
         self._taken.set()
@@ -45,26 +45,40 @@ _ahead: _Ahead | None = None
 
 
 def get_ahead(size: int) -> None:
-    """Begin to get ``size`` bytes for the next call of :func:`allocate`; without the memory nothing happens."""
+    """Begin to get ``size`` bytes for the next call of :func:`allocate`.
+
+    Nothing happens if ``size`` is 0, if the system has no such memory or no further thread, or if it is not Linux.
+    """
     global _ahead
-    with suppress(OSError, ValueError):  # too large, or empty
-        _ahead = _Ahead(size)
+    forget()
+    if hasattr(mmap, "MADV_HUGEPAGE") and size:
+        with suppress(OSError, OverflowError, RuntimeError):
+            _ahead = _Ahead(size)
+
+
+def forget() -> None:
+    """Give the memory of :func:`get_ahead` back to the system."""
+    global _ahead
+    ahead, _ahead = _ahead, None
+    if ahead is not None:
+        ahead.take()
 
 
 def allocate(size: int) -> mmap.mmap:
-    """Return memory of ``size`` bytes or a little more: that of :func:`get_ahead` if it is large enough.
+    """Return empty memory of at least ``size`` bytes: that of :func:`get_ahead` if it is large enough.
 
     Raises:
         OSError: the system has no such memory.
     """
     global _ahead
-    ahead, _ahead = _ahead, None
-    memory = ahead.take() if ahead is not None else None
-    if memory is None or len(memory) < size:
+    if _ahead is None or len(_ahead.memory) < size:
+        forget()
         return _map(size)
+    memory, _ahead = _ahead.take(), None
     rest = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    if rest < len(memory) and hasattr(mmap, "MADV_DONTNEED"):
-        memory.madvise(mmap.MADV_DONTNEED, rest, len(memory) - rest)
+    if rest < len(memory):
+        with suppress(OSError):  # the system keeps memory that is locked
+            memory.madvise(mmap.MADV_DONTNEED, rest, len(memory) - rest)
     return memory
 
 

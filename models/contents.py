@@ -58,14 +58,18 @@ def inspect(folder: Path) -> Contents:
     return Contents(settings, config, spec, files)
 
 
-def stored_dtype(folder: Path) -> str:
-    """Return the dtype of the final norm, which stands for that of the model, as safetensors names it.
+def chosen_dtype(folder: Path) -> str:
+    """Return ``bf16`` or ``fp32`` by the dtype that config.json names, else by that of the final norm; fp16 is bf16.
 
     Raises:
         UserError: as :func:`inspect`.
     """
-    files = inspect(folder).files
-    return next(dtype for name, (_, dtype) in headers({NORM: files[NORM]}) if name == NORM)
+    config = read_config(folder)
+    named = config.get("dtype") or config.get("torch_dtype")
+    if not named:
+        files = inspect(folder).files
+        named = next(dtype for name, (_, dtype) in headers({NORM: files[NORM]}) if name == NORM)
+    return "bf16" if str(named).removeprefix("torch.") in ("bfloat16", "float16", "BF16", "F16") else "fp32"
 
 
 def _check_tied(folder: Path, files: dict[str, Path]) -> None:

@@ -47,14 +47,26 @@ def resolve(model: str | Path, progress: Progress = no_progress) -> Path:
     return folder
 
 
-def folder_at_hand(model: str | Path) -> Path:
-    """Return the folder that :func:`resolve` returns, which may not exist: nothing is downloaded, unpacked or checked.
+def folder_at_hand(model: str | Path) -> Path | None:
+    """Return the folder that :func:`resolve` will return if that is on this machine already; nothing in it is checked.
+
+    Of a hub id it is the newest of the hub's cache, which may have been replaced on the hub.
 
     Raises:
         UserError: as :func:`is_gguf`.
     """
     path = expanded(model)
-    return _unpacked(path.resolve()) if is_gguf(path) else path
+    if path.is_dir() or is_gguf(path):
+        folder = path if path.is_dir() else _unpacked(path.resolve())
+        return folder if folder.is_dir() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(str(model), "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def config_folder(model: str | Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import io
 import os
 import signal
@@ -32,12 +31,6 @@ COMMANDS = (
     "report",
 )
 
-_OBJECTS = 10_000
-"""New objects after which Python looks for garbage.
-
-torch and transformers make a million at import, which all stay. With Python's 700 the search for garbage among them
-took a fifth of the imports.
-"""
 
 SEVERAL = ("compress", "recover", "generate")
 """The commands that several processes run together."""
@@ -87,7 +80,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 2 for bad input, 1 for a failure, 128 + n for signal n."""
     words = sys.argv[1:] if argv is None else argv
-    gc.set_threshold(_OBJECTS)
     if sys.stderr is None:  # closed by the caller; print(file=None) would write to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:

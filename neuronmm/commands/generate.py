@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -106,22 +107,26 @@ def backend_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def prepare_early(args: argparse.Namespace) -> None:
-    """Begin to get the memory of the weights if they are held as they are stored. Call it before slow imports."""
-    if args.dtype == "auto" and args.weight_dtype is None:
-        from neuronmm.engine.early import prepare
+def imports_before_load(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Return the context for the slow imports of a command that will load the model."""
+    from neuronmm.engine.early import imports_before
 
-        prepare(args.model, "cpu" if args.draft and args.backend == "auto" else args.backend)
+    backend = "cpu" if args.draft and args.backend == "auto" else args.backend
+    return imports_before(args.model, backend, args.dtype, args.weight_dtype)
 
 
 def run(args: argparse.Namespace) -> None:
     """Load the model, generate, and report the speed."""
-    prepare_early(args)
-    from neuronmm.engine.backends.torch_runner import MAX_BATCH
-    from neuronmm.engine.engine import load
-    from neuronmm.engine.sampling import SamplingParams
     from neuronmm.models import UserError
-    from neuronmm.progress import stage_progress
+
+    prompts = read_prompts(args.batch_file) if args.batch_file else [args.prompt]
+    if args.draft and len(prompts) > 1:
+        raise UserError(f"--draft serves one prompt at a time, not {len(prompts)}; leave it out")
+    with imports_before_load(args):
+        from neuronmm.engine.backends.torch_runner import MAX_BATCH
+        from neuronmm.engine.engine import load
+        from neuronmm.engine.sampling import SamplingParams
+        from neuronmm.progress import stage_progress
 
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens,
@@ -132,12 +137,9 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop=tuple(args.stop),
     )
-    prompts = read_prompts(args.batch_file) if args.batch_file else [args.prompt]
     options = backend_options(args)
     if args.backend == "neuron":
         options["batch_size"] = min(len(prompts), MAX_BATCH)
-    if args.draft and len(prompts) > 1:
-        raise UserError(f"--draft serves one prompt at a time, not {len(prompts)}; leave it out")
     with stage_progress() as progress:
         engine = load(
             args.model,

@@ -30,7 +30,7 @@ from neuronmm.commands.generate import (
     add_neuron_arguments,
     add_weight_dtype,
     backend_options,
-    prepare_early,
+    imports_before_load,
 )
 
 CONTEXT = 2048
@@ -83,18 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Load the model and serve it until a signal."""
-    prepare_early(args)
-    from neuronmm.engine.engine import load
     from neuronmm.models import UserError
     from neuronmm.models.source import short_name
-    from neuronmm.progress import stage_progress
+    from neuronmm.serving.address import bind, is_local, url
 
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise UserError(f'the server needs {", ".join(missing)}: pip install "neuronmm[serve]"')
-    from neuronmm.serving.server import bind, is_local, serve, url
-    from neuronmm.serving.service import Limits
-
     for name, (least, most) in _RANGES.items():
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
@@ -107,6 +102,12 @@ def run(args: argparse.Namespace) -> None:
                 f"set {KEY_VARIABLE}",
                 file=sys.stderr,
             )
+        with imports_before_load(args):
+            from neuronmm.engine.engine import load
+            from neuronmm.progress import stage_progress
+            from neuronmm.serving.server import serve
+            from neuronmm.serving.service import Limits
+
         options = backend_options(args)
         if args.backend == "neuron":
             options.update(continuous=True, batch_size=args.max_batch)

@@ -16,6 +16,7 @@ from draws import examples
 from neuronmm.kernels import pages
 
 MB = 1 << 20
+pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="nothing is got ahead")
 PAGES = st.integers(1, 5 * mmap.PAGESIZE)
 
 
@@ -88,3 +89,23 @@ def test_who_takes_the_memory_waits_for_one_piece_only(monkeypatch: pytest.Monke
 def test_memory_that_cannot_be_had_ahead_is_asked_for_later(size: int) -> None:
     pages.get_ahead(size)
     assert pages._ahead is None
+
+
+def test_memory_that_is_forgotten_goes_back() -> None:
+    before = resident()
+    pages.get_ahead(128 * MB)
+    wait()
+    pages.get_ahead(64 * MB)
+    wait()
+    assert resident() - before < 80 * MB
+    pages.forget()
+    assert resident() - before < 16 * MB
+
+
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pages.Thread, "start", start)
+    pages.get_ahead(MB)
+    assert len(pages.allocate(MB)) == MB

@@ -17,7 +17,7 @@ import pytest
 from neuronmm import cli
 from neuronmm.commands.serve import KEY_VARIABLE, read_key
 from neuronmm.models import UserError
-from neuronmm.serving.server import bind, is_local, url
+from neuronmm.serving.address import bind, is_local, url
 from served import KEY, Server
 
 Capture = pytest.CaptureFixture[str]
