@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from neuronmm.kernels.pages import get_ahead
 from neuronmm.models.contents import chosen_dtype, inspect
 from neuronmm.models.errors import UserError
+from neuronmm.models.garbage import not_collected
 from neuronmm.models.source import folder_at_hand
 from neuronmm.models.tensors import FLOATS, headers
 
@@ -27,20 +27,13 @@ def imports_before(model: str, backend: str, dtype: str, weight_dtype: str | Non
     model has to be downloaded or unpacked, if the weights will be held in another dtype than they are stored in, under
     torchrun, whose processes hold a part each, and on machines with several memory nodes, where the threads that will
     read a weight should write it first.
-
-    Python does not look for garbage in the block: nearly all of the many objects of torch and transformers stay.
     """
     on_cpu = backend == "cpu" or (backend == "auto" and not _GPU.exists())
     if on_cpu and weight_dtype is None and "RANK" not in os.environ and len([*_NODES.glob("node[0-9]*")]) < 2:
         with suppress(UserError, OSError):
             get_ahead(_size(model, dtype))
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with not_collected():
         yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _size(model: str, dtype: str) -> int:

@@ -311,9 +311,9 @@ def load(
     if chosen.name != "cpu":
         pages.forget()
     folder = resolve(model, progress)
-    runner = chosen.load(folder, pick_dtype(folder, amp or dtype), impl, **options)
-    tokenizer = load_tokenizer(folder)
-    config = load_config(folder)
+    picked = pick_dtype(folder, amp or dtype)
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
+    runner = chosen.load(folder, picked, impl, **options)  # last: the memory of the weights may still be coming
     positions = positions_of(config)
     context = min(positions, runner.max_len or positions)
     drafts = None if draft is None else Drafts(draft, folder, runner, tokenizer, config.vocab_size, progress)

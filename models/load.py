@@ -24,6 +24,7 @@ from neuronmm.models.contents import inspect
 from neuronmm.models.documents import read_object
 from neuronmm.models.errors import UserError, reading
 from neuronmm.models.families import family_of
+from neuronmm.models.garbage import not_collected
 from neuronmm.models.hf import register
 from neuronmm.models.model_config import MOST_POSITIONS
 from neuronmm.models.source import read_config
@@ -160,7 +161,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the folder has no tokenizer, or the tokenizer does not work.
     """
-    with quiet(), reading(f"{folder}: no usable tokenizer"):
+    with quiet(), not_collected(), reading(f"{folder}: no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **SAFELY)
         tokenizer.decode(tokenizer("a").input_ids)  # some wrong entries only fail here
     return tokenizer

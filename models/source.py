@@ -187,10 +187,10 @@ def _download(model: str, files: list[str]) -> Path:
 
 def _unpack_gguf(file: Path, progress: Progress) -> Path:
     """Dequantise ``file`` into a bf16 folder of the cache, which appears only when complete, and return the folder."""
-    from neuronmm.models.gguf_file import unpack
-
     folder = _unpacked(file)
     if not folder.is_dir():
+        from neuronmm.models.gguf_file import unpack
+
         write_folder(folder, lambda partial: unpack(file, partial, progress))
     return folder
 

@@ -147,9 +147,11 @@ def test_garbage_is_looked_for_again_after_the_imports(asked: list[int]) -> None
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
-    prepare("none")
-    assert not gc.isenabled()
-    gc.enable()
+    try:
+        prepare("none")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_the_arena_takes_it(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
