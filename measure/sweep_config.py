@@ -115,7 +115,8 @@ def parse_method(text: str, form: str = "two") -> dict[str, Any]:
         UserError: a word is unknown, ambiguous, or contradicts another.
     """
     if text in ROUNDED:
-        return {"ratio": 0.0, "weight_dtype": text}
+        plain = {"method": "svd"} if text == "int8" else {}  # its rounding needs no text, which may take long to sample
+        return {"ratio": 0.0, "weight_dtype": text, **plain}
     meanings: dict[str, list[dict[str, Any]]] = {word: [settings] for word, settings in ROUNDED.items()}
     for name, field_info in CompressionConfig.model_fields.items():
         if name in ("factor_dtype", "weight_dtype"):

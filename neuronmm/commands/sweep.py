@@ -7,12 +7,12 @@ examples:
   neuronmm sweep MODEL --methods fisher+global+share_a+pivoted+fast --text wikitext2.txt -o best
 
 A method is one word or several joined by +, each a value of a setting of compress: svd, whitened, and so on. +int8 and
-+int4 store all weights in few bits (pivoted factors in int8); alone, int8 and int4 only round the dense model. The
-dense model is the reference. The folder of -o receives every compressed checkpoint, sweep.json, sweep.md and the
-picture sweep.png: perplexity against bytes and, with --speed, against measured tokens/s, with a line along the Pareto
-front. --resume continues an interrupted sweep. It also adds ratios and methods to a finished one, and measures --speed,
---tasks and further texts of all its points. With --speed nothing else should run on the machine. The last line of
-stdout is one JSON document.
++int4 store all weights in few bits (pivoted factors in int8). Alone, int8 rounds the dense model, and int4 fits the
+rounding to the calibration text. The dense model is the reference. The folder of -o receives every compressed
+checkpoint, sweep.json, sweep.md and the picture sweep.png: perplexity against bytes and, with --speed, against measured
+tokens/s, with a line along the Pareto front. --resume continues an interrupted sweep. It also adds ratios and methods
+to a finished one, and measures --speed, --tasks and further texts of all its points. With --speed nothing else should
+run on the machine. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations

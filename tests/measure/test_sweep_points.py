@@ -127,6 +127,15 @@ def test_other_points_are_compressed(name: str, calls: list[str], model: Path, t
     assert sorted(calls) == sorted(f"compress {each}-0.4" for each in names)
 
 
+def test_int8_alone_needs_no_text() -> None:
+    """A model may take half an hour to write one; int4 is fitted to it."""
+    points = SweepConfig([0.1], ["int8", "int4", "svd"], ["text"], base=BASE).points
+    assert [(point.name, point.config.needs_text) for point in points] == [
+        ("int8", False), ("int4", True), ("svd", False),
+    ]  # fmt: skip
+    assert all(point.config.ratio == 0 for point in points[:2])
+
+
 def test_points_are_compressed_on_the_device_that_is_asked_for(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
