@@ -37,12 +37,12 @@ def imports_before(model: str, backend: str, dtype: str, weight_dtype: str | Non
 
 
 def _size(model: str, dtype: str) -> int:
-    """Return the bytes of the weights, which are a little less than those of the files; 0 if they will be converted."""
+    """Return the bytes of the files, which are at least those of the weights; 0 if the weights will be converted."""
     folder = folder_at_hand(model)
     if folder is None:
         return 0
     files = inspect(folder).files
-    stored = {dtype for _, (_, dtype) in headers(files)}.intersection(FLOATS)
+    stored = {dtype for name, (_, dtype) in headers(files) if not name.endswith("_scale")}.intersection(FLOATS)
     if stored != {_STORED.get(chosen_dtype(folder) if dtype == "auto" else dtype)}:
         return 0
     return sum(file.stat().st_size for file in set(files.values()))

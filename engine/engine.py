@@ -26,7 +26,7 @@ from neuronmm.engine.text import TextStream
 from neuronmm.kernels import pages
 from neuronmm.models import processes
 from neuronmm.models.chat import ChatTemplate
-from neuronmm.models.contents import chosen_dtype
+from neuronmm.models.contents import chosen_dtype, inspect
 from neuronmm.models.errors import UserError, without_panics
 from neuronmm.models.load import DTYPES, end_tokens, load_config, load_tokenizer, positions_of
 from neuronmm.models.progress import Progress, no_progress
@@ -311,9 +311,11 @@ def load(
     if chosen.name != "cpu":
         pages.forget()
     folder = resolve(model, progress)
+    inspect(folder)  # before transformers reads anything: a false config.json can cost it hours
     picked = pick_dtype(folder, amp or dtype)
-    config, tokenizer = load_config(folder), load_tokenizer(folder)
-    runner = chosen.load(folder, picked, impl, **options)  # last: the memory of the weights may still be coming
+    tokenizer = load_tokenizer(folder)  # before the weights, whose memory may still be coming
+    runner = chosen.load(folder, picked, impl, **options)
+    config = load_config(folder)
     positions = positions_of(config)
     context = min(positions, runner.max_len or positions)
     drafts = None if draft is None else Drafts(draft, folder, runner, tokenizer, config.vocab_size, progress)

@@ -45,13 +45,14 @@ _ahead: _Ahead | None = None
 
 
 def get_ahead(size: int) -> None:
-    """Begin to get ``size`` bytes for the next call of :func:`allocate`.
+    """Begin to get ``size`` bytes for the next call of :func:`allocate`, instead of those of an earlier call.
 
-    Nothing happens if ``size`` is 0, if the system has no such memory or no further thread, or if it is not Linux.
+    Nothing is got if ``size`` is 0, if the system has no such memory or no further thread, under a limit of the address
+    space, which may have no room for memory and mapped files at once, or if the system is not Linux.
     """
     global _ahead
     forget()
-    if hasattr(mmap, "MADV_HUGEPAGE") and size:
+    if hasattr(mmap, "MADV_HUGEPAGE") and size and not _limited():
         with suppress(OSError, OverflowError, RuntimeError):
             _ahead = _Ahead(size)
 
@@ -80,6 +81,12 @@ def allocate(size: int) -> mmap.mmap:
         with suppress(OSError):  # the system keeps memory that is locked
             memory.madvise(mmap.MADV_DONTNEED, rest, len(memory) - rest)
     return memory
+
+
+def _limited() -> bool:
+    import resource  # Windows has none
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def _map(size: int) -> mmap.mmap:

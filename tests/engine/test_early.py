@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from neuronmm.engine.backends import BACKENDS
 from neuronmm.engine.engine import load, pick_dtype
 from neuronmm.kernels import pages
 from neuronmm.models import UserError, source
+from tiny_models import shared_spec
+
+needs_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="nothing is got ahead")
 
 
 @pytest.fixture
@@ -91,6 +95,20 @@ def test_weights_that_will_be_converted_get_none(
     assert asked == [stored(folder) if kept else 0]
 
 
+def test_scales_stay_float32_beside_any_dtype(checkpoint: Callable[..., Path], asked: list[int]) -> None:
+    folder = checkpoint("qwen2", spec=shared_spec(factors="int8"))
+    weights = load_file(folder / "model.safetensors")
+    narrow = {name: tensor if "_scale" in name else narrowed(tensor) for name, tensor in weights.items()}
+    save_file(narrow, folder / "model.safetensors")
+    assert {tensor.dtype for tensor in narrow.values()} == {torch.bfloat16, torch.float32, torch.int8}
+    prepare(folder, dtype="bf16")
+    assert asked == [stored(folder)]
+
+
+def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
 def test_not_for_a_gpu_nor_for_several_memories_or_processes(
     checkpoint: Callable[..., Path], asked: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -154,16 +172,19 @@ def test_garbage_is_looked_for_again_after_the_imports(asked: list[int]) -> None
         gc.enable()
 
 
-def test_the_arena_takes_it(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@needs_linux
+def test_the_arena_takes_it(checkpoint: Callable[..., Path], asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "get_ahead", pages.get_ahead)
+    pages.forget()  # what an earlier test left
     taken = list[int]()
     take = pages._Ahead.take
-    monkeypatch.setattr(early, "_NODES", tmp_path)
     monkeypatch.setattr(pages._Ahead, "take", lambda self: taken.append(len(self.memory)) or take(self))
     folder = checkpoint()
     assert main(["generate", str(folder), "--prompt", "w9", "--max-new-tokens", "1", "--backend", "cpu"]) == 0
     assert taken == [stored(folder)]
 
 
+@needs_linux
 def test_another_backend_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("neuronmm.engine.engine.choose", lambda *_: BACKENDS["neuron"])
     pages.get_ahead(1 << 20)
@@ -172,7 +193,11 @@ def test_another_backend_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages._ahead is None
 
 
-def test_torch_is_not_imported_before() -> None:
-    code = "import sys; sys.argv = ['neuronmm']; import neuronmm.engine.early; print('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "False\n"
+def test_torch_is_not_imported_before(checkpoint: Callable[..., Path]) -> None:
+    code = (
+        "import sys; sys.argv[0] = 'neuronmm'; from neuronmm.engine.early import imports_before\n"
+        "with imports_before(sys.argv[1], 'cpu', 'auto', None): print('torch' in sys.modules)"
+    )
+    for model in (str(checkpoint()), "someone/model"):
+        ran = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, check=True)
+        assert ran.stdout == "False\n"

@@ -85,6 +85,13 @@ def test_who_takes_the_memory_waits_for_one_piece_only(monkeypatch: pytest.Monke
     assert written in ([MB], [])
 
 
+def test_a_limit_of_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under it, memory may leave too little room to map the files of the weights."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, 1 << 40))
+    pages.get_ahead(MB)
+    assert pages._ahead is None
+
+
 @pytest.mark.parametrize("size", [0, 1 << 62])
 def test_memory_that_cannot_be_had_ahead_is_asked_for_later(size: int) -> None:
     pages.get_ahead(size)
