@@ -56,9 +56,11 @@ def folder_at_hand(model: str | Path) -> Path | None:
         UserError: as :func:`is_gguf`.
     """
     path = expanded(model)
-    if path.is_dir() or is_gguf(path):
-        folder = path if path.is_dir() else _unpacked(path.resolve())
+    if is_gguf(path):
+        folder = _unpacked(path.resolve())
         return folder if folder.is_dir() else None
+    if path.is_dir():
+        return path
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
