@@ -313,9 +313,8 @@ def load(
     folder = resolve(model, progress)
     inspect(folder)  # before transformers reads anything: a false config.json can cost it hours
     picked = pick_dtype(folder, amp or dtype)
-    tokenizer = load_tokenizer(folder)  # before the weights, whose memory may still be coming
+    config, tokenizer = load_config(folder), load_tokenizer(folder)  # the memory of the weights may still be coming
     runner = chosen.load(folder, picked, impl, **options)
-    config = load_config(folder)
     positions = positions_of(config)
     context = min(positions, runner.max_len or positions)
     drafts = None if draft is None else Drafts(draft, folder, runner, tokenizer, config.vocab_size, progress)
