@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 from contextlib import suppress
 from threading import Event, Thread
 
@@ -52,7 +53,8 @@ def get_ahead(size: int) -> None:
     """
     global _ahead
     forget()
-    if hasattr(mmap, "MADV_HUGEPAGE") and size and not _limited():
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    if hasattr(mmap, "MADV_HUGEPAGE") and size and unlimited:
         with suppress(OSError, OverflowError, RuntimeError):
             _ahead = _Ahead(size)
 
@@ -81,12 +83,6 @@ def allocate(size: int) -> mmap.mmap:
         with suppress(OSError):  # the system keeps memory that is locked
             memory.madvise(mmap.MADV_DONTNEED, rest, len(memory) - rest)
     return memory
-
-
-def _limited() -> bool:
-    import resource  # Windows has none
-
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def _map(size: int) -> mmap.mmap:

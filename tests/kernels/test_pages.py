@@ -24,9 +24,13 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def wait() -> None:
+def get(size: int) -> int:
+    """Get memory ahead, wait until all its pages are there, and return what was resident before."""
+    before = resident()
+    pages.get_ahead(size)
     assert pages._ahead is not None
     pages._ahead._thread.join()
+    return before
 
 
 @examples(40)
@@ -42,9 +46,7 @@ def test_memory_is_large_enough_and_empty_and_nobody_elses(ahead: int | None, si
 
 
 def test_the_pages_are_there_before_they_are_asked_for() -> None:
-    before = resident()
-    pages.get_ahead(128 * MB)
-    wait()
+    before = get(128 * MB)
     got = resident() - before
     memory = pages.allocate(128 * MB)
     assert got > 120 * MB
@@ -53,18 +55,14 @@ def test_the_pages_are_there_before_they_are_asked_for() -> None:
 
 
 def test_what_is_not_asked_for_goes_back() -> None:
-    before = resident()
-    pages.get_ahead(128 * MB)
-    wait()
+    before = get(128 * MB)
     memory = pages.allocate(32 * MB)
     assert resident() - before < 48 * MB
     del memory
 
 
 def test_too_little_memory_goes_back() -> None:
-    before = resident()
-    pages.get_ahead(128 * MB)
-    wait()
+    before = get(128 * MB)
     memory = pages.allocate(129 * MB)
     assert len(memory) == 129 * MB and resident() - before < 16 * MB
 
@@ -99,11 +97,8 @@ def test_memory_that_cannot_be_had_ahead_is_asked_for_later(size: int) -> None:
 
 
 def test_memory_that_is_forgotten_goes_back() -> None:
-    before = resident()
-    pages.get_ahead(128 * MB)
-    wait()
-    pages.get_ahead(64 * MB)
-    wait()
+    before = get(128 * MB)
+    get(64 * MB)
     assert resident() - before < 80 * MB
     pages.forget()
     assert resident() - before < 16 * MB
