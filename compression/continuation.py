@@ -64,7 +64,8 @@ def continue_rows(
 ) -> Tensor:
     """Continue each opening to ``length`` tokens: [rows, length].
 
-    All rows advance by one token at a time. ``advance`` is called ``length`` times.
+    The first pass takes as many tokens as all openings have, each further one one token of every row. ``advance`` is
+    called ``length`` times.
 
     Raises:
         UserError: the choice needs finite logits and gets others, or the installed transformers names the layers' cache
@@ -76,18 +77,22 @@ def continue_rows(
     opened = torch.tensor([len(opening) for opening in openings])
     with quiet():
         cache = DynamicCache()
+    begin, end = 0, int(opened.min())
     with widened_linears(model.device, in_core=True), grouped_attention():
-        for position in range(length - 1):
-            hidden = model.embed(tokens[:, position : position + 1])
-            rotary = model.rotary(hidden, torch.tensor([[position]]))
+        while end < length:
+            hidden = model.embed(tokens[:, begin:end])
+            rotary = model.rotary(hidden, torch.arange(begin, end)[None])
             for index in range(len(model)):
                 with model.layer(index) as layer:
                     hidden = run_layer(layer, hidden, rotary, **{_cache_argument(layer): cache}, use_cache=True)
             with model.head() as logits:
                 chosen = choose(logits(hidden[:, -1])).cpu()
-            tokens[:, position + 1] = torch.where(position + 1 < opened, tokens[:, position + 1], chosen)
-            advance()
-    advance()
+            tokens[:, end] = torch.where(end < opened, tokens[:, end], chosen)
+            for _ in range(begin, end):
+                advance()
+            begin, end = end, end + 1
+    for _ in range(begin, length):
+        advance()
     return tokens
 
 

@@ -19,7 +19,7 @@ from compression_runs import config
 from neuronmm.compression import calibration, identity, shipped_texts, streaming
 from neuronmm.compression.calibration import Rows, from_model, from_text, prefixes
 from neuronmm.compression.config import CompressionConfig
-from neuronmm.compression.continuation import Sampled
+from neuronmm.compression.continuation import Sampled, continue_rows, greedy
 from neuronmm.compression.pipeline import compress
 from neuronmm.compression.report import REPORT
 from neuronmm.compression.shipped_texts import shipped_documents
@@ -284,6 +284,21 @@ def test_an_unknown_name_of_the_cache_is_refused(dense: Callable[..., Path], mon
         monkeypatch.setattr(type(layer), "forward", lambda self, hidden, memory=None, **kwargs: hidden)
         with pytest.raises(UserError, match="renamed the cache"):
             from_model(model, prefixes(word_tokenizer()), Rows(1, 4, 0), lambda fraction: None)
+
+
+def test_the_tokens_that_all_openings_have_take_one_pass(
+    dense: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, openings = StreamedModel(dense(), torch.float32), [[3, 4, 5], [6, 7]]
+    alone = [continue_rows(model, [opening], 6, greedy, lambda: None) for opening in openings]
+    passes, steps = list[int](), list[None]()
+    inner = model.layer
+    monkeypatch.setattr(model, "layer", lambda index: passes.append(index) or inner(index))
+    together = continue_rows(model, openings, 6, greedy, lambda: steps.append(None))
+    assert torch.equal(together, torch.cat(alone))
+    assert (passes.count(0), len(steps)) == (4, 6)
+    assert continue_rows(model, [[3, 4]], 2, greedy, lambda: steps.append(None)).tolist() == [[3, 4]]
+    assert len(steps) == 8
 
 
 def test_rows_are_sampled_in_groups_that_bound_the_cache(
