@@ -77,9 +77,9 @@ def continue_rows(
     opened = torch.tensor([len(opening) for opening in openings])
     with quiet():
         cache = DynamicCache()
-    begin, end = 0, int(opened.min())
+    begin = 0
     with widened_linears(model.device, in_core=True), grouped_attention():
-        while end < length:
+        for end in range(int(opened.min()), length):
             hidden = model.embed(tokens[:, begin:end])
             rotary = model.rotary(hidden, torch.arange(begin, end)[None])
             for index in range(len(model)):
@@ -90,7 +90,7 @@ def continue_rows(
             tokens[:, end] = torch.where(end < opened, tokens[:, end], chosen)
             for _ in range(begin, end):
                 advance()
-            begin, end = end, end + 1
+            begin = end
     for _ in range(begin, length):
         advance()
     return tokens
