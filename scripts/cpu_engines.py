@@ -146,7 +146,8 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
     """Prepare llama.cpp through its own server in this process, greedy, with flash attention and no prompt cache.
 
     A server is made for one context and batch, and one is kept. Its first request, which touches the weights for the
-    first time, is not timed.
+    first time, is not timed. The server starts rows one after another, and those that have started wait for the prompts
+    of the others: a step is the mean of the row that starts last, the first token is that row's.
     """
     import random
     from concurrent.futures import ThreadPoolExecutor
@@ -157,13 +158,17 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
 
     servers: dict[tuple[int, int], Any] = {}
 
-    def answers(server: Any, context: int, new: int, batch: int) -> list[dict[str, Any]]:
-        requests = [
-            {"prompt": ids, "n_predict": new + 1, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
-            for ids in (random.choices(range(3, 1000), k=context) for _ in range(batch))
-        ]
+    def one_row(server: Any, context: int, new: int) -> tuple[float, float]:
+        """Return when the row's first token came and how long a later one took, in seconds."""
+        ids = random.choices(range(3, 1000), k=context)
+        request = {"prompt": ids, "n_predict": new + 1, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+        timings = server.handle_completions(request)["timings"]
+        seconds = timings["predicted_ms"] / 1e3  # the clock of the generation starts with the first token
+        return time.perf_counter() - seconds, seconds / (timings["predicted_n"] - 1)
+
+    def last_row(server: Any, context: int, new: int, batch: int) -> tuple[float, float]:
         with ThreadPoolExecutor(batch) as pool:
-            return [answer["timings"] for answer in pool.map(server.handle_completions, requests)]
+            return max(pool.map(lambda _: one_row(server, context, new), range(batch)))
 
     def run(context: int, new: int, batch: int) -> dict[str, Any]:
         if (context, batch) not in servers:
@@ -171,11 +176,10 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
             params = llama_server.settings(model, batch, context + MOST_NEW + 8, threads)
             params.verbosity = -1
             servers[context, batch] = xllamacpp.Server(params)
-            answers(servers[context, batch], context, 2, batch)
-        timings = answers(servers[context, batch], context, new, batch)
-        # The clock of the generation starts with the first token.
-        tpot = max(timing["predicted_ms"] / (timing["predicted_n"] - 1) for timing in timings)
-        return {"ttft": max(timing["prompt_ms"] for timing in timings) / 1e3, "tpot": [tpot / 1e3]}
+            last_row(servers[context, batch], context, 2, batch)
+        start = time.perf_counter()
+        first, step = last_row(servers[context, batch], context, new, batch)
+        return {"ttft": first - start, "tpot": [step]}
 
     return {"path": f"xllamacpp {version('xllamacpp')}, flash attention, the package's own build"}, run
 
