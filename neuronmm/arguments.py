@@ -1,10 +1,11 @@
-"""Types of options that argparse lacks. Each raises one line that says what the text must be."""
+"""Options that argparse lacks. A wrong value raises one line that says what it must be."""
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -44,3 +45,22 @@ def alignment(text: str) -> str | int:
     except ValueError:
         pass
     raise ArgumentTypeError(f"{text!r}: must be a positive number of ranks, or auto")
+
+
+def add_files(parser: ArgumentParser, name: str, help: str, required: bool = False) -> None:
+    """Add an option that takes files. Given twice, it takes the files of both."""
+    parser.add_argument(
+        name, type=Path, nargs="+", action="extend", default=[], required=required, metavar="FILE", help=help
+    )
+
+
+class Once(Action):
+    """Stores one value, and refuses a second: the first would go unmeasured without a word."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        first = getattr(namespace, self.dest)
+        if first is not self.default:
+            raise ArgumentError(self, f"it takes one value, not both {first} and {values}")
+        setattr(namespace, self.dest, values)

@@ -100,6 +100,18 @@ def test_an_abbreviation_stands_for_an_option_of_the_help(abbreviation: str) -> 
     assert (args.share_a, args.factor_dtype, args.share, args.factors) == (None, None, "off", "int8")
 
 
+@pytest.mark.parametrize(
+    "command", ["evaluate A --tasks", "sweep A -o B --text t --tasks", "sweep A -o B --text", "report A --evaluation"]
+)
+def test_an_option_of_several_files_may_be_repeated(command: str) -> None:
+    """No file is dropped, and one command leaves nothing to the next."""
+    option = command.rpartition(" ")[2]
+    root = cli.parser()
+    for _ in range(2):
+        args = root.parse_args(shlex.split(f"{command} a b {option} c"))
+        assert getattr(args, option.strip("-")) == [Path("a"), Path("b"), Path("c")]
+
+
 MISSING = {
     "compress": ["compress", "./nowhere", "-o", "out"],
     "recover": ["recover", "./nowhere", "-o", "out"],
@@ -165,6 +177,7 @@ BAD_INPUT = {
     f"benchmark model {_SHORT} --batch 1,,2": "--batch: '1,,2': must be comma-separated numbers",
     f"benchmark model {_SHORT} --threads 100000": "--threads has to be 1 to",
     "evaluate model --text nowhere.txt": "nowhere.txt: no such file",
+    "evaluate model --text a.txt --text b.txt": "--text: it takes one value, not both a.txt and b.txt",
     "evaluate other --text text.txt": _UNSUPPORTED,
     "evaluate other --text nowhere.txt": "nowhere.txt: no such file",
     "inspect other": _UNSUPPORTED,

@@ -19,6 +19,7 @@ import argparse
 import json
 from pathlib import Path
 
+from neuronmm.arguments import Once, add_files
 from neuronmm.commands.generate import add_dtype, add_weight_dtype
 
 
@@ -26,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("model", metavar="OUT", help="a model folder (compressed or dense), a GGUF file or a hub id")
     parser.add_argument("--baseline", metavar="MODEL", help="a second model to compare with, usually the dense one")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text for the perplexity")
+    parser.add_argument("--text", type=Path, action=Once, metavar="FILE", help="text for the perplexity")
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens per window; default min(2048, model's maximum)"
     )
     parser.add_argument("--stride", type=int, metavar="N", help="tokens from window to window; default: the context")
-    parser.add_argument("--tasks", type=Path, nargs="+", default=[], metavar="FILE", help="multiple-choice files")
+    add_files(parser, "--tasks", "multiple-choice files")
     parser.add_argument(
         "--limit", type=int, metavar="N", help="only the first N windows, and the first N rows per task"
     )

@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from neuronmm.arguments import add_files
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("model", metavar="OUT", help="the folder of a compressed checkpoint")
     parser.add_argument("--baseline", metavar="MODEL", help="the dense model, for its sizes")
-    parser.add_argument("--evaluation", type=Path, nargs="+", default=[], metavar="FILE", help="of evaluate --json")
+    add_files(parser, "--evaluation", "of evaluate --json")
     parser.add_argument("--benchmark", type=Path, metavar="FILE", help="of benchmark --json, on a CPU or a GPU")
     parser.add_argument("--sweep", type=Path, metavar="FOLDER", help="a sweep's folder, for its Pareto picture")
     parser.add_argument(

@@ -22,7 +22,7 @@ import json
 import sys
 from pathlib import Path
 
-from neuronmm.arguments import listed
+from neuronmm.arguments import add_files, listed
 from neuronmm.checkpoint_run import add_device, add_targets
 
 
@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M,M",
         help="METHOD[+SETTING...]; default whitened",
     )
-    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the perplexity")
+    add_files(parser, "--text", "texts for the perplexity", required=True)
     add_targets(parser)
     parser.add_argument("--calibration", action="append", metavar="FILE|self|prose|code", help="as for compress")
     parser.add_argument("--recipe", type=Path, metavar="YAML", help="settings that all points share")
     parser.add_argument("--context", type=int, metavar="N", help="tokens per window; default as for evaluate")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N windows of each text")
-    parser.add_argument("--tasks", type=Path, nargs="+", default=(), metavar="FILE", help="multiple-choice questions")
+    add_files(parser, "--tasks", "multiple-choice questions")
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N questions of each task")
     parser.add_argument("--speed", action="store_true", help="also measure tokens/s, each point beside the dense model")
     add_device(parser, "compress")
