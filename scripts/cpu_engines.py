@@ -146,8 +146,8 @@ def prepare_llama_cpp(model: str, threads: int) -> Prepared:
     """Prepare llama.cpp through its own server in this process, greedy, with flash attention and no prompt cache.
 
     A server is made for one context and batch, and one is kept. Its first request, which touches the weights for the
-    first time, is not timed. The server starts rows one after another, and those that have started wait for the prompts
-    of the others: a step is the mean of the row that starts last, the first token is that row's.
+    first time, is not timed. The server starts rows in groups, and those that have started wait for the prompts of the
+    others: a step is the mean of the row that starts last, the first token is that row's.
     """
     import random
     from concurrent.futures import ThreadPoolExecutor

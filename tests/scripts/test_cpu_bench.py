@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -170,31 +171,32 @@ def test_a_server_of_llama_cpp_answers_once_before_it_is_timed(monkeypatch: pyte
     import cpu_engines
 
     asked: list[int] = []
-    generating = iter([30.0] * 9)
-    llama_cpp(monkeypatch, asked, generating)
+    replace_llama_cpp(monkeypatch, asked, iter([(0.037, 0.03)] * 9))
     _, run = cpu_engines.prepare_llama_cpp("m.gguf", 1)
     answers = [run(context, new, 1) for context, new in ((32, 2), (32, 30), (512, 30), (32, 30))]
     assert asked == [0, 3, 3, 31, 0, 3, 31, 0, 3, 31]
-    assert answers[1]["tpot"] == [pytest.approx(0.001)]
+    assert answers[1] == {"ttft": pytest.approx(0.007), "tpot": [pytest.approx(0.001)]}
 
 
 @pytest.mark.usefixtures("scripts")
 def test_a_step_of_llama_cpp_has_no_prompt_of_another_row_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that started early have waited for the others' prompts; all end at once, so they generated longer."""
+    """The row that starts last has waited for none. Here it has neither the shortest step nor the longest."""
     import cpu_engines
 
-    llama_cpp(monkeypatch, [], iter([1.0, 1.0, 1.0, 60_000.0, 30_000.0, 90_000.0]))
+    untimed = [(1.0, 1.0)] * 3
+    replace_llama_cpp(monkeypatch, [], iter([*untimed, (70.0, 30.0), (100.0, 45.0), (100.0, 90.0)]))
     _, run = cpu_engines.prepare_llama_cpp("m.gguf", 1)
-    answer = run(32, 30, 3)
-    assert answer["tpot"] == [pytest.approx(1.0)]
-    assert answer["ttft"] == pytest.approx(-30.0, abs=5.0)
+    assert run(32, 30, 3) == {"ttft": pytest.approx(55.0), "tpot": [pytest.approx(1.5)]}
 
 
-def llama_cpp(monkeypatch: pytest.MonkeyPatch, asked: list[int], generating: Iterator[float]) -> None:
+def replace_llama_cpp(monkeypatch: pytest.MonkeyPatch, asked: list[int], rows: Iterator[tuple[float, float]]) -> None:
     """Replace llama.cpp by a server that notes 0 for its start, and for each request the tokens that it is asked for.
 
-    It answers at once, and says that it generated for as many milliseconds as ``generating`` says.
+    ``rows`` has for each request when it is answered and how long it generated, in seconds.
     """
+    import cpu_engines
+
+    thread = threading.local()
 
     class Server:
         def __init__(self, params: Any) -> None:
@@ -202,11 +204,13 @@ def llama_cpp(monkeypatch: pytest.MonkeyPatch, asked: list[int], generating: Ite
 
         def handle_completions(self, request: dict[str, Any]) -> dict[str, Any]:
             asked.append(request["n_predict"])
-            return {"timings": {"predicted_ms": next(generating), "predicted_n": request["n_predict"]}}
+            thread.now, generating = next(rows)
+            return {"timings": {"predicted_ms": generating * 1e3, "predicted_n": request["n_predict"]}}
 
     monkeypatch.setitem(sys.modules, "xllamacpp", Mock(Server=Server))
     monkeypatch.setitem(sys.modules, "llama_server", Mock())
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1")
+    monkeypatch.setattr(cpu_engines, "time", Mock(perf_counter=lambda: getattr(thread, "now", 0.0)))
 
 
 @pytest.fixture
